@@ -1,0 +1,5 @@
+"""``python -m megasdc`` is the same as ``megasdc``."""
+
+from megasdc.cli import main
+
+main()

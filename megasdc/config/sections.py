@@ -1,0 +1,207 @@
+"""What may I set? The typed sections of the ``megasdc`` key, one class each.
+
+Every field states its meaning, unit, range and what null means in its description; the README's table is generated
+from these. A section is read only by the part of the package that it configures.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about types, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The GPT to train: a preset, single sizes, or a preset with some sizes changed."""
+
+    preset: str | None = Field(None, description="Name of a preset size; null: sizes are given field by field.")
+    num_layers: PositiveInt = Field(2, description="Number of transformer layers.")
+    hidden_size: PositiveInt = Field(128, description="Width h of the residual stream.")
+    num_attention_heads: PositiveInt = Field(4, description="Number of query heads.")
+    num_query_groups: PositiveInt | None = Field(
+        None, description="Number of key/value heads (grouped-query attention); null: as many as query heads."
+    )
+    kv_channels: PositiveInt | None = Field(
+        None, description="Width of one head; null: hidden_size / num_attention_heads."
+    )
+    ffn_hidden_size: PositiveInt | None = Field(
+        None,
+        description="Width of the MLP; null: 4 h, or with a gated MLP 8/3 h rounded up to a multiple of 64.",
+    )
+    max_positions: PositiveInt = Field(
+        2048, description="Longest sequence the model can see, in tokens; size of the learned position table."
+    )
+    position_embedding: Literal["learned", "rope"] = Field("learned", description="Kind of position information.")
+    rotary_base: PositiveInt = Field(10000, description="Base of the rotary frequencies; read with rope only.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = Field("LayerNorm", description="Kind of normalisation.")
+    norm_epsilon: PositiveFloat = Field(1e-5, description="Added to the variance in every normalisation.")
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = Field(
+        "gelu_tanh", description="MLP activation; gelu_tanh is GPT-2's tanh approximation of GELU."
+    )
+    gated_mlp: bool = Field(False, description="Gate the MLP; silu with a gate is SwiGLU.")
+    bias: bool = Field(True, description="Biases in the linear layers of attention and MLP.")
+    qkv_bias: bool = Field(False, description="A bias on query, key and value also where `bias` is false.")
+    tie_embeddings: bool = Field(True, description="Output weights are the word embedding.")
+    hidden_dropout: Probability = Field(0.0, description="Dropout on embeddings and residual branches, in [0, 1).")
+    attention_dropout: Probability = Field(
+        0.0, description="Dropout on attention probabilities, in [0, 1); above 0 attention is computed unfused."
+    )
+    init_std: PositiveFloat = Field(0.02, description="Standard deviation of initial weights.")
+    vocab_multiple: PositiveInt = Field(
+        128, description="The vocabulary is padded to a multiple of this; must be divisible by every tensor size used."
+    )
+    backend: Literal["torch", "transformer_engine"] = Field(
+        "torch",
+        description="Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).",
+    )
+    megatron: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further fields of Megatron-core's TransformerConfig by name; applied last.",
+    )
+
+
+class SourceSection(Section):
+    """One source of text for `prepare-data`."""
+
+    kind: Literal["stdlib", "files", "hub"] = Field(
+        "stdlib",
+        description="stdlib: text of the running Python's standard library; files: local files or folders; "
+        "hub: a dataset by its Hugging Face name.",
+    )
+    path: str | None = Field(
+        None,
+        description="files: a file, a folder or a glob of .txt, .jsonl, .parquet (.gz and .zst too); hub: its name.",
+    )
+    name: str | None = Field(None, description="hub: configuration name, such as `en` of allenai/c4.")
+    split: str = Field("train", description="hub: which split to read.")
+    text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    streaming: bool = Field(False, description="hub: read without downloading the whole dataset first.")
+    max_documents: PositiveInt | None = Field(None, description="Stop after so many documents; null: all.")
+
+
+class TokenizerSection(Section):
+    """The tokenizer that `prepare-data` trains or loads."""
+
+    kind: Literal["sentencepiece", "huggingface"] = Field("sentencepiece", description="Tokenizer library.")
+    path: str | None = Field(
+        None,
+        description="sentencepiece: a .model file, null: train one on the sources; huggingface: a folder or hub name.",
+    )
+    vocab_size: PositiveInt = Field(8192, description="Pieces of a SentencePiece model trained here.")
+    model_type: Literal["bpe", "unigram"] = Field("bpe", description="Algorithm of a SentencePiece model trained here.")
+    train_characters: PositiveInt = Field(
+        20_000_000, description="Characters of text, evenly sampled, that a SentencePiece model is trained on."
+    )
+
+
+class DataSection(Section):
+    """Where the tokens are and how they are cut into samples."""
+
+    path: str = Field(..., description="Folder of prepared data (the output of `megasdc prepare-data`).")
+    sequence_length: PositiveInt = Field(512, description="Tokens s of one sample.")
+    split: list[NonNegativeInt] = Field(
+        [98, 1, 1],
+        min_length=3,
+        max_length=3,
+        description="Shares of the documents for train, validation and test; fixed when the data are prepared.",
+    )
+    seed: NonNegativeInt = Field(1234, description="Seed of the order of documents and samples.")
+    mask_end_of_document: bool = Field(
+        False, description="Leave the loss at end-of-document tokens out of every sum and average."
+    )
+    sources: list[SourceSection] = Field(
+        default_factory=lambda: [SourceSection.model_validate({})],
+        min_length=1,
+        description="What `prepare-data` reads, in this order.",
+    )
+    tokenizer: TokenizerSection = Field(
+        default_factory=lambda: TokenizerSection.model_validate({}), description="What `prepare-data` tokenizes with."
+    )
+
+
+class ParallelSection(Section):
+    """How the ranks divide the model; data parallel is what remains: world size / (tensor x pipeline)."""
+
+    tensor: PositiveInt = Field(1, description="Tensor-parallel ranks (TP).")
+    pipeline: PositiveInt = Field(1, description="Pipeline stages (PP).")
+    sequence_parallel: bool = Field(
+        False, description="Split norms and dropout along the sequence over the tensor ranks; needs tensor > 1."
+    )
+    partition: Literal["uniform", "parameters"] | list[PositiveInt] = Field(
+        "uniform",
+        description="Transformer layers of each stage: equal counts, equal numbers of parameters, or given counts.",
+    )
+    timeout_s: PositiveFloat = Field(
+        1800.0, description="Seconds after which a collective is given up, set on every process group."
+    )
+    threads: NonNegativeInt = Field(
+        1, description="CPU threads of a rank on machines without an accelerator; 0: PyTorch's own choice."
+    )
+
+
+class TrainingSection(Section):
+    """How long to train, and what is looked at meanwhile."""
+
+    steps: PositiveInt = Field(..., description="Optimizer steps of the whole run, resumed parts included.")
+    seed: NonNegativeInt = Field(1234, description="Seed of initial weights and dropout.")
+    eval_interval: NonNegativeInt = Field(0, description="Steps between evaluations; 0: none.")
+    eval_samples: PositiveInt = Field(
+        64, description="Validation samples of one evaluation, the same each time; rounded up to whole micro-batches."
+    )
+    time_limit_s: PositiveFloat | None = Field(
+        None, description="Save and stop at the first step boundary after so many seconds; null: no limit."
+    )
+    max_skipped_steps: PositiveInt = Field(
+        100, description="Stop with the non-finite exit code after so many skipped steps in a row."
+    )
+
+
+class CheckpointSection(Section):
+    """When and where to save, what to keep, what to resume from."""
+
+    folder: str | None = Field(None, description="Folder of checkpoints; null: `checkpoints` in the run folder.")
+    interval: NonNegativeInt = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    keep_last: NonNegativeInt = Field(2, description="Newest checkpoints kept; 0: all.")
+    keep_every: NonNegativeInt = Field(0, description="Checkpoints whose step is a multiple are kept too; 0: none.")
+    storage: Literal["shared", "node_local"] = Field(
+        "shared", description="Whether all nodes see one checkpoint folder or each node has its own."
+    )
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto",
+        description="auto: from the newest complete checkpoint if there is one; must: fail if there is none; "
+        "never: refuse a folder that holds one.",
+    )
+    verify: bool = Field(True, description="Check sizes and checksums of every file before resuming.")
+
+
+class LoggingSection(Section):
+    """Where a run writes, and how often it reports."""
+
+    run_dir: str = Field(..., description="Folder of this run; created if absent.")
+    interval: PositiveInt = Field(10, description="Steps between reported lines and metrics.")
+    progress_bar: bool = Field(True, description="A progress bar with ETA where rank 0 writes to a terminal.")
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="Peak TFLOP/s of one device for MFU; null: from a table of known GPUs, else not reported."
+    )
+
+
+class MegasdcSection(Section):
+    """All sections of the `megasdc` key."""
+
+    model: ModelSection = Field(default_factory=lambda: ModelSection.model_validate({}))
+    data: DataSection
+    parallel: ParallelSection = Field(default_factory=lambda: ParallelSection.model_validate({}))
+    training: TrainingSection
+    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
+    logging: LoggingSection

@@ -1,0 +1,109 @@
+"""What can go wrong, and which exit code says so.
+
+Every failure that a user can cause or meet has one class here. The exit code of a class is the protocol between a
+training rank, the launcher and whoever restarts the run, so a number is never used twice and never changes meaning.
+0 is success, 1 an unexpected exception, 2 wrong command-line usage; Megatron-core's rerun machinery uses 16 and 17;
+64 to 78 overlap with ``sysexits.h`` only in spirit. Codes above 128 stay free for signals.
+"""
+
+from __future__ import annotations
+
+
+class MegasdcError(Exception):
+    """Base of every error that megasdc raises on purpose.
+
+    The message states what is wrong, the value got, the value needed, the place, and what to do about it.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(MegasdcError):
+    """The configuration file, an override or the layout it asks for is wrong.
+
+    Args:
+        problems: every problem found, each one a complete sentence that starts with its dotted path.
+        source: the file that was read, for the first line of the message.
+    """
+
+    exit_code = 70
+
+    def __init__(self, problems: list[str] | str, source: str | None = None) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.source = source
+        where = f" in {source}" if source else ""
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''}{where}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class DataError(MegasdcError):
+    """Training data is missing, damaged, or does not fit the model or the tokenizer."""
+
+    exit_code = 71
+
+
+class CheckpointError(MegasdcError):
+    """A checkpoint is incomplete, damaged, or belongs to another model, and no usable one is left."""
+
+    exit_code = 72
+
+
+class CorruptionError(MegasdcError):
+    """Silent data corruption was detected."""
+
+    exit_code = 73
+
+
+class NonFiniteError(MegasdcError):
+    """Training met NaN or Inf more often than the configuration allows."""
+
+    exit_code = 74
+
+
+class HangError(MegasdcError):
+    """A rank made no progress within the time that the configuration allows."""
+
+    exit_code = 75
+
+
+class ExcludedNodeError(MegasdcError):
+    """This node is on the list of excluded nodes."""
+
+    exit_code = 76
+
+
+class StorageError(MegasdcError):
+    """A folder is not writable, or the disk is full."""
+
+    exit_code = 77
+
+
+class LaunchError(MegasdcError):
+    """Hosts, versions or environment are not fit to start a run, or a rank did not report that it was done."""
+
+    exit_code = 78
+
+
+class PeerError(MegasdcError):
+    """Another rank failed or left, so that this one cannot go on; the cause is in that rank's log."""
+
+    exit_code = 79
+
+
+ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {
+    kind.exit_code: kind
+    for kind in (
+        ConfigError,
+        DataError,
+        CheckpointError,
+        CorruptionError,
+        NonFiniteError,
+        HangError,
+        ExcludedNodeError,
+        StorageError,
+        LaunchError,
+        PeerError,
+    )
+}
+"""Meaning of each documented exit code."""

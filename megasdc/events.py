@@ -1,0 +1,101 @@
+"""What happened: one JSON line an event, a file a rank, written and read without torch.
+
+An event line holds ``{"time", "rank", "host", "step", "micro_batch", "kind", "name", "fields"}``. ``time`` is seconds
+since the epoch; ``step`` and ``micro_batch`` are null where an event belongs to none.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of an event log; the fields are named as in the file."""
+
+    time: float
+    rank: int
+    host: str
+    step: int | None
+    micro_batch: int | None
+    kind: str
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class EventLog:
+    """Appends events to ``events/rank_NNNNN.jsonl`` in the run folder and counts them by kind.
+
+    Each event is one ``write`` of a whole line, flushed at once, so that a killed process leaves at most one broken
+    last line.
+
+    Args:
+        run_dir: the run folder; created if absent.
+        rank: global rank, named in the file and in every line.
+    """
+
+    def __init__(self, run_dir: Path | str, rank: int) -> None:
+        folder = Path(run_dir) / "events"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"rank_{rank:05d}.jsonl"
+        self.rank = rank
+        self.host = socket.gethostname()
+        self.counts: Counter[str] = Counter()
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def emit(
+        self, kind: str, name: str, *, step: int | None = None, micro_batch: int | None = None, **fields: Any
+    ) -> Event:
+        """Write one event.
+
+        Args:
+            kind: what sort of thing happened, such as ``save``, ``resume``, ``skip``, ``warning``.
+            name: which one, such as ``checkpoint`` or ``gradient_overflow``.
+            step: optimizer step, first is 1.
+            micro_batch: micro-batch in the step, first is 0.
+            **fields: anything that JSON can hold; other values are written as text.
+
+        Returns:
+            The event as written.
+        """
+        event = Event(time.time(), self.rank, self.host, step, micro_batch, kind, name, fields)
+        self._file.write(json.dumps(asdict(event), default=str) + "\n")
+        self._file.flush()
+        self.counts[f"{kind}/{name}"] += 1
+        return event
+
+    def close(self) -> None:
+        """Close the file; further events are an error."""
+        self._file.close()
+
+
+def read_events(run_dir: Path | str, *, kind: str | None = None, name: str | None = None) -> Iterator[Event]:
+    """Yield the events of all ranks of a run folder, file by file in rank order.
+
+    A last line without an end, left by a killed process, is passed over; a broken line elsewhere raises.
+
+    Args:
+        run_dir: the run folder.
+        kind: only events of this kind; null means all.
+        name: only events of this name; null means all.
+
+    Raises:
+        ValueError: a complete line is not an event; the message names file and line.
+    """
+    for path in sorted((Path(run_dir) / "events").glob("rank_*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                event = Event(**json.loads(line))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise ValueError(f"{path}:{number} is not an event: {error}") from error
+            if (kind is None or event.kind == kind) and (name is None or event.name == name):
+                yield event

@@ -1,0 +1,35 @@
+"""Packaging of megasdc. Tested versions are pinned in launch/constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megasdc",
+    version="0.1.0",
+    description="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["megasdc", "megasdc.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.13",
+        "deepspeed==0.19.8",
+        "megatron-core>=0.16.1",
+        "pydantic>=2",
+        "typer",
+        "rich",
+        "numpy",
+        "datasets",
+        "transformers",
+        "sentencepiece",
+        "safetensors",
+        "tensorboard",
+        "xxhash",
+        "psutil",
+        "pybind11",
+        "zstandard",
+    ],
+    extras_require={"test": ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff"]},
+    entry_points={"console_scripts": ["megasdc = megasdc.cli:main"]},
+)
