@@ -1,0 +1,1 @@
+"""The pipeline engine and the places where features look in."""

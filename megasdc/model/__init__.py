@@ -1,0 +1,1 @@
+"""Megatron-core modules as pipeline stages: layers, loss, sizes, random streams."""

@@ -1,0 +1,5 @@
+"""Who talks to whom: dims, process groups, small named collectives."""
+
+from megasdc.parallel.dims import ParallelDims
+
+__all__ = ["ParallelDims"]

@@ -1,0 +1,274 @@
+"""How does one optimizer step run? Our subclass of DeepSpeed's PipelineEngine.
+
+It adds what DeepSpeed's engine does not have: hooks around every micro-batch and before the optimizer step, the number
+of the micro-batch that a buffer holds, losses weighted by the tokens that were really used, the sum of partial
+gradients under sequence parallelism, and whether and why a step was skipped. It is used with one stage too. Names that
+start with an underscore are DeepSpeed 0.19's; a test fails loudly if they go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from megasdc.engine.hooks import EngineHook
+from megasdc.model.randomness import DropoutStreams
+from megasdc.optim.zero1 import accumulated_gradient, scale_gradients
+from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to.
+
+    Args:
+        step: its number, the first is 1.
+        loss: mean over the tokens used, in nats; on all ranks.
+        tokens: tokens used, over all replicas.
+        grad_norm: 2-norm of the whole gradient before clipping; infinite when it was not finite.
+        skipped: null, or why the optimizer did not step.
+        loss_scale: loss scale of fp16 training, else 1.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: str | None
+    loss_scale: float
+
+
+class TrainingEngine(PipelineEngine):
+    """DeepSpeed's pipeline engine with hooks, true averages and named micro-batches.
+
+    Args:
+        dims: layout and place of this rank.
+        streams: dropout streams of the model; null for a model without.
+        masks_tokens: whether the data can leave tokens out of the loss; if not, gradients need no correction.
+        hooks: called in this order.
+        **options: passed to DeepSpeed's engine.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(
+        self,
+        *,
+        dims: ParallelDims,
+        streams: DropoutStreams | None = None,
+        masks_tokens: bool = False,
+        hooks: tuple[EngineHook, ...] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.dims = dims
+        self.hooks = list(hooks)
+        self.streams = streams
+        self.masks_tokens = masks_tokens
+        self._partial_sums = [p for p in self.module.parameters() if getattr(p, "sequence_parallel", False)]
+        self._micro_batch_of_buffer: dict[int, int] = {}
+        self._started = 0
+        self._tokens: list[torch.Tensor] = []
+        self._totals = torch.zeros(2, dtype=torch.float64)
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    @property
+    def step_number(self) -> int:
+        """The step that runs now or would run next; the first is 1."""
+        return self.global_steps + 1
+
+    def train_step(self, batches: Iterator[Any]) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            batches: yields this replica's micro-batches.
+
+        Returns:
+            The result, the same on all ranks.
+
+        Collective: all ranks of the world.
+        Sync: waits for the device.
+        """
+        step, skipped_before = self.step_number, self.skipped_steps
+        self._begin()
+        self.train_batch(data_iter=batches)
+        loss_sum, used = self._totals.tolist()
+        norm = self.get_global_grad_norm()
+        norm = math.nan if norm is None else float(norm)
+        skipped = None
+        if self.skipped_steps > skipped_before:
+            skipped = "gradient overflow at this loss scale" if self.fp16_enabled() else "gradient norm is not finite"
+        return StepResult(
+            step=step,
+            loss=loss_sum / used if used else math.nan,
+            tokens=round(used * self._planned_tokens),
+            grad_norm=norm,
+            skipped=skipped,
+            loss_scale=float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0,
+        )
+
+    def evaluate(self, batches: Iterator[Any], num_micro_batches: int) -> float:
+        """Mean loss over the tokens of some micro-batches, without dropout and without gradients.
+
+        Args:
+            batches: yields this replica's micro-batches.
+            num_micro_batches: how many this replica evaluates.
+
+        Returns:
+            Mean over all replicas in nats, on all ranks.
+
+        Collective: all ranks of the world.
+        """
+        self._begin()
+        monitor_enabled, self.monitor.enabled = self.monitor.enabled, False
+        try:
+            loss = self.eval_batch(batches, num_micro_batches=num_micro_batches)
+        finally:
+            self.monitor.enabled = monitor_enabled
+        self.module.train()
+        return float(loss)
+
+    def _begin(self) -> None:
+        self._started = 0
+        self._micro_batch_of_buffer.clear()
+        self._tokens = []
+        self._planned_tokens = 1
+
+    # --- instructions -------------------------------------------------------------------------------------------
+
+    def sample_places(self, micro_batch: int) -> tuple[int, ...]:
+        """Places of a micro-batch's samples in the global batch of the step, [b].
+
+        The k-th sample that replica r takes in a step is number k * replicas + r, whatever the micro-batch size.
+        """
+        first = micro_batch * self.micro_batch_size
+        return tuple((first + i) * self.dims.data + self.dims.dp_rank for i in range(self.micro_batch_size))
+
+    def _enter(self, micro_batch: int) -> None:
+        if self.streams is not None:
+            self.streams.enter(self.step_number, self.sample_places(micro_batch))
+
+    def _run_forward(self, buffer_id: int) -> None:
+        micro_batch = self._started
+        self._started += 1
+        self._micro_batch_of_buffer[buffer_id] = micro_batch
+        self._enter(micro_batch)
+        for hook in self.hooks:
+            hook.before_forward(self, micro_batch)
+        super()._exec_forward_pass(buffer_id)
+        if self.is_last_stage():
+            mask = self.pipe_buffers["labels"][buffer_id][1]
+            self._planned_tokens = mask.numel()
+            self._tokens.append(mask.sum(dtype=torch.float64) / mask.numel())
+        for hook in self.hooks:
+            hook.after_forward(self, micro_batch)
+
+    def _run_backward(self, buffer_id: int) -> None:
+        micro_batch = self._micro_batch_of_buffer.pop(buffer_id)
+        self._enter(micro_batch)
+        for hook in self.hooks:
+            hook.before_backward(self, micro_batch)
+        super()._exec_backward_pass(buffer_id)
+        for hook in self.hooks:
+            hook.after_backward(self, micro_batch)
+
+    def _run_reduce_tied_grads(self) -> None:
+        super()._exec_reduce_tied_grads()
+        if self._partial_sums:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_tensor_model_parallel_group()
+            for parameter in self._partial_sums:
+                gradient = accumulated_gradient(self.optimizer, parameter)
+                if gradient is not None:
+                    dist.all_reduce(gradient, group=group)
+
+    def _run_reduce_grads(self) -> None:
+        super()._exec_reduce_grads()
+        self._totals = self._reduce_totals(self.total_loss)
+        if self.masks_tokens:
+            planned = float(self.micro_batches * self.dims.data)
+            scale_gradients(self.optimizer, planned / self._totals[1])
+
+    def _run_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        for hook in self.hooks:
+            hook.before_optimizer_step(self)
+        super()._exec_optimizer_step(lr_kwargs)
+
+    _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and type are DeepSpeed's
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _run_forward,
+        schedule.BackwardPass: _run_backward,
+        schedule.ReduceTiedGrads: _run_reduce_tied_grads,
+        schedule.ReduceGrads: _run_reduce_grads,
+        schedule.OptimizerStep: _run_optimizer_step,
+    }
+
+    # --- averages -----------------------------------------------------------------------------------------------
+
+    def _reduce_totals(self, loss_sum: torch.Tensor | None) -> torch.Tensor:
+        """[sum of losses, sum of used tokens], both over the planned tokens of a micro-batch, summed over replicas.
+
+        Collective: the data group of the last stage, then each replica's pipeline group.
+        """
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if self.is_last_stage():
+            if loss_sum is not None:
+                totals[0] = loss_sum.double()
+                totals[1] = torch.stack(self._tokens).sum()
+            totals[2] = self._planned_tokens
+            if self.is_data_parallel:
+                dist.all_reduce(totals[:2], group=self.mpu.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            dist.broadcast(totals, src=self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
+            self._planned_tokens = int(totals[2])
+        return totals[:2]
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """Mean loss over the tokens used; replaces DeepSpeed's mean over planned micro-batches."""
+        return (self._totals[0] / self._totals[1]).float()
+
+    def _reduce_outputs(self, outputs: Any, **_: Any) -> Any:
+        """On the last stage, called by ``eval_batch``: the sum of losses of this replica."""
+        return torch.stack(outputs).sum()
+
+    def _bcast_pipe_scalar(self, data: Any, *_: Any, **__: Any) -> torch.Tensor:
+        """Called by ``eval_batch`` on all stages: the mean over the tokens of all replicas."""
+        totals = self._reduce_totals(data)
+        return (totals[0] / totals[1]).float()
+
+
+def build_engine(
+    pipeline: Any, deepspeed_config: dict[str, Any], groups: list[dict[str, Any]], **options: Any
+) -> TrainingEngine:
+    """Make the engine of a stage, as ``deepspeed.initialize`` would make DeepSpeed's own.
+
+    Args:
+        pipeline: the stage.
+        deepspeed_config: DeepSpeed's part of the configuration.
+        groups: optimizer groups.
+        **options: arguments of ``TrainingEngine``.
+
+    Collective: all ranks of the world.
+    """
+    mpu = pipeline.mpu()
+    return TrainingEngine(
+        args=None,
+        model=pipeline,
+        optimizer=None,
+        model_parameters=groups,
+        mpu=mpu,
+        config=deepspeed_config,
+        config_class=DeepSpeedConfig(deepspeed_config, mpu),
+        dont_change_device=True,
+        **options,
+    )

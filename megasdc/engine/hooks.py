@@ -1,0 +1,31 @@
+"""Where can a feature look in while a step runs?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megasdc.engine.engine import TrainingEngine
+
+
+class EngineHook:
+    """Base of what looks in while the engine runs a step; each method does nothing unless overridden.
+
+    Hooks are called in the order of the engine's list. A hook calls no other hook. On a rank that fails, no further
+    hook is called.
+    """
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """A micro-batch's forward pass on this stage is about to start; the first of a step is 0."""
+
+    def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """The forward pass has been issued."""
+
+    def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """A micro-batch's backward pass on this stage is about to start."""
+
+    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """The backward pass has been issued."""
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Gradients are reduced; the optimizer has not looked at them yet."""

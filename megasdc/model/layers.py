@@ -1,0 +1,227 @@
+"""Which layers does the pipeline consist of? Embedding, positions, transformer layers, final norm, output.
+
+Each class is one entry of the pipeline: one tensor in, one tensor out. Hidden states are [s, b, h], or [s/tp, b, h]
+with sequence parallelism. Every layer is built under a seed of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasdc.model.modules import (
+    SITE_ATTENTION_RESIDUAL,
+    SITE_EMBEDDING,
+    SITE_MLP_RESIDUAL,
+    Norm,
+    ResidualAdd,
+    TorchAttention,
+    hidden_masks,
+)
+from megasdc.model.randomness import DropoutStreams, seeded_build
+from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass
+class LayerContext:
+    """What every layer of a stage shares.
+
+    Args:
+        config: Megatron-core's TransformerConfig.
+        dims: layout and place of this rank.
+        streams: dropout generators of the current micro-batch.
+        seed: seed of the initial weights.
+        vocab_size: padded vocabulary size v.
+        max_positions: rows of the learned position table.
+        learned_positions: whether there is one; else rotary embeddings.
+        rotary_base: base of the rotary frequencies.
+        backend: where the modules come from, ``torch`` or ``transformer_engine``.
+    """
+
+    config: Any
+    dims: ParallelDims
+    streams: DropoutStreams
+    seed: int
+    vocab_size: int
+    max_positions: int
+    learned_positions: bool
+    rotary_base: int
+    backend: str = "torch"
+    _rotary: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def sequence_shard(self) -> tuple[int, int]:
+        """(part, parts) of the sequence that this rank's hidden states are."""
+        return (self.dims.tp_rank, self.dims.tensor) if self.config.sequence_parallel else (0, 1)
+
+    def rotary_angles(self, length: int, device: torch.device) -> Tensor:
+        """Angles of the rotary embedding, [s, 1, 1, d] in fp32; computed once a length and device.
+
+        Source: Su et al. 2021, RoFormer (arXiv 2104.09864), halves not interleaved.
+        """
+        if (length, device) not in self._rotary:
+            dim = self.config.kv_channels
+            exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+            angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), self.rotary_base**-exponent)
+            self._rotary[length, device] = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        return self._rotary[length, device]
+
+
+class WordEmbedding(nn.Module):
+    """Token ids [b, s] to word vectors [s, b, h]; the vocabulary is split over tensor ranks."""
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+        super().__init__()
+        self.config = context.config
+        self.tensor_parallel = context.dims.tensor > 1
+        with seeded_build(context.seed, index):
+            self.word_embeddings = VocabParallelEmbedding(
+                num_embeddings=context.vocab_size,
+                embedding_dim=context.config.hidden_size,
+                init_method=context.config.init_method,
+                config=context.config,
+            )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up [b, s] -> [s, b, h]."""
+        return self.word_embeddings(tokens).transpose(0, 1).contiguous()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of a model with tied embeddings: hidden [s, b, h] (or [s/tp, b, h]) -> logits [s, b, v/tp]."""
+        from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+        sequence_parallel = self.config.sequence_parallel
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input=hidden,
+            weight=self.word_embeddings.weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=self.tensor_parallel and not sequence_parallel,
+            sequence_parallel=sequence_parallel,
+        )
+
+
+def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
+    """The last layer of a model with tied embeddings, in the form that DeepSpeed's TiedLayerSpec asks for."""
+    return embedding.logits(hidden)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds learned positions where the model has them, drops, and splits the sequence where that is asked for."""
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        super().__init__()
+        self.context = context
+        self.index = index
+        self.positions: nn.Embedding | None = None
+        if context.learned_positions:
+            with seeded_build(context.seed, index):
+                self.positions = nn.Embedding(context.max_positions, context.config.hidden_size)
+                context.config.init_method(self.positions.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence parallelism."""
+        if self.positions is not None:
+            hidden = hidden + self.positions.weight[: hidden.shape[0], None, :]
+        prob = self.context.config.hidden_dropout
+        if self.training and prob > 0:
+            hidden = hidden * hidden_masks(self.context.streams, hidden, prob, self.index, SITE_EMBEDDING, (0, 1))
+        if self.context.config.sequence_parallel:
+            from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+            hidden = scatter_to_sequence_parallel_region(hidden)
+        return hidden
+
+
+class TransformerBlock(nn.Module):
+    """One transformer layer of Megatron-core."""
+
+    def __init__(self, context: LayerContext, index: int, layer_number: int) -> None:
+        from megatron.core.transformer import build_module
+
+        super().__init__()
+        self.context = context
+        with seeded_build(context.seed, index):
+            self.layer = build_module(layer_spec(context), config=context.config, layer_number=layer_number)
+        for module in self.layer.modules():
+            if isinstance(module, TorchAttention):
+                module.streams, module.layer_number, module.tp_rank = context.streams, index, context.dims.tp_rank
+        for site, module in (
+            (SITE_ATTENTION_RESIDUAL, self.layer.self_attn_bda),
+            (SITE_MLP_RESIDUAL, self.layer.mlp_bda),
+        ):
+            module.streams, module.layer_number, module.site = context.streams, index, site
+            module.sequence_shard = context.sequence_shard
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence parallelism."""
+        rotary = None
+        if not self.context.learned_positions:
+            length = hidden.shape[0] * self.context.sequence_shard[1]
+            rotary = self.context.rotary_angles(length, hidden.device)
+        output, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
+        return output
+
+
+class FinalNorm(nn.Module):
+    """The norm between the last transformer layer and the output."""
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        super().__init__()
+        config = context.config
+        with seeded_build(context.seed, index):
+            self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], or the shards of it."""
+        return self.norm(hidden)
+
+
+class OutputLayer(nn.Module):
+    """Hidden states to logits with weights of its own; the vocabulary is split over tensor ranks."""
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        super().__init__()
+        config = context.config
+        with seeded_build(context.seed, index):
+            self.output = ColumnParallelLinear(
+                config.hidden_size,
+                context.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                gather_output=False,
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] (or [s/tp, b, h]) -> logits [s, b, v/tp]."""
+        return self.output(hidden)[0]
+
+
+def layer_spec(context: LayerContext) -> Any:
+    """Megatron-core's specification of one transformer layer, with our modules put in where the backend is torch."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    config = context.config
+    if context.backend == "transformer_engine":
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+        attention.core_attention = TorchAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = ResidualAdd
+    return spec

@@ -1,0 +1,157 @@
+"""Which modules of ours stand inside Megatron-core's transformer layer?
+
+They replace the ones that need CUDA or that draw dropout masks from a generator that depends on the layout: attention
+on PyTorch's scaled dot product, norms that know sequence parallelism, and the sum of branch and residual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasdc.model.randomness import DropoutStreams
+
+SITE_EMBEDDING, SITE_ATTENTION_RESIDUAL, SITE_MLP_RESIDUAL, SITE_HEADS = 0, 1, 2, 16
+"""Numbers of the dropout sites of a layer; attention head i uses SITE_HEADS + i."""
+
+
+class Norm:
+    """Makes a LayerNorm or RMSNorm whose gradients are marked for the sum over tensor ranks where they need it.
+
+    With sequence parallelism each tensor rank normalises its own part of the sequence, so a norm's gradient is a
+    partial sum; the engine adds them up. A class, because Megatron-core calls classes with its own keyword arguments
+    and takes functions as they are.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
+        """Return the norm that ``config.normalization`` names, over the last [hidden_size] elements."""
+        kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class TorchAttention(nn.Module):
+    """Causal attention on ``torch.nn.functional.scaled_dot_product_attention``.
+
+    With attention dropout the probabilities are computed in the open, [b, n/tp, s, s], because the fused kernels draw
+    masks that depend on how many heads a rank holds.
+    """
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.dropout = config.attention_dropout
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.streams: DropoutStreams | None = None
+        self.tp_rank = 0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+        """Attend causally.
+
+        Args:
+            query: [s, b, n/tp, d].
+            key: [s, b, g/tp, d].
+            value: [s, b, g/tp, d].
+            attention_mask: must be null; attention is causal.
+
+        Returns:
+            [s, b, h/tp].
+        """
+        if attention_mask is not None:
+            raise ValueError("attention is causal; no other mask is supported")
+        s, b = query.shape[:2]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.training and self.dropout > 0:
+            out = self._with_dropout(q, k, v)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
+            )
+        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.streams is None:
+            raise RuntimeError("attention dropout needs dropout streams")
+        n, s = q.shape[1], q.shape[2]
+        repeats = n // k.shape[1]
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        scores = (q @ k.transpose(-1, -2)).float() * self.scale
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        probabilities = scores.masked_fill_(future, float("-inf")).softmax(-1).to(q.dtype)
+        first = self.tp_rank * n
+        masks = [
+            self.streams.keep_masks((s, s), self.dropout, self.layer_number, SITE_HEADS + first + head, q)
+            for head in range(n)
+        ]
+        return (probabilities * torch.stack(masks, 1)) @ v
+
+
+class ResidualAdd(nn.Module):
+    """``residual + dropout(x + bias)`` with masks that do not depend on the layout.
+
+    A module, so that what it returns can be observed. Called by Megatron-core's layer as
+    ``bda(training, fusion)(x_with_bias, residual, prob)``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: DropoutStreams | None = None
+        self.layer_number = 0
+        self.site = 0
+        self.sequence_shard = (0, 1)
+
+    def __call__(self, training: bool, fusion: bool) -> Callable[..., Tensor]:
+        """Bind the mode; Megatron-core passes whether to fuse, which there is nothing to do about."""
+        return super().__call__
+
+    def forward(self, x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        """Add bias, drop, add the residual.
+
+        Args:
+            x_with_bias: branch output [s, b, h] (or [s/tp, b, h]) and its bias [h] or null.
+            residual: [s, b, h] (or [s/tp, b, h]).
+            prob: probability of dropping.
+
+        Returns:
+            the shape of ``residual``.
+        """
+        x, bias = x_with_bias
+        if bias is not None:
+            x = x + bias
+        if self.training and prob > 0:
+            x = x * hidden_masks(self.streams, x, prob, self.layer_number, self.site, self.sequence_shard)
+        return residual + x
+
+
+def hidden_masks(
+    streams: DropoutStreams | None, x: Tensor, prob: float, layer: int, site: int, shard: tuple[int, int]
+) -> Tensor:
+    """Dropout masks for hidden states.
+
+    With sequence parallelism every tensor rank draws the mask of the whole sequence and takes its own part.
+
+    Args:
+        streams: the generators of the current micro-batch.
+        x: [s/parts, b, h].
+        prob: probability of dropping.
+        layer: index of the layer.
+        site: which mask of the layer.
+        shard: (which part of the sequence x is, number of parts).
+
+    Returns:
+        [s/parts, b, h], scaled by 1 / (1 - prob).
+    """
+    if streams is None:
+        raise RuntimeError("dropout needs dropout streams")
+    part, parts = shard
+    s, _b, h = x.shape
+    masks = streams.keep_masks((s * parts, h), prob, layer, site, x)
+    return masks[:, part * s : (part + 1) * s].transpose(0, 1)

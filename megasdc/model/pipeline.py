@@ -1,0 +1,126 @@
+"""How does a GPT become DeepSpeed pipeline stages?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.model.layers import (
+    FinalNorm,
+    LayerContext,
+    OutputLayer,
+    PositionEmbedding,
+    TransformerBlock,
+    WordEmbedding,
+    tied_logits,
+)
+from megasdc.model.loss import TokenLoss
+from megasdc.model.randomness import DropoutStreams
+from megasdc.model.sizes import layers_per_stage, model_sizes
+from megasdc.model.transformer_config import build_transformer_config, ffn_width, padded_vocab_size
+from megasdc.parallel.dims import ParallelDims
+
+LEADING_LAYERS = 2
+"""Pipeline layers before the first transformer layer: word embedding, positions."""
+TRAILING_LAYERS = 2
+"""Pipeline layers after the last transformer layer: final norm, output."""
+TIED_KEY = "embedding"
+
+
+class GPTPipeline(PipelineModule):
+    """A GPT as pipeline stages.
+
+    Differs from DeepSpeed's class in who decides how many layers a stage has.
+
+    Args:
+        layers: specifications of all layers.
+        layers_per_stage: transformer layers of each stage.
+        **options: passed on.
+    """
+
+    def __init__(self, layers: list[Any], layers_per_stage: list[int], **options: Any) -> None:
+        self._layers_per_stage = layers_per_stage
+        super().__init__(layers, **options)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        ends = [LEADING_LAYERS + sum(self._layers_per_stage[: i + 1]) for i in range(len(self._layers_per_stage))]
+        ends[-1] += TRAILING_LAYERS
+        self.parts = [0, *ends]
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def build_pipeline(
+    model: ModelSection,
+    parallel: ParallelSection,
+    dims: ParallelDims,
+    *,
+    vocab_size: int,
+    seed: int,
+    dtype: torch.dtype,
+) -> tuple[GPTPipeline, DropoutStreams]:
+    """Build this rank's stage of the model.
+
+    Args:
+        model: the ``model`` section.
+        parallel: the ``parallel`` section.
+        dims: layout and place of this rank.
+        vocab_size: entries of the tokenizer's vocabulary, unpadded.
+        seed: seed of initial weights and dropout.
+        dtype: type of the parameters while training.
+
+    Returns:
+        The stage, and the dropout streams that the engine has to name each micro-batch to.
+
+    Raises:
+        ConfigError: Megatron-core refuses the sizes, or they do not divide.
+
+    Collective: all ranks of the world.
+    """
+    config = build_transformer_config(model, parallel, dtype)
+    padded = padded_vocab_size(vocab_size, model.vocab_multiple)
+    streams = DropoutStreams(seed)
+    context = LayerContext(
+        config=config,
+        dims=dims,
+        streams=streams,
+        seed=seed,
+        vocab_size=padded,
+        max_positions=model.max_positions,
+        learned_positions=model.position_embedding == "learned",
+        rotary_base=model.rotary_base,
+        backend=model.backend,
+    )
+    pipeline = GPTPipeline(
+        _layer_specs(context, tied=model.tie_embeddings),
+        layers_per_stage(parallel, model_sizes(model, ffn_width(model), padded)),
+        topology=PipeModelDataParallelTopology(num_pp=dims.pipeline, num_mp=dims.tensor, num_dp=dims.data),
+        loss_fn=TokenLoss(vocab_size, padded, dims.tp_rank, dims.tensor),
+        seed_layers=False,
+        checkpointable_layers=[TransformerBlock.__name__],
+    )
+    return pipeline, streams
+
+
+def _layer_specs(context: LayerContext, tied: bool) -> list[Any]:
+    layers = context.config.num_layers
+    output = LEADING_LAYERS + layers + 1
+    weight = "word_embeddings.weight"
+    specs: list[Any] = [
+        TiedLayerSpec(TIED_KEY, WordEmbedding, context, 0, tied_weight_attr=weight)
+        if tied
+        else LayerSpec(WordEmbedding, context, 0),
+        LayerSpec(PositionEmbedding, context, 1),
+    ]
+    specs += [LayerSpec(TransformerBlock, context, LEADING_LAYERS + i, i + 1) for i in range(layers)]
+    specs.append(LayerSpec(FinalNorm, context, output - 1))
+    specs.append(
+        TiedLayerSpec(TIED_KEY, WordEmbedding, context, 0, forward_fn=tied_logits, tied_weight_attr=weight)
+        if tied
+        else LayerSpec(OutputLayer, context, output)
+    )
+    return specs

@@ -1,0 +1,137 @@
+"""How large is the model, and how much arithmetic is a token? Pure formulas over the ``model`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Parameter counts of a model's parts.
+
+    Args:
+        embedding: word embedding.
+        positions: learned position table.
+        layer: one transformer layer.
+        layer_matrices: the part of ``layer`` that is in matrix products.
+        final_norm: the norm before the output.
+        output: output weights; 0 where they are tied to the embedding.
+        num_layers: number of transformer layers.
+        attention_width: query heads times width of a head.
+        logits: parameters of the output product, also where they are tied.
+    """
+
+    embedding: int
+    positions: int
+    layer: int
+    layer_matrices: int
+    final_norm: int
+    output: int
+    num_layers: int
+    attention_width: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Parameters of the whole model, tied ones once."""
+        return self.embedding + self.positions + self.layer * self.num_layers + self.final_norm + self.output
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Arithmetic of forward and backward for one token, recomputation not counted.
+
+        6 per parameter in a matrix product, and 6 s (n d) a layer for the causal half of the attention scores and
+        their product with the values.
+
+        Source: Narayanan et al. 2021 (arXiv 2104.04473), section 5.1; half of the score matrix, as it is causal.
+        """
+        matrices = self.layer_matrices * self.num_layers + self.logits
+        return 6.0 * matrices + 6.0 * self.num_layers * sequence_length * self.attention_width
+
+
+def model_sizes(section: ModelSection, ffn: int, vocab_size: int) -> ModelSizes:
+    """Count parameters.
+
+    Args:
+        section: the model.
+        ffn: width of the MLP.
+        vocab_size: padded vocabulary size v.
+    """
+    h = section.hidden_size
+    head = section.kv_channels or h // section.num_attention_heads
+    width = head * section.num_attention_heads
+    kv_width = head * (section.num_query_groups or section.num_attention_heads)
+    matrices = h * (width + 2 * kv_width) + width * h + h * ffn * (2 if section.gated_mlp else 1) + ffn * h
+    biases = 0
+    if section.bias or section.qkv_bias:
+        biases += width + 2 * kv_width
+    if section.bias:
+        biases += h + ffn * (2 if section.gated_mlp else 1) + h
+    norm = h * (2 if section.normalization == "LayerNorm" else 1)
+    return ModelSizes(
+        embedding=vocab_size * h,
+        positions=section.max_positions * h if section.position_embedding == "learned" else 0,
+        layer=matrices + biases + 2 * norm,
+        layer_matrices=matrices,
+        final_norm=norm,
+        output=0 if section.tie_embeddings else vocab_size * h,
+        num_layers=section.num_layers,
+        attention_width=width,
+        logits=vocab_size * h,
+    )
+
+
+def layers_per_stage(parallel: ParallelSection, sizes: ModelSizes) -> list[int]:
+    """Number of transformer layers of each stage.
+
+    Args:
+        parallel: number of stages and how to divide.
+        sizes: parameter counts, for division by parameters.
+
+    Raises:
+        ConfigError: the layers do not divide as asked.
+    """
+    stages, layers = parallel.pipeline, sizes.num_layers
+    if isinstance(parallel.partition, list):
+        if len(parallel.partition) != stages or sum(parallel.partition) != layers:
+            raise ConfigError(
+                f"megasdc.parallel.partition: {parallel.partition} must hold {stages} counts that add up to {layers}"
+            )
+        return list(parallel.partition)
+    if layers < stages:
+        raise ConfigError(f"megasdc.parallel.pipeline: {stages} stages need at least as many layers, got {layers}")
+    if parallel.partition == "uniform":
+        if layers % stages:
+            raise ConfigError(
+                f"megasdc.model.num_layers: {layers} layers do not divide by {stages} stages; "
+                'choose other numbers, or parallel.partition "parameters" or a list of counts'
+            )
+        return [layers // stages] * stages
+    return _balance(sizes, stages)
+
+
+def _balance(sizes: ModelSizes, stages: int) -> list[int]:
+    """Counts whose largest stage has as few parameters as possible, by trying every limit that a stage can have."""
+    layers = sizes.num_layers
+    first = sizes.embedding + sizes.positions
+    last = sizes.final_norm + (sizes.output or sizes.logits)
+    weights = [sizes.layer] * layers
+    weights[0] += first
+    weights[-1] += last
+    candidates = sorted({sum(weights[i:j]) for i in range(layers) for j in range(i + 1, layers + 1)})
+    for limit in candidates:
+        counts, load, count = [], 0, 0
+        for position, weight in enumerate(weights):
+            stages_left = stages - len(counts) - 1
+            if count and (load + weight > limit or layers - position <= stages_left):
+                counts.append(count)
+                load = count = 0
+            load, count = load + weight, count + 1
+        counts.append(count)
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        heaviest = max(sum(weights[e - c : e]) for e, c in zip(ends, counts, strict=True))
+        if len(counts) == stages and heaviest <= limit:
+            return counts
+    raise AssertionError(f"{layers} layers always divide into {stages} stages")

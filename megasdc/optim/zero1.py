@@ -1,0 +1,55 @@
+"""Where are the gradients and the shards of ZeRO-1? One view of both optimizers that DeepSpeed may choose.
+
+``DeepSpeedZeroOptimizer`` (fp32, fp16, and bf16 with 16-bit accumulation) holds after the reduction only the owner's
+part of each gradient. ``BF16_Optimizer`` (bf16 with fp32 accumulation) holds the whole reduced gradient of the stage on
+every data-parallel rank. The names used here are DeepSpeed 0.19's private ones; a test fails if they go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_bf16_optimizer(optimizer: Any) -> bool:
+    """Whether this is the optimizer that keeps whole fp32 gradients on every rank."""
+    return hasattr(optimizer, "fp32_groups_gradients_flat")
+
+
+def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor | None:
+    """Where the micro-batches' gradient of one parameter accumulates before the reduction; null before the first."""
+    return parameter._hp_grad if is_bf16_optimizer(optimizer) else parameter.grad  # type: ignore[attr-defined]
+
+
+def reduced_gradients(optimizer: Any) -> list[Tensor]:
+    """The gradients after the reduction over data-parallel ranks, to be changed in place before the optimizer steps.
+
+    With ``BF16_Optimizer`` every data-parallel rank must make the same change, since each computes the norm from its
+    own whole copy.
+    """
+    if is_bf16_optimizer(optimizer):
+        return list(optimizer.fp32_groups_gradients_flat)
+    return [gradient for group in optimizer.averaged_gradients.values() if group for gradient in group]
+
+
+def master_shards(optimizer: Any) -> list[Tensor]:
+    """This rank's flat fp32 shards of the parameters, one a parameter group."""
+    if is_bf16_optimizer(optimizer):
+        return list(optimizer.fp32_groups_flat_partition)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: Any, factor: Tensor) -> None:
+    """Multiply all reduced gradients by a scalar on the device.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer, after the reduction.
+        factor: 0-d, equal on all data-parallel ranks.
+
+    Sync: none.
+    """
+    for gradient in reduced_gradients(optimizer):
+        gradient.mul_(factor.to(gradient.dtype))

@@ -1,0 +1,83 @@
+"""Which place does a rank have? Pure arithmetic on (tensor, pipeline, data) coordinates.
+
+Ranks are numbered with tensor fastest, then data, then pipeline: the order of DeepSpeed's
+``PipeModelDataParallelTopology`` and of Megatron-core's ``order="tp-cp-ep-dp-pp"``, so that both libraries' groups are
+the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes of the three parallel dimensions, and the place of one rank in them.
+
+    Args:
+        tensor: tensor-parallel size.
+        pipeline: number of pipeline stages.
+        data: number of replicas.
+        rank: global rank, in [0, tensor * pipeline * data).
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} is outside a world of {self.tensor} x {self.pipeline} x {self.data} "
+                f"(tensor x pipeline x data) = {self.world_size} ranks"
+            )
+
+    @classmethod
+    def from_world(cls, tensor: int, pipeline: int, world_size: int, rank: int) -> ParallelDims:
+        """Derive the data dimension from the number of ranks.
+
+        Raises:
+            ValueError: ``world_size`` is not a multiple of ``tensor * pipeline``.
+        """
+        if world_size % (tensor * pipeline):
+            raise ValueError(f"{world_size} ranks are not a multiple of tensor {tensor} x pipeline {pipeline}")
+        return cls(tensor, pipeline, world_size // (tensor * pipeline), rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def tp_rank(self) -> int:
+        """Place along the tensor dimension."""
+        return self.rank % self.tensor
+
+    @property
+    def dp_rank(self) -> int:
+        """Place along the data dimension: which replica."""
+        return self.rank // self.tensor % self.data
+
+    @property
+    def pp_rank(self) -> int:
+        """Place along the pipeline dimension: which stage."""
+        return self.rank // (self.tensor * self.data)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp_rank == self.pipeline - 1
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes, as written to manifests."""
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"

@@ -1,0 +1,135 @@
+"""Who talks to whom? Starts the process group and Megatron-core's parallel state, and stops both.
+
+This is the only place that initialises ``megatron.core.parallel_state``. The device is what DeepSpeed's accelerator
+abstraction found; without one, ranks use gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.parallel.dims import ParallelDims
+
+
+def init_process_group(timeout_s: float) -> None:
+    """Join the default process group named by the launcher's environment.
+
+    Args:
+        timeout_s: seconds after which a collective is given up.
+
+    Collective: all ranks of the world.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29500")
+    backend = get_accelerator().communication_backend_name() if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> ParallelDims:
+    """Create Megatron-core's groups for a layout and return this rank's place in it.
+
+    Args:
+        tensor: tensor-parallel size.
+        pipeline: number of pipeline stages.
+        timeout_s: timeout of the groups in seconds.
+
+    Raises:
+        ValueError: the world size is not a multiple of ``tensor * pipeline``.
+
+    Collective: all ranks of the world.
+    """
+    from megatron.core import parallel_state
+
+    dims = ParallelDims.from_world(tensor, pipeline, dist.get_world_size(), dist.get_rank())
+    if not torch.cuda.is_available():
+        place_collectives_on_host()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=torch.cuda.is_available(),
+    )
+    return dims
+
+
+def set_all_timeouts(timeout_s: float) -> int:
+    """Give every process group of this rank the same timeout, those of DeepSpeed included.
+
+    DeepSpeed creates groups with torch's default of 30 minutes whatever it was told (0.19.8).
+
+    Args:
+        timeout_s: seconds after which a collective is given up.
+
+    Returns:
+        Number of groups that were set.
+    """
+    from torch.distributed import distributed_c10d
+
+    groups = list(distributed_c10d._world.pg_map)
+    for group in groups:
+        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+    return len(groups)
+
+
+def shutdown() -> None:
+    """Forget Megatron-core's groups and leave the process group; harmless when there is none."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def place_collectives_on_host() -> None:
+    """Let Megatron-core's sequence-parallel collectives allocate on the CPU; idempotent.
+
+    ``tensor_parallel/mappings.py`` and ``layers.py`` (0.16.1 and 0.19) allocate their outputs with
+    ``device=torch.cuda.current_device()`` also for CPU tensors. In those two modules alone, the name ``torch`` is bound
+    to a view of the torch module whose ``cuda.current_device()`` answers the CPU device.
+    """
+    from megatron.core.tensor_parallel import layers, mappings
+
+    for module in (layers, mappings):
+        if not isinstance(module.torch, _TorchOnHost):
+            module.torch = _TorchOnHost()
+
+
+class _HostCuda(types.ModuleType):
+    """``torch.cuda`` whose current device is the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchOnHost(types.ModuleType):
+    """``torch`` with ``_HostCuda`` in the place of ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _HostCuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
