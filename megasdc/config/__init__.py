@@ -1,0 +1,49 @@
+"""What may I set? One JSON file: typed sections, loading, overrides, checks; imports no torch."""
+
+from megasdc.config.checks import (
+    Layout,
+    check_layout,
+    ffn_width,
+    find_warnings,
+    head_width,
+    query_groups,
+    resolve_batch,
+)
+from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.load import RunConfig, load_config, parse_config
+from megasdc.config.presets import PRESETS
+from megasdc.config.sections import (
+    CheckpointSection,
+    DataSection,
+    LoggingSection,
+    MegasdcSection,
+    ModelSection,
+    ParallelSection,
+    SourceSection,
+    TokenizerSection,
+    TrainingSection,
+)
+
+__all__ = [
+    "PRESETS",
+    "CheckpointSection",
+    "DataSection",
+    "Layout",
+    "LoggingSection",
+    "MegasdcSection",
+    "ModelSection",
+    "ParallelSection",
+    "RunConfig",
+    "SourceSection",
+    "TokenizerSection",
+    "TrainingSection",
+    "check_layout",
+    "ffn_width",
+    "find_warnings",
+    "head_width",
+    "load_config",
+    "parse_config",
+    "precision_of",
+    "query_groups",
+    "resolve_batch",
+]

@@ -1,0 +1,373 @@
+"""Which values may DeepSpeed's keys have here, and what is filled in where the file is silent?
+
+DeepSpeed 0.19.8 checks only some of its sections and stops at the first problem, with an assertion. The classes below
+name every key that goes with ZeRO-1 pipeline training, so that all problems are found before a rank starts. A test
+compares them with DeepSpeed's own classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megasdc.config.deepspeed_keys import UNSUPPORTED_KEYS
+from megasdc.config.sections import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+DataType = Literal["fp32", "fp16", "bf16"]
+
+SILENT_STEPS_PER_PRINT = 10**9
+"""DeepSpeed's own progress line is off unless asked for: megasdc prints its own."""
+
+
+class OptimizerParams(Section):
+    """Arguments of Adam and AdamW."""
+
+    lr: PositiveFloat = Field(3e-4, description="Largest learning rate.")
+    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="Decay of the two moments.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled decay; not applied to norms and biases.")
+    torch_adam: bool = Field(True, description="PyTorch's optimizer; false: DeepSpeed's compiled one.")
+    adam_w_mode: bool = Field(True, description="Adam only: decouple the weight decay as AdamW does.")
+    fused: bool = Field(True, description="torch_adam only: one kernel for all parameters.")
+    foreach: bool | None = Field(None, description="torch_adam only: multi-tensor kernels; excludes fused.")
+    bias_correction: bool = Field(True, description="DeepSpeed's compiled Adam only: correct the moments' bias.")
+
+
+class Optimizer(Section):
+    """DeepSpeed's `optimizer`."""
+
+    type: Literal["Adam", "AdamW"] = Field("AdamW", description="Optimizer.")
+    params: OptimizerParams = Field(default_factory=lambda: OptimizerParams.model_validate({}))
+    legacy_fusion: bool = Field(False, description="As DeepSpeed documents it.")
+
+
+class SchedulerParams(Section):
+    """Arguments of all schedules together; which schedule takes which is in `SCHEDULER_PARAMS`."""
+
+    total_num_steps: PositiveInt = Field(1, description="Steps of the schedule; left out: training.steps.")
+    warmup_num_steps: PositiveInt = Field(1, description="Steps of warm-up; left out: min(2000, 10 % of the steps).")
+    warmup_type: Literal["linear", "log"] = Field("linear", description="Shape of the warm-up.")
+    warmup_min_lr: NonNegativeFloat | list[NonNegativeFloat] = Field(0.0, description="First learning rate.")
+    warmup_max_lr: PositiveFloat | list[PositiveFloat] = Field(
+        3e-4, description="Learning rate after warm-up; left out: optimizer.params.lr."
+    )
+    warmup_min_ratio: Ratio = Field(0.0, description="First learning rate over the largest.")
+    cos_min_ratio: Ratio = Field(0.1, description="Last learning rate over the largest.")
+
+
+class Scheduler(Section):
+    """DeepSpeed's `scheduler`."""
+
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = Field("WarmupCosineLR", description="Schedule.")
+    params: SchedulerParams = Field(default_factory=lambda: SchedulerParams.model_validate({}))
+
+
+class Zero(Section):
+    """DeepSpeed's `zero_optimization`, as far as stage 1 reads it."""
+
+    stage: Literal[1] = Field(
+        1, description="ZeRO stage; the pipeline engine cannot reduce gradients in stages 2 and 3, and 0 shards nothing"
+    )
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: PositiveInt = 500_000_000
+    use_multi_rank_bucket_allreduce: bool = True
+    allgather_partitions: bool = True
+    allgather_bucket_size: NonNegativeInt = 500_000_000
+    overlap_comm: bool | None = None
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    offload_optimizer: dict[str, Any] | None = None
+    ignore_unused_parameters: bool = True
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+
+
+class Bf16(Section):
+    """DeepSpeed's `bf16`."""
+
+    enabled: bool = Field(False, description="Train in bfloat16.")
+    immediate_grad_update: bool = False
+    check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+class Fp16(Section):
+    """DeepSpeed's `fp16`."""
+
+    enabled: bool = Field(False, description="Train in float16 with loss scaling.")
+    auto_cast: bool = False
+    loss_scale: NonNegativeFloat = Field(0.0, description="Fixed loss scale; 0: dynamic.")
+    initial_scale_power: NonNegativeInt = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: PositiveInt = 1
+    fp16_master_weights_and_grads: bool = False
+
+
+class DataTypes(Section):
+    """DeepSpeed's `data_types`."""
+
+    grad_accum_dtype: DataType | None = Field(None, description="Type in which gradients are accumulated.")
+
+
+class Pipeline(Section):
+    """DeepSpeed's `pipeline`."""
+
+    activation_checkpoint_interval: NonNegativeInt = Field(
+        0, description="Layers between saved activations; 0: nothing is recomputed."
+    )
+    use_reentrant: bool = True
+    pipe_partitioned: bool = True
+    grad_partitioned: bool = True
+
+
+class ActivationCheckpointing(Section):
+    """DeepSpeed's `activation_checkpointing`."""
+
+    partition_activations: bool = False
+    number_checkpoints: PositiveInt | None = None
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    profile: bool = False
+    synchronize_checkpoint_boundary: bool = False
+
+
+class ParallelWrite(Section):
+    """DeepSpeed's `checkpoint.parallel_write`."""
+
+    pipeline_stage: bool = False
+
+
+class Checkpoint(Section):
+    """DeepSpeed's `checkpoint`."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"] = "Warn"
+    parallel_write: ParallelWrite = Field(default_factory=lambda: ParallelWrite.model_validate({}))
+    load_universal: bool = False
+    use_node_local_storage: bool = Field(
+        False, description="Follows megasdc.checkpoint.storage; left out: set from there."
+    )
+    writer: dict[str, Any] | None = None
+    checkpoint_serialization: bool = True
+
+
+class TensorBoard(Section):
+    """DeepSpeed's `tensorboard` and `csv_monitor`."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class Wandb(Section):
+    """DeepSpeed's `wandb`."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class Comet(Section):
+    """DeepSpeed's `comet`."""
+
+    enabled: bool = False
+    samples_log_interval: PositiveInt = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: Literal["get", "create", "get_or_create"] | None = None
+
+
+class CommsLogger(Section):
+    """DeepSpeed's `comms_logger`."""
+
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: list[str] = Field(default_factory=list)
+    verbose: bool = False
+    debug: bool = False
+
+
+class ThroughputTimer(Section):
+    """DeepSpeed's `timers.throughput`."""
+
+    enabled: bool = True
+    synchronized: bool = True
+
+
+class Timers(Section):
+    """DeepSpeed's `timers`."""
+
+    throughput: ThroughputTimer = Field(default_factory=lambda: ThroughputTimer.model_validate({}))
+
+
+class DeepSpeedPart(Section):
+    """Every top-level DeepSpeed key that goes with ZeRO-1 pipeline training; all may be left out."""
+
+    train_batch_size: PositiveInt = Field(1, description="Samples of one step over all ranks.")
+    train_micro_batch_size_per_gpu: PositiveInt = Field(1, description="Samples of one micro-batch on one replica.")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-batches of one step on one replica.")
+    gradient_clipping: NonNegativeFloat = Field(1.0, description="Largest gradient norm; 0: no clipping.")
+    optimizer: Optimizer = Field(default_factory=lambda: Optimizer.model_validate({}))
+    scheduler: Scheduler = Field(default_factory=lambda: Scheduler.model_validate({}))
+    zero_optimization: Zero = Field(default_factory=lambda: Zero.model_validate({}))
+    bf16: Bf16 = Field(default_factory=lambda: Bf16.model_validate({}))
+    bfloat16: Bf16 = Field(default_factory=lambda: Bf16.model_validate({}))
+    fp16: Fp16 = Field(default_factory=lambda: Fp16.model_validate({}))
+    data_types: DataTypes = Field(default_factory=lambda: DataTypes.model_validate({}))
+    pipeline: Pipeline = Field(default_factory=lambda: Pipeline.model_validate({}))
+    activation_checkpointing: ActivationCheckpointing = Field(
+        default_factory=lambda: ActivationCheckpointing.model_validate({})
+    )
+    checkpoint: Checkpoint = Field(default_factory=lambda: Checkpoint.model_validate({}))
+    tensorboard: TensorBoard = Field(default_factory=lambda: TensorBoard.model_validate({}))
+    csv_monitor: TensorBoard = Field(default_factory=lambda: TensorBoard.model_validate({}))
+    wandb: Wandb = Field(default_factory=lambda: Wandb.model_validate({}))
+    comet: Comet = Field(default_factory=lambda: Comet.model_validate({}))
+    comms_logger: CommsLogger = Field(default_factory=lambda: CommsLogger.model_validate({}))
+    timers: Timers = Field(default_factory=lambda: Timers.model_validate({}))
+    aio: dict[str, Any] = Field(default_factory=dict)
+    communication_data_type: DataType | None = None
+    seq_parallel_communication_data_type: DataType | None = None
+    disable_allgather: bool = False
+    dump_state: bool = False
+    gradient_predivide_factor: PositiveFloat = 1.0
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    memory_breakdown: bool = False
+    prescale_gradients: bool = False
+    steps_per_print: PositiveInt | None = None
+    vocabulary_size: PositiveInt | None = None
+    wall_clock_breakdown: bool = False
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+
+
+_STAGE3 = "only ZeRO stage 3 reads it, and the pipeline engine trains with stage 1"
+_STAGE3_KEYS = (
+    "offload_param",
+    "sub_group_size",
+    "cpu_offload_param",
+    "prefetch_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "param_persistence_threshold",
+    "stage3_param_persistence_threshold",
+    "model_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "max_live_parameters",
+    "stage3_max_live_parameters",
+    "max_reuse_distance",
+    "stage3_max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "stage3_module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "stage3_use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+    "stage3_allgather_sequential",
+    "stage3_gather_fp16_weights_on_model_save",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "memory_efficient_linear",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "leaf_module",
+)
+
+REFUSED: dict[str, str] = {
+    **UNSUPPORTED_KEYS,
+    "pipeline.stages": "set megasdc.parallel.pipeline",
+    "pipeline.partition": "set megasdc.parallel.partition",
+    "pipeline.seed_layers": "set megasdc.training.seed; layers are always seeded by their index",
+    "optimizer.params.max_grad_norm": "set gradient_clipping",
+    "data_types.param_dtype": "use bf16 or fp16",
+    "data_types.buffer_dtype": "use bf16 or fp16",
+    "data_types.keep_in_fp32_modules": "megasdc chooses what stays in fp32",
+    **{f"zero_optimization.{key}": _STAGE3 for key in _STAGE3_KEYS},
+    "zero_optimization.compute_grad_norm": "the gradient norm is always computed and reported",
+    "zero_optimization.zenflow": "it needs ZeRO stage 2 or 3",
+    "zero_optimization.cpu_offload": "set offload_optimizer",
+    "zero_optimization.cpu_offload_use_pin_memory": "set offload_optimizer",
+    "zero_optimization.pipeline_loading_checkpoint": "it needs ZeRO stage 3",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is Adam or AdamW",
+}
+"""Dotted DeepSpeed keys that exist but are refused, with the remedy or reason."""
+
+
+def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[str, Any]:
+    """Fill what DeepSpeed's part leaves out, so that a run with sizes and a data path trains safely.
+
+    A key left out has one default, whether or not its neighbours are given; the resolved file shows it. Several
+    differ from DeepSpeed's own: warm-up is linear (log reaches half of the peak within a few steps), its length
+    follows the run, and WarmupDecayLR peaks at the optimizer's lr, not at 0.001.
+
+    Args:
+        given: DeepSpeed's keys as read and checked; left as they are.
+        steps: `megasdc.training.steps`.
+        node_local: whether `megasdc.checkpoint.storage` is `node_local`.
+
+    Returns:
+        A new dict, ready for DeepSpeed but for the batch sizes that follow from the world size.
+    """
+    part = copy.deepcopy(given)
+    if "bfloat16" in part:
+        part["bf16"] = part.pop("bfloat16")
+    if not ("train_batch_size" in part and "gradient_accumulation_steps" in part):
+        part.setdefault("train_micro_batch_size_per_gpu", 1)
+    if "train_batch_size" not in part:
+        part.setdefault("gradient_accumulation_steps", 1)
+    part.setdefault("zero_optimization", {}).setdefault("stage", 1)
+    part.setdefault("gradient_clipping", 1.0)
+    if part.get("steps_per_print") is None:
+        part["steps_per_print"] = SILENT_STEPS_PER_PRINT
+    part.setdefault("checkpoint", {}).setdefault("use_node_local_storage", node_local)
+    if precision_of(part) == "bf16" and part.get("data_types", {}).get("grad_accum_dtype") is None:
+        part.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    lr = _fill_optimizer(part.setdefault("optimizer", {}))
+    _fill_scheduler(part.setdefault("scheduler", {}), lr, steps)
+    return part
+
+
+def precision_of(deepspeed: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """Tell in which type the model trains, from DeepSpeed's part of the config."""
+    if deepspeed.get("bf16", deepspeed.get("bfloat16", {})).get("enabled", False):
+        return "bf16"
+    return "fp16" if deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
+
+
+def _fill_optimizer(optimizer: dict[str, Any]) -> float:
+    optimizer.setdefault("type", "AdamW")
+    params = optimizer.setdefault("params", {})
+    for key in ("lr", "betas", "eps", "weight_decay", "torch_adam"):
+        params.setdefault(key, copy.copy(OptimizerParams.model_fields[key].default))
+    if params["torch_adam"] and not params.get("foreach"):
+        params.setdefault("fused", True)
+    return float(params["lr"])
+
+
+def _fill_scheduler(scheduler: dict[str, Any], lr: float, steps: int) -> None:
+    kind = scheduler.setdefault("type", "WarmupCosineLR")
+    params = scheduler.setdefault("params", {})
+    if kind != "WarmupLR":
+        params.setdefault("total_num_steps", steps)
+    params.setdefault("warmup_num_steps", max(1, min(2000, steps // 10)))
+    params.setdefault("warmup_type", "linear")
+    if kind == "WarmupCosineLR":
+        params.setdefault("cos_min_ratio", 0.1)
+    else:
+        params.setdefault("warmup_max_lr", lr)

@@ -1,0 +1,252 @@
+"""How does one JSON file become a checked run configuration?
+
+The file is a DeepSpeed config plus the key ``megasdc``. Reading, overrides, preset, checks and defaults come in this
+order; every problem of every kind is reported at once. Relative paths in the file stay as they are written, and so
+mean the folder that the run is started in, not the folder of the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megasdc.config.checks import Problem, find_problems
+from megasdc.config.deepspeed_part import REFUSED, DeepSpeedPart, fill_defaults, precision_of
+from megasdc.config.presets import PRESETS
+from megasdc.config.read import apply_overrides, dotted, read_json, shown
+from megasdc.config.sections import MegasdcSection
+from megasdc.config.table import element_in, field_text, model_in, type_text
+from megasdc.errors import ConfigError
+
+Path_ = tuple[str | int, ...]
+
+
+class _File(DeepSpeedPart):
+    """The whole file: DeepSpeed's keys and ours."""
+
+    megasdc: MegasdcSection
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A checked configuration with every default filled in.
+
+    Attributes:
+        deepspeed: DeepSpeed's keys, without ``megasdc``. Of the three batch sizes, those that depend on the world
+            size may be absent: `resolve_batch` gives all three.
+        megasdc: our sections, presets expanded.
+        source: the file it came from; null if it came from a dict. Two equal configurations may differ in it.
+    """
+
+    deepspeed: dict[str, Any]
+    megasdc: MegasdcSection
+    source: str | None = field(default=None, compare=False)
+
+    @property
+    def precision(self) -> str:
+        """Type in which the model trains: ``fp32``, ``bf16`` or ``fp16``."""
+        return precision_of(self.deepspeed)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the complete file, defaults filled in; loading it gives an equal configuration."""
+        return {**copy.deepcopy(self.deepspeed), "megasdc": self.megasdc.model_dump(mode="json")}
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, check and complete a JSON file.
+
+    Args:
+        path: the file.
+        overrides: texts ``a.b.c=value``, applied in order before anything is checked.
+
+    Raises:
+        ConfigError: with every problem found; each states dotted path, value got, values allowed, remedy.
+    """
+    raw, problems = read_json(path)
+    return _build(raw, overrides, str(path), problems)
+
+
+def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str | None = None) -> RunConfig:
+    """Check and complete a configuration that is already a dict, which is left as it is.
+
+    Args:
+        raw: the content of a file.
+        overrides: as in `load_config`.
+        source: where it came from, for messages.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return _build(copy.deepcopy(raw), overrides, source, [])
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the valid name that a misspelt one most likely means, null if none is near."""
+    by_lower = {valid.lower(): valid for valid in names}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str]) -> RunConfig:
+    problems += apply_overrides(raw, overrides, _list_default)
+    found = _expand_preset(raw)
+    found += _type_problems(raw)
+    bad = [path for problem in found for path in problem.paths]
+    file = _repaired(raw, [problem.paths[0] for problem in found])
+    given = {key: value for key, value in raw.items() if key != "megasdc"}
+    deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")
+    for problem in find_problems(deepspeed, given, file):
+        if not any(_inside(path, other) for path in problem.paths for other in bad):
+            found.append(problem)
+    problems += [problem.text for problem in found]
+    if problems:
+        raise ConfigError(problems, source)
+    return RunConfig(deepspeed, file, source)
+
+
+def _expand_preset(raw: dict[str, Any]) -> list[Problem]:
+    """Put the preset's sizes under the given ones, in place; an unknown preset makes all sizes doubtful."""
+    section = raw.get("megasdc")
+    model = section.get("model") if isinstance(section, dict) else None
+    name = model.get("preset") if isinstance(model, dict) else None
+    if not isinstance(section, dict) or not isinstance(model, dict) or not isinstance(name, str):
+        return []
+    if name in PRESETS:
+        section["model"] = {**PRESETS[name], **model}
+        return []
+    meant = nearest(name, PRESETS)
+    hint = f"did you mean {meant!r}? " if meant else ""
+    text = f"megasdc.model.preset: got {shown(name)}; {hint}allowed: null, {', '.join(PRESETS)}."
+    return [Problem(("megasdc.model.preset", "megasdc.model"), text)]
+
+
+def _type_problems(raw: dict[str, Any]) -> list[Problem]:
+    """List unknown keys, missing keys, wrong types and values out of range."""
+    try:
+        _File.model_validate(raw)
+    except ValidationError as error:
+        found: dict[Path_, Problem] = {}
+        for item in error.errors(include_url=False, include_input=False):
+            path, info, annotation = _locate(item["loc"])
+            found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation))
+        return list(found.values())
+    return []
+
+
+def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annotation: Any) -> Problem:
+    name = dotted(path)
+    if kind == "extra_forbidden":
+        return _unknown_key(raw, path)
+    meaning = f" ({info.description.rstrip('.')})" if info is not None and info.description else ""
+    allowed = type_text(annotation) if info is None else field_text(info)
+    if kind == "missing":
+        return Problem((name,), f"{name}: missing; needed: {allowed}{meaning}.")
+    value = _value_at(raw, path)
+    remedy = _default_remedy(info)
+    if kind == "string_type" and isinstance(value, (int, float)):
+        remedy += f"; on the command line write --set '{name}=\"{value}\"'"
+    return Problem((name,), f"{name}: got {shown(value)}; allowed: {allowed}{meaning}{remedy}.")
+
+
+def _default_remedy(info: FieldInfo | None) -> str:
+    if info is None or info.is_required():
+        return ""
+    default = info.get_default(call_default_factory=True, validated_data={})
+    return "" if isinstance(default, (BaseModel, list)) else f"; leave it out for {shown(default)}"
+
+
+def _unknown_key(raw: Any, path: Path_) -> Problem:
+    name, key = dotted(path), str(path[-1])
+    value = shown(_value_at(raw, path))
+    if name in REFUSED:
+        return Problem((name,), f"{name}: got {value}; not supported: {REFUSED[name]}. Remove the key.")
+    _, _, annotation = _locate(path[:-1])
+    model = (model_in(annotation) if path[:-1] else None) or _File
+    names = list(model.model_fields)
+    where = dotted(path[:-1])
+    paths = [name]
+    if meant := nearest(key, names):
+        paths.append(f"{where}.{meant}" if where else meant)
+        hint = f"did you mean {paths[-1]}?"
+    elif not where and key in MegasdcSection.model_fields:
+        hint = f"did you mean megasdc.{key}?"
+    else:
+        hint = "remove it."
+    listed = f" Allowed in {where}: {', '.join(names)}." if where and len(names) <= 30 else ""
+    return Problem(tuple(paths), f"{name}: unknown key (value {value}); {hint}{listed}")
+
+
+def _locate(loc: Path_) -> tuple[Path_, FieldInfo | None, Any]:
+    """Follow pydantic's location through the sections; the tags of a union, which name no key, end the path."""
+    path: list[str | int] = []
+    info: FieldInfo | None = None
+    annotation: Any = _File
+    for item in loc:
+        model, element = model_in(annotation), element_in(annotation)
+        if model is not None and isinstance(item, str):
+            path.append(item)
+            info = model.model_fields.get(item)
+            if info is None:
+                return tuple(path), None, None
+            annotation = info.annotation
+        elif element is not None and isinstance(item, int):
+            path.append(item)
+            info, annotation = None, element
+        else:
+            break
+    return tuple(path), info, annotation
+
+
+def _list_default(path: Path_) -> list[Any] | None:
+    found, info, annotation = _locate(path)
+    if found != path or info is None or element_in(annotation) is None or info.is_required():
+        return None
+    default = info.get_default(call_default_factory=True, validated_data={})
+    return [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in default]
+
+
+def _value_at(raw: Any, path: Path_) -> Any:
+    for item in path:
+        raw = raw[item]
+    return raw
+
+
+def _inside(path: str, other: str) -> bool:
+    """Tell whether one path is the other or lies in it."""
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+_PLACEHOLDERS: dict[str, dict[str, Any]] = {
+    "data": {"path": "?"},
+    "training": {"steps": 1},
+    "logging": {"run_dir": "?"},
+}
+
+
+def _repaired(raw: dict[str, Any], bad: Sequence[str]) -> MegasdcSection:
+    """Build our sections with everything wrong taken out, in place, so that the other fields can be cross-checked."""
+    for name in bad:
+        _remove(raw, name.split("."))
+    section = raw.get("megasdc")
+    merged: dict[str, Any] = dict(section) if isinstance(section, dict) else {}
+    for key, needed in _PLACEHOLDERS.items():
+        merged[key] = {**needed, **merged.get(key, {})}
+    return MegasdcSection.model_validate(merged)
+
+
+def _remove(raw: Any, keys: list[str]) -> None:
+    """Take out a key; of a list the whole list goes, because its other items would change their place."""
+    for depth, key in enumerate(keys):
+        if not isinstance(raw, dict) or key not in raw:
+            return
+        if depth == len(keys) - 1 or isinstance(raw[key], list):
+            del raw[key]
+            return
+        raw = raw[key]

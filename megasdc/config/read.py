@@ -1,0 +1,143 @@
+"""How does a JSON file become a dict, and how do `--set` overrides change it?
+
+JSON only: DeepSpeed's own reader (hjson) accepts files that other tools refuse. Duplicate keys are refused, because
+every JSON reader silently keeps one of the two values. All problems are collected, none is raised here but for a file
+that cannot be read at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import ConfigError
+
+ListDefault = Callable[[tuple[str | int, ...]], list[Any] | None]
+"""Gives the default of a list field, so that an override can change one item of a list that the file leaves out."""
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """Write a path the way messages and `--set` do: ``megasdc.data.split.0``."""
+    return ".".join(str(item) for item in path)
+
+
+def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
+    """Read a JSON file whose root is an object.
+
+    Args:
+        path: the file, UTF-8.
+
+    Returns:
+        The object, and one problem for every duplicate key.
+
+    Raises:
+        ConfigError: the file cannot be read or is not JSON; a syntax error is given with line and column.
+    """
+    source = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read ({error.strerror}); give the path of a JSON file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    try:
+        found = loads(text)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        raise ConfigError(
+            f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}; the line is: {line!r}.", source
+        ) from error
+    except RecursionError as error:
+        raise ConfigError("the file nests lists or objects too deeply.", source) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"the file holds {shown(found)}; needed: one object {{...}}.", source)
+    problems = [
+        f"{dotted(at)}: the key stands more than once in its object; keep one of them." for at in _duplicates(found, ())
+    ]
+    return _plain(found), problems
+
+
+def loads(text: str) -> Any:
+    """Parse JSON, refusing NaN and Infinity, and marking duplicate keys in `_Object.duplicates`."""
+    return json.loads(text, object_pairs_hook=_Object, parse_constant=_refuse_constant)
+
+
+def shown(value: Any) -> str:
+    """Write a value as JSON for a message, shortened to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Iterable[str], list_default: ListDefault) -> list[str]:
+    """Set values by dotted path, in place.
+
+    Args:
+        raw: the file's object.
+        overrides: texts ``a.b.c=value``; the value is parsed as JSON, else taken as text. A number in the path is an
+            index into a list.
+        list_default: default of a list field by path.
+
+    Returns:
+        One problem for every override that cannot be applied.
+    """
+    return [problem for text in overrides if (problem := _apply(raw, text, list_default)) is not None]
+
+
+def _apply(raw: dict[str, Any], text: str, list_default: ListDefault) -> str | None:
+    name, equals, written = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        return f"--set {text}: needs the form path=value, such as megasdc.training.steps=100."
+    try:
+        value = _plain(loads(written))
+    except ValueError:
+        value = written
+    at: Any = raw
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        step: str | int = key
+        if isinstance(at, list):
+            if not key.isdecimal() or int(key) >= len(at):
+                where = ".".join(keys[:depth])
+                return f"{name}: {key!r} is no index of {where}; allowed: 0 to {len(at) - 1}, or set the whole list."
+            step = int(key)
+        elif not isinstance(at, dict):
+            return f"{name}: {'.'.join(keys[:depth])} is {shown(at)}, which has nothing inside; set it as a whole."
+        if last:
+            at[step] = value
+            continue
+        if isinstance(at, dict) and at.get(key) is None:
+            at[key] = (list_default(tuple(keys[: depth + 1])) if keys[depth + 1].isdecimal() else None) or {}
+        at = at[step]
+    return None
+
+
+class _Object(dict[str, Any]):
+    """A parsed object that remembers which of its keys stood there twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        seen: set[str] = set()
+        self.duplicates = sorted({key for key, _ in pairs if key in seen or seen.add(key)})  # type: ignore[func-returns-value]
+
+
+def _refuse_constant(name: str) -> Any:
+    raise json.JSONDecodeError(f"{name} is not a JSON value", name, 0)
+
+
+def _duplicates(value: Any, at: tuple[str | int, ...]) -> Iterable[tuple[str | int, ...]]:
+    if isinstance(value, _Object):
+        yield from ((*at, key) for key in value.duplicates)
+        for key, inner in value.items():
+            yield from _duplicates(inner, (*at, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _duplicates(inner, (*at, index))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value

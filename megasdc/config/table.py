@@ -1,0 +1,155 @@
+"""How are the fields of the config written for people: types in words, and the README's table?"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megasdc.config.sections import MegasdcSection
+
+BEGIN = "<!-- config-table:begin -->"
+END = "<!-- config-table:end -->"
+
+_WORDS: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    dict: "object",
+    Any: "any value",
+}
+_BOUNDS = ((annotated_types.Gt, "gt", ">"), (annotated_types.Ge, "ge", ">="), (annotated_types.Lt, "lt", "<"))
+_ALL_BOUNDS = (*_BOUNDS, (annotated_types.Le, "le", "<="))
+
+
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """Say in words which JSON values an annotation allows, such as ``integer > 0 or null``.
+
+    Args:
+        annotation: a type as it stands in a section.
+        metadata: bounds that pydantic has taken off the annotation.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0], [*arguments[1:], *metadata])
+    if origin is Literal:
+        return " or ".join(json.dumps(argument) for argument in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(argument) for argument in arguments)
+    if origin is list:
+        return _list_text(arguments[0], _flat(metadata))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "object"
+    words = _WORDS.get(origin or annotation, str(annotation))
+    bounds = [
+        f"{sign} {getattr(item, name)}"
+        for item in _flat(metadata)
+        for kind, name, sign in _ALL_BOUNDS
+        if isinstance(item, kind)
+    ]
+    return f"{words} {' and '.join(bounds)}" if bounds else words
+
+
+def field_text(field: FieldInfo) -> str:
+    """Say in words which JSON values a field allows."""
+    return type_text(field.annotation, field.metadata)
+
+
+def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _flat(item.metadata)
+        else:
+            yield item
+
+
+def _list_text(element: Any, metadata: Iterator[Any]) -> str:
+    low, high = 0, None
+    for item in metadata:
+        if isinstance(item, annotated_types.MinLen):
+            low = item.min_length
+        if isinstance(item, annotated_types.MaxLen):
+            high = item.max_length
+    count = f"{low} " if low == high else f"at least {low} " if low and high is None else ""
+    return f"list of {count}({type_text(element)})"
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class that an annotation holds, also in a union, else null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        return next((found for part in get_args(annotation) if (found := model_in(part))), None)
+    return None
+
+
+def element_in(annotation: Any) -> Any:
+    """Return the element type of a list annotation, else null."""
+    return get_args(annotation)[0] if get_origin(annotation) is list else None
+
+
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = model_in(field.annotation)
+        element = element_in(field.annotation)
+        if inner is not None:
+            yield from _rows(inner, f"{path}.")
+            continue
+        yield path, field
+        if element is not None and (inner := model_in(element)) is not None:
+            yield from _rows(inner, f"{path}[].")
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**needed**"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return ""
+    if isinstance(value, list):
+        value = [item.model_dump(exclude_defaults=True) if isinstance(item, BaseModel) else item for item in value]
+    return f"`{json.dumps(value)}`"
+
+
+def render_table() -> str:
+    """Return the markdown table of every field under `megasdc`: path, type, default, meaning."""
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for path, field in _rows(MegasdcSection, ""):
+        cells = (f"`{path}`", field_text(field), _default_text(field), field.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def update_readme(path: Path | str, check: bool = False) -> bool:
+    """Put the current table between the two markers of a markdown file.
+
+    Args:
+        path: the file; it must hold the lines `<!-- config-table:begin -->` and `<!-- config-table:end -->`.
+        check: compare only, write nothing.
+
+    Returns:
+        Whether the file was up to date.
+
+    Raises:
+        ValueError: a marker is missing or they are in the wrong order.
+    """
+    file = Path(path)
+    text = file.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{file} needs the line {BEGIN} and after it the line {END}")
+    fresh = f"{head}{BEGIN}\n{render_table()}{END}{tail}"
+    if fresh != text and not check:
+        file.write_text(fresh, encoding="utf-8")
+    return fresh == text
