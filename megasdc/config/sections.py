@@ -85,7 +85,11 @@ class SourceSection(Section):
     )
     name: str | None = Field(None, description="hub: configuration name, such as `en` of allenai/c4.")
     split: str = Field("train", description="hub: which split to read.")
+    revision: str | None = Field(None, description="hub: commit, tag or branch to read; null: the newest.")
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    text_unit: Literal["file", "paragraph", "line"] = Field(
+        "file", description="files: what one document of a .txt file is; paragraphs are divided by empty lines."
+    )
     streaming: bool = Field(False, description="hub: read without downloading the whole dataset first.")
     max_documents: PositiveInt | None = Field(None, description="Stop after so many documents; null: all.")
 

@@ -1,0 +1,1 @@
+"""Text to tokens to micro-batches: sources, tokenizer, preparation, dataset, and a loader with a saved position."""

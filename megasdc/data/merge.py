@@ -1,0 +1,125 @@
+"""How do shards become Megatron's files? Documents are dealt to splits, then written by Megatron-core's own builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megasdc.data.manifest import SPLITS, SplitRecord
+from megasdc.data.shards import read_shard
+from megasdc.errors import DataError
+
+
+def assign_splits(num_documents: int, shares: Sequence[int], seed: int) -> np.ndarray:
+    """Deal documents to the splits at random, with exact counts.
+
+    Counts are the shares rounded by largest remainder; a split with a share gets at least one document, taken from
+    the largest. Which documents: those with the smallest hash of (seed, index), so that order in the source is no
+    matter.
+
+    Args:
+        num_documents: documents in all.
+        shares: relative size of each split, integers.
+        seed: another seed, another dealing.
+
+    Returns:
+        Index of the split of each document, [num_documents] uint8.
+
+    Raises:
+        DataError: fewer documents than splits that want one, or no split wants any.
+    """
+    wanted = [split for split, share in enumerate(shares) if share]
+    if not wanted:
+        raise DataError(f"data.split is {list(shares)}: at least one share must be above 0")
+    if num_documents < len(wanted):
+        raise DataError(
+            f"{num_documents} document(s) cannot fill {len(wanted)} splits (data.split {list(shares)}); give more "
+            f"text, read .txt files by paragraph or line (text_unit), or set shares to 0"
+        )
+    exact = [num_documents * share / sum(shares) for share in shares]
+    counts = [int(number) for number in exact]
+    by_remainder = sorted(wanted, key=lambda split: (counts[split] - exact[split], split))
+    for split in by_remainder[: num_documents - sum(counts)]:
+        counts[split] += 1
+    for split in wanted:
+        if counts[split] == 0:
+            counts[split] += 1
+            counts[counts.index(max(counts))] -= 1
+    order = np.argsort(_mix(np.arange(num_documents, dtype=np.uint64), seed), kind="stable")
+    splits = np.empty(num_documents, dtype=np.uint8)
+    splits[order] = np.repeat(np.arange(len(shares), dtype=np.uint8), counts)
+    return splits
+
+
+def merge_shards(
+    paths: Sequence[Path],
+    splits: np.ndarray,
+    folder: Path,
+    vocab_size: int,
+    advance: Callable[[int], None] = lambda done: None,
+) -> tuple[dict[str, SplitRecord], np.ndarray, str]:
+    """Write ``train.bin``, ``train.idx`` and so on from shards, documents in stream order.
+
+    Args:
+        paths: the shards in order.
+        splits: split of each document, [documents].
+        folder: where to write.
+        vocab_size: decides the width of a token, by Megatron's rule.
+        advance: called with 1 after each shard.
+
+    Returns:
+        Sizes of the splits that hold documents, how often each id occurs in the training split [v] int64, and the
+        NumPy name of a token's type.
+    """
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(vocab_size)
+    builders = {
+        split: IndexedDatasetBuilder(str(folder / f"{SPLITS[split]}.bin"), dtype=dtype)
+        for split in np.unique(splits).tolist()
+    }
+    totals = np.zeros((len(SPLITS), 3), dtype=np.int64)
+    frequencies = np.zeros(vocab_size, dtype=np.int64)
+    first = 0
+    for path in paths:
+        shard = read_shard(path)
+        chosen = splits[first : first + len(shard.lengths)]
+        first += len(shard.lengths)
+        ends = np.cumsum(shard.lengths)
+        for split, end, length in zip(chosen.tolist(), ends.tolist(), shard.lengths.tolist(), strict=True):
+            builders[split].add_document(shard.tokens[end - length : end], [length])
+        for split in builders:
+            mine = chosen == split
+            totals[split] += (mine.sum(), shard.lengths[mine].sum(), shard.num_bytes[mine].sum())
+        in_training = np.repeat(chosen == 0, shard.lengths)
+        frequencies += np.bincount(shard.tokens[in_training], minlength=vocab_size)
+        advance(1)
+    for split, builder in builders.items():
+        builder.finalize(str(folder / f"{SPLITS[split]}.idx"))
+    records = {
+        SPLITS[split]: SplitRecord(
+            num_documents=int(totals[split, 0]), num_tokens=int(totals[split, 1]), num_bytes=int(totals[split, 2])
+        )
+        for split in builders
+    }
+    return records, frequencies, np.dtype(dtype).name
+
+
+def entropy_nats(frequencies: np.ndarray) -> float:
+    """Return the entropy of a frequency table, in nats; 0 for an empty one."""
+    counts = frequencies[frequencies > 0].astype(np.float64)
+    if not counts.size:
+        return 0.0
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _mix(values: np.ndarray, seed: int) -> np.ndarray:
+    """Hash 64-bit values: the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection for each seed."""
+    mixed = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
+    mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))

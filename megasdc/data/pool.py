@@ -1,0 +1,81 @@
+"""Who tokenizes? A few worker processes, each fed by a thread, with a bounded number of shards under way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import megasdc
+from megasdc.data.worker import receive, send
+from megasdc.errors import DataError
+
+
+class WorkerPool:
+    """Worker processes that write shards.
+
+    Processes are started through plain `subprocess`: `multiprocessing` would import the caller's main module again,
+    and with it torch, in each of them.
+
+    Args:
+        kind: kind of the tokenizer.
+        tokenizer_folder: where it is stored.
+        num_workers: processes; one shard each at a time.
+    """
+
+    def __init__(self, kind: str, tokenizer_folder: Path, num_workers: int) -> None:
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        self._processes = [_start(kind, tokenizer_folder) for _ in range(num_workers)]
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
+
+    def submit(self, path: Path, texts: Sequence[str]) -> Future[None]:
+        """Have a shard written; the future raises what the worker raised."""
+        return self._threads.submit(self._request, path, texts)
+
+    def _request(self, path: Path, texts: Sequence[str]) -> None:
+        process = self._idle.get()
+        assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
+        try:
+            send(process.stdin, (str(path), list(texts)))
+            error = receive(process.stdout)
+        except (EOFError, BrokenPipeError) as broken:
+            code = process.wait()
+            cause = f"signal {-code} (9: often out of memory)" if code < 0 else f"exit code {code}"
+            raise DataError(f"a tokenizer process ended by {cause} on shard {path.name}; see its output") from broken
+        finally:
+            self._idle.put(process)
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._processes:
+            if kind is not None:
+                process.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
+            with contextlib.suppress(BrokenPipeError):  # a killed worker: what was under way is not wanted any more
+                process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+
+def _start(kind: str, tokenizer_folder: Path) -> subprocess.Popen[bytes]:
+    package = str(Path(megasdc.__file__).resolve().parent.parent)
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    environment.update(OMP_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", USE_TORCH="0")
+    command = [sys.executable, "-m", "megasdc.data.worker", kind, str(tokenizer_folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

@@ -1,0 +1,361 @@
+"""How is text prepared for training? Documents, tokenizer, shards in parallel, Megatron's files, manifest - or nothing.
+
+All work happens in ``.NAME.preparing`` beside the destination NAME. Finished shards stay there when a run is killed,
+and the next run takes them over. The destination appears by one rename, with its manifest, when everything is on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import rich.progress
+from rich.console import Console
+
+from megasdc.config.sections import DataSection, SourceSection
+from megasdc.data.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SPLITS,
+    TOKENIZER_FOLDER,
+    Manifest,
+    SourceRecord,
+    TokenizerRecord,
+    digest_settings,
+    record_files,
+    sync_folder,
+    verify_prepared,
+)
+from megasdc.data.merge import assign_splits, entropy_nats, merge_shards
+from megasdc.data.pool import WorkerPool
+from megasdc.data.shards import group_documents, read_shard, shard_path
+from megasdc.data.sources import (
+    LICENCES,
+    describe_source,
+    fingerprint_source,
+    iterate_documents,
+    sample_documents,
+)
+from megasdc.data.tokenizer import (
+    SENTENCEPIECE_FILE,
+    Tokenizer,
+    checksum_tokenizer,
+    load_tokenizer,
+    train_sentencepiece,
+)
+from megasdc.errors import DataError, StorageError
+
+logger = logging.getLogger(__name__)
+
+STREAMED_SAMPLE_FACTOR = 4
+"""Of a streamed source, the tokenizer's sample comes from the first so many times `train_characters`."""
+
+
+def prepare(
+    section: DataSection,
+    out_dir: Path | str | None = None,
+    workers: int = 1,
+    progress: bool = True,
+    force: bool = False,
+) -> Manifest:
+    """Make a folder of prepared data, or take the one that is there.
+
+    Args:
+        section: sources, tokenizer, shares and seed.
+        out_dir: the folder to make; null: `section.path`.
+        workers: tokenizing processes; the result does not depend on it.
+        progress: show a progress bar on standard error.
+        force: replace prepared data that are damaged or were made with other settings.
+
+    Returns:
+        The manifest of the folder.
+
+    Raises:
+        DataError: the sources or the tokenizer are unusable; the destination holds something else; another process is
+            preparing it.
+        StorageError: the destination cannot be written.
+        ValueError: `workers` is below 1.
+    """
+    if workers < 1:
+        raise ValueError(f"workers is {workers}, must be at least 1")
+    out = Path(section.path if out_dir is None else out_dir).absolute()
+    settings = _describe_settings(section)
+    if (present := _check_destination(out, settings, force)) is not None:
+        return present
+    work = out.with_name(f".{out.name}.preparing")
+    try:
+        with _lock(work):
+            if (present := _check_destination(out, settings, force)) is not None:
+                return present
+            with _progress_bar(progress) as bar:
+                manifest = _build(section, settings, work, workers, bar)
+            _publish(work, out)
+            return manifest
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise
+        raise StorageError(
+            f"cannot write prepared data to {out}: {error}; finished shards are kept in {work}"
+        ) from error
+
+
+def _build(
+    section: DataSection, settings: dict[str, Any], work: Path, workers: int, bar: rich.progress.Progress
+) -> Manifest:
+    """Build the whole folder as ``work/result``."""
+    tokenizer_folder, num_characters = _provide_tokenizer(section, settings, work, bar)
+    tokenizer = load_tokenizer(section.tokenizer.kind, tokenizer_folder)
+    stream = _Stream(section.sources)
+    shards = _tokenize(stream, num_characters, tokenizer, tokenizer_folder, work, workers, bar)
+    result = work / "result"
+    shutil.rmtree(result, ignore_errors=True)
+    result.mkdir()
+    splits = assign_splits(sum(stream.num_documents), section.split, section.seed)
+    task = bar.add_task("writing", total=len(shards))
+    records, frequencies, dtype = merge_shards(
+        shards, splits, result, tokenizer.vocab_size, lambda done: bar.advance(task, done)
+    )
+    shutil.copytree(tokenizer_folder, result / TOKENIZER_FOLDER)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        settings=settings,
+        settings_digest=digest_settings(settings),
+        sources=stream.records(),
+        tokenizer=TokenizerRecord(
+            kind=tokenizer.kind,
+            vocab_size=tokenizer.vocab_size,
+            end_of_document=tokenizer.end_of_document,
+            checksum=tokenizer.checksum,
+        ),
+        splits=records,
+        dtype=dtype,
+        unigram_entropy_nats=entropy_nats(frequencies),
+        versions={
+            name: version(name) for name in ("megatron-core", "numpy", "datasets", "sentencepiece", "transformers")
+        },
+        files=record_files(result),
+    )
+    manifest.save(result)
+    sync_folder(result / TOKENIZER_FOLDER)
+    return manifest
+
+
+@dataclass
+class _Stream:
+    """All documents of all sources, with counts of what passed."""
+
+    sources: list[SourceSection]
+    num_documents: list[int] = field(default_factory=list)
+    skipped: list[Counter[str]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_documents = [0] * len(self.sources)
+        self.skipped = [Counter() for _ in self.sources]
+        for index, source in enumerate(self.sources):
+            for text in iterate_documents(source, self.skipped[index]):
+                self.num_documents[index] += 1
+                yield text
+
+    def records(self) -> list[SourceRecord]:
+        """Describe what was read, for the manifest."""
+        return [
+            SourceRecord(
+                source=describe_source(source),
+                licence=LICENCES[source.kind],
+                num_documents=count,
+                skipped=dict(sorted(skipped.items())),
+            )
+            for source, count, skipped in zip(self.sources, self.num_documents, self.skipped, strict=True)
+        ]
+
+
+def _tokenize(
+    documents: _Stream,
+    num_characters: int | None,
+    tokenizer: Tokenizer,
+    tokenizer_folder: Path,
+    work: Path,
+    workers: int,
+    bar: rich.progress.Progress,
+) -> list[Path]:
+    """Have every shard written that is not there yet; returns all in order."""
+    folder = work / "shards"
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("*.partial-*"):
+        left.unlink()
+    task = bar.add_task("tokenizing", total=num_characters)
+    paths: list[Path] = []
+    running: dict[Future[None], int] = {}
+    num_reused = 0
+
+    def collect(limit: int) -> None:
+        while len(running) > limit:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                future.result()
+                bar.advance(task, running.pop(future))
+
+    with WorkerPool(tokenizer.kind, tokenizer_folder, workers) as pool:
+        for index, texts in group_documents(documents):
+            path = shard_path(folder, index, texts, tokenizer.checksum)
+            paths.append(path)
+            size = sum(map(len, texts))
+            if _is_whole(path):
+                num_reused += 1
+                bar.advance(task, size)
+            else:
+                running[pool.submit(path, texts)] = size
+                collect(2 * workers)
+        collect(0)
+    if num_reused:
+        logger.info("resumed: %d of %d shards were already tokenized", num_reused, len(paths))
+    return paths
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a shard is there and readable; a damaged one is written again."""
+    if not path.exists():
+        return False
+    try:
+        read_shard(path)
+    except DataError as error:
+        logger.warning("%s; it is written again", error)
+        return False
+    return True
+
+
+def _provide_tokenizer(
+    section: DataSection, settings: dict[str, Any], work: Path, bar: rich.progress.Progress
+) -> tuple[Path, int | None]:
+    """Train or copy the tokenizer into the work folder; returns where, and the characters of all text if counted."""
+    wanted = section.tokenizer
+    folder = work / f"tokenizer-{digest_settings(settings)}"
+    done = folder / ".complete"
+    if done.exists():
+        return folder / "files", None
+    shutil.rmtree(folder, ignore_errors=True)
+    num_characters = None
+    if wanted.path is not None:
+        load_tokenizer(wanted.kind, wanted.path).save(folder / "files")
+    elif wanted.kind == "sentencepiece":
+        task = bar.add_task("reading for the tokenizer", total=None)
+        texts, num_characters = sample_documents(_sampled(section), wanted.train_characters)
+        bar.update(task, description=f"training the tokenizer on {sum(map(len, texts)):,} characters")
+        train_sentencepiece(texts, folder / "files" / SENTENCEPIECE_FILE, wanted.vocab_size, wanted.model_type)
+        bar.update(task, total=1, completed=1)
+        if any(source.streaming for source in section.sources):
+            num_characters = None
+    else:
+        raise DataError("data.tokenizer.path must name a folder or a hub tokenizer for kind 'huggingface'")
+    done.touch()
+    return folder / "files", num_characters
+
+
+def _sampled(section: DataSection) -> Iterator[str]:
+    """Yield the documents that the tokenizer's sample is taken from: all, but only the first of a streamed source."""
+    for source in section.sources:
+        left = STREAMED_SAMPLE_FACTOR * section.tokenizer.train_characters
+        for text in iterate_documents(source):
+            yield text
+            left -= len(text)
+            if source.streaming and left <= 0:
+                break
+
+
+def _describe_settings(section: DataSection) -> dict[str, Any]:
+    """Say what the result depends on, with what identifies the input."""
+    tokenizer = section.tokenizer.model_dump()
+    path = section.tokenizer.path
+    if path is not None:
+        tokenizer["checksum"] = checksum_tokenizer(section.tokenizer.kind, path) if Path(path).exists() else None
+    return {
+        "seed": section.seed,
+        "split": list(section.split),
+        "tokenizer": tokenizer,
+        "sources": [{**source.model_dump(), "input": fingerprint_source(source)} for source in section.sources],
+    }
+
+
+def _check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
+    """Return the manifest of equal prepared data, or None when the way is free."""
+    if not out.exists():
+        return None
+    if not out.is_dir() or not (out / MANIFEST_FILE).exists():
+        if out.is_dir() and not any(out.iterdir()):
+            return None
+        raise DataError(f"{out} is there and is not prepared data; give another folder, nothing was changed")
+    try:
+        manifest = Manifest.load(out)
+        if differences := list(_differences(manifest.settings, settings)):
+            raise DataError(
+                f"{out} was prepared with other settings: {'; '.join(differences)}; use force to replace it"
+            )
+        return verify_prepared(out)
+    except DataError:
+        if force:
+            return None
+        raise
+
+
+def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:
+    """Name every setting that differs, by dotted path with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, now) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, now, f"{path}.{index}")
+    elif old != new:
+        yield f"{path} was {old!r}, is {new!r}"
+
+
+def _publish(work: Path, out: Path) -> None:
+    """Move the result to its place; prepared data that are replaced are removed only after that."""
+    replaced = work / "replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out.exists() and any(out.iterdir()):
+        os.rename(out, replaced)
+    os.rename(work / "result", out)
+    sync_folder(out.parent)
+    shutil.rmtree(work)
+
+
+@contextmanager
+def _lock(work: Path) -> Iterator[None]:
+    """Hold the work folder against other processes; the lock goes with the process, also when it is killed."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "lock"
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is preparing data in {work}; wait for it") from error
+        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise DataError(f"another process has just finished preparing data in {work}; call again")
+        yield
+
+
+@contextmanager
+def _progress_bar(show: bool) -> Iterator[rich.progress.Progress]:
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        yield bar
+
+
+__all__ = ["SPLITS", "prepare"]

@@ -1,0 +1,102 @@
+"""What is the unit of work that survives a kill? A shard: the tokens of a run of documents, named by its content.
+
+The name of a shard holds a checksum of its texts and of the tokenizer. A shard that is there under its name is thus
+finished and right, whatever run wrote it, and one whose input changed is simply not found. How documents fall into
+shards depends on the documents only, not on the number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megasdc.data.tokenizer import Tokenizer
+from megasdc.errors import DataError
+
+SHARD_CHARACTERS = 1 << 20
+"""Characters of text in one shard, but for a document that is longer alone."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The tokens of consecutive documents.
+
+    Attributes:
+        tokens: ids of all documents one after the other, [total tokens] int32.
+        lengths: tokens of each document with its end-of-document token, [documents] int64.
+        num_bytes: UTF-8 bytes of each document, [documents] int64.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    num_bytes: np.ndarray
+
+
+def group_documents(
+    documents: Iterable[str], shard_characters: int = SHARD_CHARACTERS
+) -> Iterator[tuple[int, list[str]]]:
+    """Cut a stream of documents into shards; yields (index of the shard, its texts)."""
+    index, texts, held = 0, [], 0
+    for text in documents:
+        texts.append(text)
+        held += len(text)
+        if held >= shard_characters:
+            yield index, texts
+            index, texts, held = index + 1, [], 0
+    if texts:
+        yield index, texts
+
+
+def shard_path(folder: Path, index: int, texts: Sequence[str], tokenizer_checksum: str) -> Path:
+    """Name a shard by its place in the stream and the checksum of what it is made from."""
+    state = xxhash.xxh3_128(tokenizer_checksum.encode())
+    for text in texts:
+        content = text.encode("utf-8", "surrogatepass")
+        state.update(f"{len(content)}\0".encode())
+        state.update(content)
+    return folder / f"{index:08d}-{state.hexdigest()}.npz"
+
+
+def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    """Tokenize texts and write a shard in one rename, on disk when this returns.
+
+    Raises:
+        DataError: the tokenizer makes an id that is not in its own vocabulary.
+    """
+    ids = tokenizer.encode(texts)
+    lengths = np.array([len(document) + 1 for document in ids], dtype=np.int64)
+    tokens = np.empty(int(lengths.sum()), dtype=np.int32)
+    end = 0
+    for document in ids:
+        begin, end = end, end + len(document) + 1
+        tokens[begin : end - 1] = document
+        tokens[end - 1] = tokenizer.end_of_document
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= tokenizer.vocab_size:
+        raise DataError(f"the tokenizer made ids in [{low}, {high}], its vocabulary has {tokenizer.vocab_size} pieces")
+    sizes = np.array([len(text.encode("utf-8", "surrogatepass")) for text in texts], dtype=np.int64)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    with open(partial, "wb") as file:
+        np.savez(file, tokens=tokens, lengths=lengths, num_bytes=sizes)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_shard(path: Path) -> Shard:
+    """Read a shard; the archive's own CRC32 guards every array.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return Shard(content["tokens"], content["lengths"], content["num_bytes"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"shard {path} is damaged: {error}; delete it and run again") from error

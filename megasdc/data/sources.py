@@ -1,0 +1,243 @@
+"""Where does the text come from? The standard library, local files, or a hub dataset, in a fixed order.
+
+A document is one string. Local files and hub datasets are read through Hugging Face `datasets`, one file after the
+other and streaming, so that nothing is copied into a cache and an error can name its file. Line ends of ``.txt`` files
+come out as a single newline. What is left out (files of the standard library that are not UTF-8, empty documents) is
+counted.
+"""
+
+from __future__ import annotations
+
+import glob
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megasdc.config.sections import SourceSection
+from megasdc.errors import DataError
+
+BUILDERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
+"""Builder of `datasets` for each file ending."""
+COMPRESSIONS = (".gz", ".zst")
+"""Endings that may follow those of `BUILDERS`."""
+LICENCES = {
+    "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
+    "files": "not known to megasdc: see where the files come from",
+    "hub": "see the dataset's card on the Hugging Face hub",
+}
+"""Licence note of each kind of source."""
+
+
+def iterate_documents(section: SourceSection, skipped: Counter[str] | None = None) -> Iterator[str]:
+    """Yield the documents of one source, the same in every call.
+
+    Args:
+        section: which source.
+        skipped: counts what was left out, by reason, while the iterator runs.
+
+    Returns:
+        An iterator over non-empty texts; at most `section.max_documents`.
+
+    Raises:
+        DataError: a file is missing, empty or damaged, a column is missing, or the source holds no text at all.
+    """
+    counts: Counter[str] = Counter() if skipped is None else skipped
+    readers = {"stdlib": _read_stdlib, "files": _read_files, "hub": _read_hub}
+    num_documents = 0
+    for text in readers[section.kind](section, counts):
+        if not text:
+            counts["empty documents"] += 1
+            continue
+        yield text
+        num_documents += 1
+        if num_documents == section.max_documents:
+            return
+    if num_documents == 0:
+        raise DataError(f"source {describe_source(section)} holds no text; left out: {dict(counts) or 'nothing'}")
+
+
+def sample_documents(documents: Iterable[str], num_characters: int) -> tuple[list[str], int]:
+    """Take an even sample of a stream of unknown length, holding at most about twice the sample in memory.
+
+    Every k-th document is kept, and k doubles whenever too much is held; the result depends on the documents only.
+
+    Args:
+        documents: the stream; read to its end.
+        num_characters: about how much to take; what is returned is at most twice that, plus one document.
+
+    Returns:
+        The sample in stream order, and the characters of the whole stream.
+    """
+    kept: list[str] = []
+    held = total = 0
+    stride = 1
+    for index, text in enumerate(documents):
+        total += len(text)
+        if index % stride:
+            continue
+        kept.append(text)
+        held += len(text)
+        while held > 2 * num_characters and len(kept) > 1:
+            kept = kept[::2]
+            held = sum(map(len, kept))
+            stride *= 2
+    return _thin(kept, held, num_characters), total
+
+
+def fingerprint_source(section: SourceSection) -> dict[str, Any]:
+    """Say what identifies the input of a source without reading it: names, sizes and times of its files.
+
+    Raises:
+        DataError: there are no files.
+    """
+    if section.kind == "hub":
+        return {"kind": "hub"}
+    if section.kind == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        rows = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _list_stdlib()]
+        return {"python": sys.version.split()[0], **_summarise(rows)}
+    stats = [(path, path.stat()) for path in list_files(section)]
+    return _summarise([(path.as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+
+
+def describe_source(section: SourceSection) -> str:
+    """Name a source in one phrase for messages."""
+    if section.kind == "stdlib":
+        return f"stdlib (Python {sys.version.split()[0]})"
+    return f"{section.kind} {section.path!r}" + (f" ({section.name})" if section.name else "")
+
+
+def list_files(section: SourceSection) -> list[Path]:
+    """List the files of a `files` source, sorted by name.
+
+    A folder is searched with its sub-folders for the known endings; hidden files and folders are left out. A file or
+    glob must match known endings only.
+
+    Raises:
+        DataError: nothing there, an unknown ending, or an empty file.
+    """
+    where = _need_path(section)
+    known = ", ".join(f"{ending}[.gz|.zst]" for ending in BUILDERS)
+    root = Path(where)
+    if root.is_dir():
+        paths = [path for path in root.rglob("*") if path.is_file() and _builder_of(path) is not None]
+        paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+        if not paths:
+            raise DataError(f"folder {where} holds no file of a known kind ({known})")
+    else:
+        paths = [root] if root.is_file() else [Path(found) for found in glob.glob(where, recursive=True)]
+        paths = [path for path in paths if path.is_file()]
+        if not paths:
+            raise DataError(f"no file matches {where!r}; give a file, a folder or a glob (now in {Path.cwd()})")
+    for path in paths:
+        if _builder_of(path) is None:
+            raise DataError(f"file {path} is not of a known kind ({known})")
+        if path.stat().st_size == 0:
+            raise DataError(f"file {path} is empty (0 bytes); remove it or fetch it again")
+    return sorted(paths)
+
+
+def _read_stdlib(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
+    """Yield the Python files of the standard library; test files that are not UTF-8 on purpose are left out."""
+    for path in _list_stdlib():
+        try:
+            yield path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            skipped["files that are not UTF-8"] += 1
+
+
+def _list_stdlib() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    foreign = {"site-packages", "dist-packages", "__pycache__"}
+    paths = [path for path in root.rglob("*.py") if not foreign & set(path.relative_to(root).parts)]
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _read_files(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
+    import datasets
+
+    for path in list_files(section):
+        builder = _builder_of(path)
+        assert builder is not None, f"{path} passed list_files"
+        by = {"file": "document", "paragraph": "paragraph", "line": "line"}[section.text_unit]
+        options = {"sample_by": by} if builder == "text" else {}
+        column = "text" if builder == "text" else section.text_field
+        try:
+            # A list of one name without wildcards: `datasets` would read [ and * in a plain name as a pattern.
+            rows = datasets.load_dataset(
+                builder, data_files=[glob.escape(str(path.resolve()))], split="train", streaming=True, **options
+            )
+            yield from _texts(rows, column, f"file {path}", skipped)
+        except DataError:
+            raise
+        except Exception as error:
+            # Every reader below `datasets` has its own exceptions; all of them mean that this file is unreadable.
+            raise DataError(f"file {path} cannot be read as {builder}: {type(error).__name__}: {error}") from error
+
+
+def _read_hub(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
+    import datasets
+
+    name = _need_path(section)
+    place = f"dataset {name!r}, configuration {section.name!r}, split {section.split!r}"
+    try:
+        rows = datasets.load_dataset(
+            name, section.name, split=section.split, streaming=section.streaming, revision=section.revision
+        )
+        yield from _texts(rows, section.text_field, place, skipped)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _texts(rows: Iterable[dict[str, Any]], column: str, place: str, skipped: Counter[str]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        if column not in row:
+            raise DataError(f"{place} has no column {column!r}; its columns are {sorted(row)}; set text_field to one")
+        text = row[column]
+        if text is None:
+            skipped["documents without text"] += 1
+        elif isinstance(text, str):
+            yield text
+        else:
+            raise DataError(f"{place}, row {number}: column {column!r} holds {type(text).__name__}, not text")
+
+
+def _builder_of(path: Path) -> str | None:
+    name = path.name.lower()
+    for ending in COMPRESSIONS:
+        name = name.removesuffix(ending)
+    return BUILDERS.get(Path(name).suffix)
+
+
+def _need_path(section: SourceSection) -> str:
+    if not section.path:
+        raise DataError(f"a source of kind {section.kind!r} needs `path`")
+    return section.path
+
+
+def _summarise(rows: list[tuple[Any, ...]]) -> dict[str, Any]:
+    return {
+        "num_files": len(rows),
+        "size_bytes": sum(row[1] for row in rows),
+        "listing": xxhash.xxh3_64_hexdigest(repr(rows).encode()),
+    }
+
+
+def _thin(texts: list[str], held: int, num_characters: int) -> list[str]:
+    """Keep texts evenly so that about `num_characters` of `held` remain."""
+    if held <= num_characters:
+        return texts
+    kept, seen, taken = [], 0, 0
+    for text in texts:
+        seen += len(text)
+        if taken * held < seen * num_characters:
+            kept.append(text)
+            taken += len(text)
+    return kept

@@ -1,0 +1,243 @@
+"""How does text become token ids and back? SentencePiece and Hugging Face tokenizers behind one small interface.
+
+Imports neither torch nor Megatron, so that worker processes start fast. Text is taken as it is: no normalisation, no
+stripping, and no special token is ever made from text that merely looks like one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megasdc.errors import DataError
+
+SENTENCEPIECE_FILE = "tokenizer.model"
+END_OF_DOCUMENT_PIECE = "<eod>"
+TRAIN_CHUNK_CHARACTERS = 4000
+"""Length of the pieces of text that a SentencePiece model is trained on; its own limit is 16384 bytes below."""
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    Attributes:
+        kind: ``sentencepiece`` or ``huggingface``.
+        vocab_size: ids are in [0, vocab_size).
+        end_of_document: the id put after every document; never produced from text.
+        checksum: XXH3-64 of the model files.
+    """
+
+    kind: str
+    vocab_size: int
+    end_of_document: int
+    checksum: str
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text, without an end-of-document id."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; an end-of-document id gives no text."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the model files into a folder that `load_tokenizer` reads."""
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model.
+
+    ``decode(encode(text)) == text`` holds for models trained here, but for U+2581, which SentencePiece itself uses for
+    the space and gives back as one.
+
+    Args:
+        path: a model file, or a folder that holds `tokenizer.model`.
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path | str) -> None:
+        import sentencepiece
+
+        file = Path(path)
+        self._file = file / SENTENCEPIECE_FILE if file.is_dir() else file
+        self.checksum = checksum_tokenizer(self.kind, path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(self._file))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"file {self._file} is not a SentencePiece model: {error}") from error
+        self.vocab_size = self._model.get_piece_size()
+        piece = self._model.piece_to_id(END_OF_DOCUMENT_PIECE)
+        known = self._model.id_to_piece(piece) == END_OF_DOCUMENT_PIECE
+        self.end_of_document = piece if known else self._model.eos_id()
+        if self.end_of_document < 0:
+            raise DataError(f"tokenizer {self._file} has neither {END_OF_DOCUMENT_PIECE} nor an end-of-sentence piece")
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text."""
+        return self._model.encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return self._model.decode([int(token) for token in ids])
+
+    def save(self, folder: Path) -> None:
+        """Copy the model file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._file, folder / SENTENCEPIECE_FILE)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of `transformers`.
+
+    Args:
+        path: a folder, or a name on the hub.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path | str) -> None:
+        import transformers
+
+        try:
+            self._model: Any = transformers.AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:
+            # transformers raises many kinds here: OSError, ValueError, KeyError, JSON and Rust exceptions.
+            raise DataError(f"no tokenizer can be loaded from {path}: {type(error).__name__}: {error}") from error
+        if self._model.eos_token_id is None:
+            raise DataError(
+                f"tokenizer {path} has no end-of-sentence token, which marks the end of a document; set eos_token in "
+                f"its tokenizer_config.json"
+            )
+        self._model.split_special_tokens = True
+        self._model.model_max_length = int(1e30)  # documents are cut into samples later; no warning per document
+        self.vocab_size = max(len(self._model), self._model.eos_token_id + 1)
+        self.end_of_document = self._model.eos_token_id
+        if Path(path).is_dir():
+            self.checksum = checksum_tokenizer(self.kind, path)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self.save(Path(folder))
+                self.checksum = checksum_tokenizer(self.kind, folder)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text."""
+        return self._model(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        kept = [int(token) for token in ids if token != self.end_of_document]
+        return self._model.decode(kept, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `transformers` reads."""
+        self._model.save_pretrained(str(folder))
+
+
+def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        kind: ``sentencepiece`` or ``huggingface``.
+        path: a model file, a folder, or for huggingface a name on the hub.
+
+    Raises:
+        DataError: nothing usable there, or no token that can end a document.
+    """
+    kinds: dict[str, type[SentencePieceTokenizer] | type[HuggingFaceTokenizer]] = {
+        "sentencepiece": SentencePieceTokenizer,
+        "huggingface": HuggingFaceTokenizer,
+    }
+    if kind not in kinds:
+        raise ValueError(f"tokenizer kind {kind!r} is not one of {sorted(kinds)}")
+    return kinds[kind](path)
+
+
+def checksum_tokenizer(kind: str, path: Path | str) -> str:
+    """Return the XXH3-64 of a tokenizer's local files, without loading it.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    root = Path(path)
+    if kind == "sentencepiece":
+        files = [root / SENTENCEPIECE_FILE if root.is_dir() else root]
+    else:
+        files = sorted(file for file in root.glob("*") if file.is_file() and not file.name.startswith("."))
+    state = xxhash.xxh3_64()
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"tokenizer file {file} is missing")
+        content = file.read_bytes()
+        # One model is one model under any name; of several files the names matter too.
+        state.update(b"" if kind == "sentencepiece" else f"{file.name}\0{len(content)}\0".encode())
+        state.update(content)
+    return state.hexdigest()
+
+
+def train_sentencepiece(texts: Iterable[str], path: Path, vocab_size: int, model_type: str = "bpe") -> None:
+    """Train a SentencePiece model and write it in one rename; the same texts give the same bytes.
+
+    Bytes that no piece covers are spelled out (byte fallback), so that every text can be encoded; pieces may hold
+    spaces and newlines, which source code is full of.
+
+    Args:
+        texts: what to train on.
+        path: the model file to write.
+        vocab_size: number of pieces; 256 bytes, the unknown piece and the end-of-document piece are among them.
+        model_type: ``bpe`` or ``unigram``.
+
+    Raises:
+        DataError: the texts do not support so many pieces, or need more; the message is SentencePiece's own.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_chunks(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=16384,
+            num_threads=1,
+            unk_id=0,
+            eos_id=1,
+            eos_piece=END_OF_DOCUMENT_PIECE,
+            bos_id=-1,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"no SentencePiece model with {vocab_size} pieces can be trained on this text: {error}"
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(model.getvalue())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[str]:
+    """Cut texts to a length that SentencePiece accepts; tabs and NULs, which it reserves, stay byte pieces."""
+    for text in texts:
+        for part in text.replace("\0", "\t").split("\t"):
+            for start in range(0, len(part), TRAIN_CHUNK_CHARACTERS):
+                yield part[start : start + TRAIN_CHUNK_CHARACTERS]
