@@ -1,0 +1,274 @@
+"""How does a test run a function on several gloo ranks? One helper, one preloaded fork server.
+
+Importing torch, DeepSpeed and Megatron-core costs seconds a process, so a fork server imports them once and each
+rank is a fork of it. The rendezvous store lives in the test process: no port is guessed, and it outlives every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = (
+    "pytest",
+    "numpy",
+    "torch",
+    "torch.distributed.elastic.rendezvous",
+    "torch.testing",
+    "torch.utils.tensorboard",
+    "deepspeed",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.comm.torch",
+    "megatron.core",
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.datasets.indexed_dataset",
+    "pydantic",
+    "rich.progress",
+    "xxhash",
+)
+"""Imported once by the fork server; a name that cannot be imported is passed over there and fails in the test."""
+
+STACK_SIGNAL = signal.SIGUSR2
+_TAIL_BYTES = 6000
+
+
+@dataclass
+class _Failure:
+    """Why a rank failed: when (seconds since the epoch) and the text of its traceback."""
+
+    rank: int
+    time: float
+    text: str
+
+
+def run_distributed(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    init: bool = True,
+    expect_exit: Mapping[int, int] | None = None,
+    grace_s: float = 10.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks and return what each rank returned.
+
+    Args:
+        fn: a function at module level; it learns its rank from ``torch.distributed`` or the environment.
+        world_size: number of ranks, each a process with one thread.
+        *args: picklable arguments of fn.
+        timeout_s: seconds until the run counts as hung.
+        env: further environment variables of the ranks, set before fn is imported.
+        init: call ``deepspeed.init_distributed("gloo")`` first; false leaves that to fn.
+        expect_exit: ranks that must end by themselves, and their exit code (-9: killed by SIGKILL). Once they have, the
+            others get ``grace_s`` seconds to return or fail; whatever they do is accepted.
+        grace_s: see expect_exit.
+        **kwargs: picklable keyword arguments of fn.
+
+    Returns:
+        One result a rank; None for a rank of ``expect_exit``, and for its peers when they failed or were ended.
+
+    Raises:
+        AssertionError: a rank raised (with the earliest traceback), died, or the run hung (with all stacks).
+    """
+    import torch
+
+    expected = dict(expect_exit or {})
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    scratch = Path(tempfile.mkdtemp(prefix="ranks_"))
+    context = _fork_server()
+    workers: list[Any] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            settings = _rank_environment(rank, world_size, store.port) | dict(env or {})
+            log = str(scratch / f"rank_{rank}.log")
+            worker = context.Process(
+                target=_rank_main, args=(theirs, rank, settings, log, init, fn, args, kwargs), daemon=True
+            )
+            worker.start()
+            theirs.close()
+            workers.append(worker)
+            pipes.append(ours)
+        return _collect(workers, pipes, scratch, timeout_s, expected, grace_s)
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+        for worker in workers:
+            worker.join()
+        for pipe in pipes:
+            pipe.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _collect(
+    workers: list[Any],
+    pipes: list[Connection],
+    scratch: Path,
+    timeout_s: float,
+    expected: dict[int, int],
+    grace_s: float,
+) -> list[Any]:
+    """Wait for every rank; see ``run_distributed`` for what is returned and raised."""
+    results: list[Any] = [None] * len(workers)
+    failures: list[_Failure] = []
+    open_ranks = set(range(len(workers)))
+    left: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    peers_deadline: float | None = None
+    while open_ranks:
+        until = deadline if peers_deadline is None else min(deadline, peers_deadline)
+        waiting = {pipes[rank]: rank for rank in open_ranks}
+        ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting[pipe]  # type: ignore[index]
+            open_ranks.discard(rank)
+            try:
+                kind, value, when = pipe.recv()  # type: ignore[union-attr]
+            except (EOFError, ConnectionResetError):
+                workers[rank].join(5)
+                code = workers[rank].exitcode
+                left.add(rank)
+                if rank in expected and code == expected[rank]:
+                    continue
+                failures.append(_Failure(rank, time.time(), f"ended with exit code {code}\n{_log_tail(scratch, rank)}"))
+                continue
+            if kind == "result":
+                results[rank] = value
+            else:
+                failures.append(_Failure(rank, when, f"{value}\n{_log_tail(scratch, rank)}"))
+        if expected and expected.keys() <= left:
+            peers_deadline = peers_deadline or time.monotonic() + grace_s
+        elif failures and not expected:
+            peers_deadline = peers_deadline or time.monotonic() + 0.5  # an earlier failure may still be on its way
+    if expected and expected.keys() <= left and not any(failure.rank in expected for failure in failures):
+        return results
+    if failures:
+        first = min(failures, key=lambda failure: failure.time)
+        raise AssertionError(
+            f"rank {first.rank} of {len(workers)} failed first "
+            f"(failed: {sorted(failure.rank for failure in failures)}):\n{first.text}"
+        )
+    if missing := sorted(expected.keys() - left):
+        raise AssertionError(f"ranks {missing} should have ended with {expected}\n{_stacks(workers, scratch)}")
+    if open_ranks:
+        raise AssertionError(f"ranks {sorted(open_ranks)} hang after {timeout_s} s\n{_stacks(workers, scratch)}")
+    for pipe in pipes:  # all leave together: no rank closes its sockets under a peer
+        with contextlib.suppress(OSError):
+            pipe.send("leave")
+    for worker in workers:
+        worker.join(10)
+    return results
+
+
+def _stacks(workers: list[Any], scratch: Path) -> str:
+    """Ask every living rank for the stacks of its threads and return their logs' ends."""
+    for worker in workers:
+        if worker.is_alive():
+            os.kill(worker.pid, STACK_SIGNAL)
+    time.sleep(1.0)
+    return "\n".join(f"--- rank {rank}\n{_log_tail(scratch, rank)}" for rank in range(len(workers)))
+
+
+def _log_tail(scratch: Path, rank: int) -> str:
+    """Return the end of what a rank has printed."""
+    path = scratch / f"rank_{rank}.log"
+    data = path.read_bytes() if path.exists() else b""
+    return f"[output of rank {rank}]\n{data[-_TAIL_BYTES:].decode(errors='replace')}"
+
+
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that a launcher would set; the store is the test process's."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": extensions_dir(),
+    }
+
+
+def extensions_dir() -> str:
+    """Return the folder of DeepSpeed's compiled operators, one for each Python environment."""
+    return os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+
+
+def _fork_server() -> Any:
+    """Return the multiprocessing context whose server has imported the stack; started on first use."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", extensions_dir())
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+def _rank_main(
+    pipe: Connection,
+    rank: int,
+    settings: dict[str, str],
+    log: str,
+    init: bool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Body of a rank: set up, run, report, and leave when the test process says so."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=stream)
+    faulthandler.register(STACK_SIGNAL, file=stream, all_threads=True)
+    os.environ.update(settings)
+    try:
+        import numpy
+        import torch
+
+        torch.set_num_threads(1)
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(1234)
+        if init:
+            import deepspeed
+
+            deepspeed.init_distributed("gloo", verbose=False)
+        message = ("result", fn(*args, **kwargs), time.time())
+    except BaseException:
+        message = ("failure", traceback.format_exc(), time.time())
+    try:
+        pipe.send(message)
+    except Exception:
+        pipe.send(("failure", f"the result cannot be pickled\n{traceback.format_exc()}", time.time()))
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        pipe.recv()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,71 @@
+"""Does the helper for distributed tests tell the truth about success, failure, death and hangs?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from harness import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+
+def _sum_of_ranks(offset: int) -> float:
+    import torch
+
+    value = torch.tensor([float(torch.distributed.get_rank() + offset)])
+    torch.distributed.all_reduce(value)
+    return value.item()
+
+
+def _fail_on(rank: int) -> None:
+    import torch
+
+    if torch.distributed.get_rank() == rank:
+        raise RuntimeError("the first cause")
+    torch.distributed.barrier()
+
+
+def _kill_self(rank: int) -> str:
+    import torch
+
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "survived"
+
+
+def _hang_on(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        _wait_for_ever()
+
+
+def _wait_for_ever() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def test_returns_the_result_of_each_rank() -> None:
+    """Results come back in rank order from a working group."""
+    assert run_distributed(_sum_of_ranks, 3, offset=1) == [6.0, 6.0, 6.0]
+
+
+def test_reports_the_first_cause() -> None:
+    """The traceback shown is of the rank that failed first, not of a peer that lost its connection."""
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2 failed first.*the first cause"):
+        run_distributed(_fail_on, 2, 1)
+
+
+def test_a_killed_rank_is_a_failure_unless_expected() -> None:
+    """SIGKILL of a rank fails the run with its exit code; announced, it passes and the peers' results are kept."""
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_distributed(_kill_self, 2, 0)
+    assert run_distributed(_kill_self, 2, 0, expect_exit={0: -9}) == [None, "survived"]
+
+
+def test_a_hang_shows_the_stacks() -> None:
+    """A rank that never returns fails the run with the place where it waits."""
+    with pytest.raises(AssertionError, match=r"(?s)ranks \[1\] hang.*_wait_for_ever"):
+        run_distributed(_hang_on, 2, 1, timeout_s=6.0)
