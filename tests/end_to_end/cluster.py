@@ -1,0 +1,367 @@
+"""A throw-away cluster: several test hosts on one machine, with real SSH between them and real power cuts.
+
+Each host is a set of its own network, UTS, IPC, PID and mount namespaces whose first process is that host's sshd; a
+bridge in one more network namespace is the switch. Nothing is named in /etc, /run or /var, and everything dies with
+the Python process that made it, also when that process is killed with SIGKILL. The hosts share the machine's file
+system, except for the folders given as private.
+
+Needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN, and the Debian packages iproute2, openssh-server, openssh-client, pdsh.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+INTERFACE = "eth0"
+SUBNET = "10.77.0"
+POLL_S = 0.01
+PACKAGE_OF_PROGRAM = {
+    "ip": "iproute2",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "pdsh": "pdsh",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
+BOOT_SCRIPT = r"""
+set -eu
+name=$1 address=$2 cluster=$3 interface=$4
+hostname "$name"
+for file in hosts passwd resolv.conf; do mount --bind "$cluster/etc/$name/$file" "/etc/$file"; done
+mount --bind "$cluster/etc/$name/ssh" /etc/ssh
+mount -t tmpfs none /dev/shm
+mount -t tmpfs none /run
+mkdir -p /run/sshd
+while IFS='|' read -r own shared; do mount --bind "$own" "$shared"; done < "$cluster/etc/$name/private"
+ip link set lo up
+tries=0
+until ip link show "$interface" >/dev/null 2>&1; do tries=$((tries + 1)); [ "$tries" -lt 500 ]; sleep 0.01; done
+ip addr add "$address/24" dev "$interface"
+ip link set "$interface" up
+exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$cluster/etc/$name/sshd_config"
+"""
+SWITCH_SCRIPT = "ip link add br0 type bridge; ip link set br0 up; exec sleep infinity"
+
+
+def unavailable_reason() -> str | None:
+    """Say why this machine cannot make test hosts, or return None when it can."""
+    if os.geteuid() != 0:
+        return "test hosts need root"
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    missing = sorted({package for name, package in PACKAGE_OF_PROGRAM.items() if not shutil.which(name, path=path)})
+    if missing:
+        return f"missing Debian packages: {' '.join(missing)}"
+    flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--mount-proc", "--kill-child", "--fork"]
+    attempt = subprocess.run(
+        ["unshare", *flags, "sh", "-ec", "ip link add br0 type bridge; mount -t tmpfs none /run"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return None if attempt.returncode == 0 else f"namespaces are not permitted: {attempt.stderr.strip()}"
+
+
+class Cluster:
+    """Test hosts ``node1``, ``node2``, ... for the time of a ``with`` block.
+
+    Args:
+        folder: where keys, logs, home folders and private folders of the hosts are kept; created if absent.
+        num_hosts: how many hosts.
+        env: environment of every process that starts on a host, also through SSH.
+        private: absolute paths that each host sees as a folder of its own, empty at first; created if absent.
+            ``private_dir`` says where a host's own folder lies.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        num_hosts: int = 2,
+        env: Mapping[str, str] | None = None,
+        private: Sequence[Path | str] = (),
+    ) -> None:
+        self.folder = Path(folder).resolve()
+        self.env = dict(env or {})
+        self.names = [f"node{number}" for number in range(1, num_hosts + 1)]
+        self.addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(self.names, 11)}
+        self.private = [Path(path) for path in private]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._first_pid: dict[str, int] = {}
+        self._logs: list[IO[bytes]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._write_files()
+            self._start_switch()
+            for name in self.names:
+                self.boot(name)
+            self.wait_until_reachable()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Power everything off; safe to call twice."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()  # --kill-child takes the namespace's first process down, the kernel the rest
+        for process in self._processes.values():
+            process.wait()
+        for log in self._logs:
+            log.close()
+        self._logs.clear()
+
+    def popen(
+        self, name: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str = "/", **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a process on a host.
+
+        Args:
+            name: the host.
+            argv: program and arguments; no shell in between.
+            env: added to the cluster's environment.
+            cwd: working folder.
+            **options: handed to ``subprocess.Popen``.
+        """
+        whole = {"HOME": str(self.home(name)), **self.env, **(env or {})}
+        assignments = [f"{key}={value}" for key, value in whole.items()]
+        return subprocess.Popen(
+            [*self._enter(name, cwd), "env", "-i", *assignments, *argv],
+            stdin=subprocess.DEVNULL,
+            **options,
+        )
+
+    def run(
+        self, name: str, argv: Sequence[str], *, timeout_s: float = 120.0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a process on a host to its end and return its output as text; options as in ``popen``."""
+        process = self.popen(name, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"{argv} did not end in {timeout_s} s on {name}:\n{out}\n{err}") from None
+        return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
+
+    def hostfile(self, names: Sequence[str] | None = None, slots: int = 1) -> Path:
+        """Write a DeepSpeed hostfile of the named hosts (default all) and return its path."""
+        path = self.folder / "hostfile"
+        path.write_text("".join(f"{name} slots={slots}\n" for name in names or self.names), encoding="utf-8")
+        return path
+
+    def home(self, name: str) -> Path:
+        """Return the home folder of root on a host."""
+        return self.folder / "home" / name
+
+    def private_dir(self, name: str, path: Path | str) -> Path:
+        """Return where this machine finds the folder that a host sees at a private path."""
+        return self.folder / "private" / name / str(self.private.index(Path(path)))
+
+    def power_off(self, name: str) -> None:
+        """Cut a host's power: all its processes end at once, nothing is flushed, no connection is closed."""
+        os.kill(self._first_pid[name], signal.SIGKILL)
+        self._processes[name].wait()
+
+    def reboot(self, name: str) -> None:
+        """Power a host off and on, and wait until it can be reached."""
+        self.power_off(name)
+        self.boot(name)
+        self.wait_until_reachable()
+
+    def unplug(self, name: str) -> None:
+        """Pull a host's network cable."""
+        self._switch_port(name, "down")
+
+    def plug_in(self, name: str) -> None:
+        """Put a host's network cable back."""
+        self._switch_port(name, "up")
+
+    def boot(self, name: str) -> None:
+        """Start a host; returns before its sshd answers."""
+        number = self.names.index(name) + 1
+        flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--mount-proc"]
+        script = ["sh", "-c", BOOT_SCRIPT, "boot", name, self.addresses[name], str(self.folder), INTERFACE]
+        pid = self._spawn(name, flags, script)
+        self._in_switch("ip", "link", "del", f"p{number}", check=False)  # the port of an earlier life
+        # A fixed MAC address: after a reboot the others must not send to a stale one.
+        mac = f"02:00:00:00:00:{10 + number:02x}"
+        cable = ["type", "veth", "peer", "name", INTERFACE, "address", mac, "netns", str(pid)]
+        _run("ip", "link", "add", f"p{number}", "netns", str(self._first_pid["switch"]), *cable)
+        self._in_switch("ip", "link", "set", f"p{number}", "master", "br0", "up")
+
+    def wait_until_reachable(self, timeout_s: float = 10.0) -> None:
+        """Wait until every host that is on answers over SSH from the first one."""
+        for name in self.names:
+            if self._processes[name].poll() is None:
+                reached = _wait(lambda name=name: self._answers(name), timeout_s)  # type: ignore[misc]
+                assert reached, f"{name} cannot be reached:\n{self.log(name)}"
+
+    def log(self, name: str) -> str:
+        """Return what a host's boot script and sshd have said."""
+        return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+    def _answers(self, name: str) -> bool:
+        argv = [*self._enter(self.names[0], "/"), "ssh", name, "true"]
+        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+    def _enter(self, name: str, cwd: str) -> list[str]:
+        namespaces = ["--net", "--uts", "--ipc", "--pid", "--mount"]
+        # --wdns resolves the folder inside the host's mounts; plain --wd would leak ours.
+        return ["nsenter", "-t", str(self._first_pid[name]), f"--wdns={cwd}", *namespaces]
+
+    def _in_switch(self, *argv: str, check: bool = True) -> None:
+        _run("nsenter", "-t", str(self._first_pid["switch"]), "--net", *argv, check=check)
+
+    def _switch_port(self, name: str, state: str) -> None:
+        self._in_switch("ip", "link", "set", f"p{self.names.index(name) + 1}", state)
+
+    def _start_switch(self) -> None:
+        self._spawn("switch", ["--net", "--pid"], ["sh", "-ec", SWITCH_SCRIPT])
+        assert _wait(self._has_bridge, 5.0), f"no bridge: {self.log('switch')}"
+
+    def _has_bridge(self) -> bool:
+        argv = ["nsenter", "-t", str(self._first_pid["switch"]), "--net", "ip", "link", "show", "br0"]
+        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+    def _spawn(self, name: str, flags: Sequence[str], argv: Sequence[str]) -> int:
+        """Start the first process of a set of namespaces and return its id as this machine sees it."""
+        log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - open as long as the host is on
+        self._logs.append(log)
+        process = subprocess.Popen(
+            ["unshare", *flags, "--kill-child", "--fork", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,
+        )
+        self._processes[name] = process
+        assert _wait(lambda: bool(_children(process.pid)), 5.0), f"{name} did not start: {self.log(name)}"
+        self._first_pid[name] = _children(process.pid)[0]
+        assert _wait(lambda: _in_other_network(self._first_pid[name]), 5.0), f"{name} stayed in our network"
+        return self._first_pid[name]
+
+    def _write_files(self) -> None:
+        """Write keys, name tables and SSH configuration of all hosts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _make_key(self.folder / "id")
+        # A host's own name must lead to its network card, never to 127.x, or gloo binds to the loopback.
+        table = "127.0.0.1 localhost\n" + "".join(f"{self.addresses[name]} {name}\n" for name in self.names)
+        known_hosts = ""
+        for name in self.names:
+            etc = self.folder / "etc" / name
+            (etc / "ssh").mkdir(parents=True, exist_ok=True)
+            self.home(name).mkdir(parents=True, exist_ok=True)
+            _make_key(etc / "hostkey")
+            key = " ".join((etc / "hostkey.pub").read_text().split()[:2])
+            known_hosts += f"{name},{self.addresses[name]} {key}\n"
+            (etc / "hosts").write_text(table)
+            (etc / "resolv.conf").write_text("")
+            (etc / "passwd").write_text(_passwd_with_home(self.home(name)))
+            (etc / "sshd_config").write_text(self._sshd_config(name))
+            (etc / "ssh" / "ssh_config").write_text(self._ssh_config())
+            (etc / "private").write_text(self._make_private(name))
+        (self.folder / "known_hosts").write_text(known_hosts)
+
+    def _make_private(self, name: str) -> str:
+        lines = []
+        for path in self.private:
+            own = self.private_dir(name, path)
+            own.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            lines.append(f"{own}|{path}\n")
+        return "".join(lines)
+
+    def _sshd_config(self, name: str) -> str:
+        # sshd honours only the first SetEnv line.
+        environment = " ".join(f'{key}="{value}"' for key, value in self.env.items())
+        options = [
+            f"ListenAddress {self.addresses[name]}",
+            f"HostKey {self.folder}/etc/{name}/hostkey",
+            f"AuthorizedKeysFile {self.folder}/id.pub",
+            "PidFile none",
+            "PermitRootLogin prohibit-password",
+            "PasswordAuthentication no",
+            "KbdInteractiveAuthentication no",
+            "UsePAM no",
+            "StrictModes no",
+            "UseDNS no",
+            "MaxStartups 100",
+            "MaxSessions 100",
+            *([f"SetEnv {environment}"] if environment else []),
+        ]
+        return "\n".join(options) + "\n"
+
+    def _ssh_config(self) -> str:
+        options = [
+            "Host *",
+            "User root",
+            f"IdentityFile {self.folder}/id",
+            "IdentitiesOnly yes",
+            "BatchMode yes",
+            f"UserKnownHostsFile {self.folder}/known_hosts",
+            "StrictHostKeyChecking yes",
+            "ConnectTimeout 5",
+            "ServerAliveInterval 5",
+            "ServerAliveCountMax 3",
+            "LogLevel ERROR",
+        ]
+        return "\n ".join(options) + "\n"
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when the parent itself is killed
+
+
+def _run(*argv: str, check: bool = True) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"{argv} gave {done.returncode}: {done.stderr}"
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _in_other_network(pid: int) -> bool:
+    return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+
+
+def _make_key(path: Path) -> None:
+    if not path.exists():
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path))
+
+
+def _passwd_with_home(home: Path) -> str:
+    lines = []
+    for line in Path("/etc/passwd").read_text().splitlines():
+        fields = line.split(":")
+        lines.append(":".join([*fields[:5], str(home), "/bin/bash"]) if fields[0] == "root" else line)
+    return "\n".join(lines) + "\n"
