@@ -1,14 +1,7 @@
 """What may I set? One JSON file: typed sections, loading, overrides, checks; imports no torch."""
 
-from megasdc.config.checks import (
-    Layout,
-    check_layout,
-    ffn_width,
-    find_warnings,
-    head_width,
-    query_groups,
-    resolve_batch,
-)
+from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
+from megasdc.config.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasdc.config.deepspeed_keys import UNSUPPORTED_KEYS
 from megasdc.config.sections import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -252,61 +251,6 @@ class DeepSpeedPart(Section):
     wall_clock_breakdown: bool = False
     zero_allow_untested_optimizer: bool = False
     zero_force_ds_cpu_optimizer: bool = True
-
-
-_STAGE3 = "only ZeRO stage 3 reads it, and the pipeline engine trains with stage 1"
-_STAGE3_KEYS = (
-    "offload_param",
-    "sub_group_size",
-    "cpu_offload_param",
-    "prefetch_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "param_persistence_threshold",
-    "stage3_param_persistence_threshold",
-    "model_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "max_live_parameters",
-    "stage3_max_live_parameters",
-    "max_reuse_distance",
-    "stage3_max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "stage3_gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "stage3_module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "stage3_use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-    "stage3_allgather_sequential",
-    "stage3_gather_fp16_weights_on_model_save",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "memory_efficient_linear",
-    "override_module_apply",
-    "log_trace_cache_warnings",
-    "enable_sanity_checks",
-    "leaf_module",
-)
-
-REFUSED: dict[str, str] = {
-    **UNSUPPORTED_KEYS,
-    "pipeline.stages": "set megasdc.parallel.pipeline",
-    "pipeline.partition": "set megasdc.parallel.partition",
-    "pipeline.seed_layers": "set megasdc.training.seed; layers are always seeded by their index",
-    "optimizer.params.max_grad_norm": "set gradient_clipping",
-    "data_types.param_dtype": "use bf16 or fp16",
-    "data_types.buffer_dtype": "use bf16 or fp16",
-    "data_types.keep_in_fp32_modules": "megasdc chooses what stays in fp32",
-    **{f"zero_optimization.{key}": _STAGE3 for key in _STAGE3_KEYS},
-    "zero_optimization.compute_grad_norm": "the gradient norm is always computed and reported",
-    "zero_optimization.zenflow": "it needs ZeRO stage 2 or 3",
-    "zero_optimization.cpu_offload": "set offload_optimizer",
-    "zero_optimization.cpu_offload_use_pin_memory": "set offload_optimizer",
-    "zero_optimization.pipeline_loading_checkpoint": "it needs ZeRO stage 3",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is Adam or AdamW",
-}
-"""Dotted DeepSpeed keys that exist but are refused, with the remedy or reason."""
 
 
 def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megasdc.config.checks import Problem, find_problems
-from megasdc.config.deepspeed_part import REFUSED, DeepSpeedPart, fill_defaults, precision_of
+from megasdc.config.contradictions import Problem, find_problems
+from megasdc.config.deepspeed_keys import REFUSED
+from megasdc.config.deepspeed_part import DeepSpeedPart, fill_defaults, precision_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.read import apply_overrides, dotted, read_json, shown
 from megasdc.config.sections import MegasdcSection
@@ -96,10 +97,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str]) -> RunConfig:
     problems += apply_overrides(raw, overrides, _list_default)
-    found = _expand_preset(raw)
-    found += _type_problems(raw)
+    wrong = _expand_preset(raw) | _type_problems(raw)
+    found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
-    file = _repaired(raw, [problem.paths[0] for problem in found])
+    file = _repaired(raw, list(wrong))
     given = {key: value for key, value in raw.items() if key != "megasdc"}
     deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")
     for problem in find_problems(deepspeed, given, file):
@@ -111,33 +112,34 @@ def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, pr
     return RunConfig(deepspeed, file, source)
 
 
-def _expand_preset(raw: dict[str, Any]) -> list[Problem]:
-    """Put the preset's sizes under the given ones, in place; an unknown preset makes all sizes doubtful."""
+def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
+    """Put the preset's sizes under the given ones, in place; an unknown preset makes the sizes not given doubtful."""
     section = raw.get("megasdc")
     model = section.get("model") if isinstance(section, dict) else None
     name = model.get("preset") if isinstance(model, dict) else None
     if not isinstance(section, dict) or not isinstance(model, dict) or not isinstance(name, str):
-        return []
+        return {}
     if name in PRESETS:
         section["model"] = {**PRESETS[name], **model}
-        return []
+        return {}
     meant = nearest(name, PRESETS)
     hint = f"did you mean {meant!r}? " if meant else ""
     text = f"megasdc.model.preset: got {shown(name)}; {hint}allowed: null, {', '.join(PRESETS)}."
-    return [Problem(("megasdc.model.preset", "megasdc.model"), text)]
+    sizes = {key for preset in PRESETS.values() for key in preset} - set(model)
+    paths = ("megasdc.model.preset", *(f"megasdc.model.{key}" for key in sorted(sizes)))
+    return {("megasdc", "model", "preset"): Problem(paths, text)}
 
 
-def _type_problems(raw: dict[str, Any]) -> list[Problem]:
+def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
     """List unknown keys, missing keys, wrong types and values out of range."""
+    found: dict[Path_, Problem] = {}
     try:
         _File.model_validate(raw)
     except ValidationError as error:
-        found: dict[Path_, Problem] = {}
         for item in error.errors(include_url=False, include_input=False):
             path, info, annotation = _locate(item["loc"])
             found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation))
-        return list(found.values())
-    return []
+    return found
 
 
 def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annotation: Any) -> Problem:
@@ -175,12 +177,25 @@ def _unknown_key(raw: Any, path: Path_) -> Problem:
     if meant := nearest(key, names):
         paths.append(f"{where}.{meant}" if where else meant)
         hint = f"did you mean {paths[-1]}?"
-    elif not where and key in MegasdcSection.model_fields:
-        hint = f"did you mean megasdc.{key}?"
+    elif homes := _homes(key):
+        hint = f"did you mean {' or '.join(homes[:3])}?"
     else:
         hint = "remove it."
     listed = f" Allowed in {where}: {', '.join(names)}." if where and len(names) <= 30 else ""
     return Problem(tuple(paths), f"{name}: unknown key (value {value}); {hint}{listed}")
+
+
+def _homes(key: str) -> list[str]:
+    """Find a key that stands in the wrong place: the dotted paths that end in it."""
+    found = [f"megasdc.{key}"] if key in MegasdcSection.model_fields else []
+    for prefix, section in (("", DeepSpeedPart), ("megasdc.", MegasdcSection)):
+        for name, info in section.model_fields.items():
+            inner = model_in(info.annotation)
+            if prefix == "" and name == key:
+                found.append(name)
+            if inner is not None and key in inner.model_fields:
+                found.append(f"{prefix}{name}.{key}")
+    return found
 
 
 def _locate(loc: Path_) -> tuple[Path_, FieldInfo | None, Any]:
@@ -230,10 +245,10 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _repaired(raw: dict[str, Any], bad: Sequence[str]) -> MegasdcSection:
+def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
     """Build our sections with everything wrong taken out, in place, so that the other fields can be cross-checked."""
-    for name in bad:
-        _remove(raw, name.split("."))
+    for path in bad:
+        _remove(raw, path)
     section = raw.get("megasdc")
     merged: dict[str, Any] = dict(section) if isinstance(section, dict) else {}
     for key, needed in _PLACEHOLDERS.items():
@@ -241,12 +256,12 @@ def _repaired(raw: dict[str, Any], bad: Sequence[str]) -> MegasdcSection:
     return MegasdcSection.model_validate(merged)
 
 
-def _remove(raw: Any, keys: list[str]) -> None:
-    """Take out a key; of a list the whole list goes, because its other items would change their place."""
-    for depth, key in enumerate(keys):
-        if not isinstance(raw, dict) or key not in raw:
-            return
-        if depth == len(keys) - 1 or isinstance(raw[key], list):
-            del raw[key]
+def _remove(raw: Any, path: Path_) -> None:
+    """Take out a key; a bad item takes its whole list with it, because the other items would change their place."""
+    while path and isinstance(path[-1], int):
+        path = path[:-1]
+    for key in path[:-1]:
+        if isinstance(raw, dict) and key not in raw:
             return
         raw = raw[key]
+    raw.pop(path[-1], None)

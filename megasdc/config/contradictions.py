@@ -1,0 +1,255 @@
+"""Which fields of a configuration contradict each other, whatever the number of ranks?"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
+from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.megatron_fields import megatron_problems
+from megasdc.config.sections import DataSection, MegasdcSection, ModelSection
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        paths: dotted paths of the fields it is about, the one at fault first. A contradiction is not reported while
+            one of its fields is wrong by itself.
+        text: the message.
+    """
+
+    paths: tuple[str, ...]
+    text: str
+
+
+def head_width(model: ModelSection) -> int:
+    """Width of one attention head."""
+    return model.kv_channels or model.hidden_size // model.num_attention_heads
+
+
+def query_groups(model: ModelSection) -> int:
+    """Number of key/value heads."""
+    return model.num_query_groups or model.num_attention_heads
+
+
+def ffn_width(model: ModelSection) -> int:
+    """Width of the MLP: as given, else 4 h, or with a gate 8/3 h rounded up to a multiple of 64."""
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    return -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated_mlp else 4 * model.hidden_size
+
+
+def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:
+    """Yield every contradiction that can be seen without knowing the number of ranks.
+
+    Args:
+        deepspeed: DeepSpeed's keys with defaults filled in.
+        given: DeepSpeed's keys as the user gave them.
+        file: our sections.
+    """
+    yield from _model_problems(file.model)
+    yield from _tensor_problems(file)
+    yield from _pipeline_problems(file)
+    yield from _data_problems(file.data)
+    yield from _training_problems(file)
+    yield from _precision_problems(deepspeed, given)
+    yield from _optimizer_problems(deepspeed)
+    yield from _scheduler_problems(deepspeed)
+    local = file.checkpoint.storage == "node_local"
+    if deepspeed["checkpoint"]["use_node_local_storage"] is not local:
+        yield Problem(
+            ("checkpoint.use_node_local_storage", "megasdc.checkpoint.storage"),
+            f"checkpoint.use_node_local_storage: got {str(not local).lower()}, but megasdc.checkpoint.storage is "
+            f'"{file.checkpoint.storage}"; remove the first.',
+        )
+
+
+def _divisible(name: str, value: int, by_name: str, by: int, remedy: str) -> Iterator[Problem]:
+    if value % by:
+        yield Problem((name, by_name), f"{name}: got {value}, which {by_name} {by} does not divide; {remedy}.")
+
+
+_M = "megasdc.model"
+_P = "megasdc.parallel"
+
+
+def _model_problems(model: ModelSection) -> Iterator[Problem]:
+    heads = model.num_attention_heads
+    if model.kv_channels is None:
+        yield from _divisible(
+            f"{_M}.hidden_size",
+            model.hidden_size,
+            f"{_M}.num_attention_heads",
+            heads,
+            "change one of them, or give kv_channels",
+        )
+    yield from _divisible(
+        f"{_M}.num_attention_heads",
+        heads,
+        f"{_M}.num_query_groups",
+        query_groups(model),
+        "every group needs equally many query heads",
+    )
+    if model.position_embedding == "rope" and head_width(model) % 2:
+        yield Problem(
+            (f"{_M}.kv_channels", f"{_M}.hidden_size", f"{_M}.num_attention_heads", f"{_M}.position_embedding"),
+            f"{_M}.kv_channels: the width of a head is {head_width(model)}; rope needs an even width.",
+        )
+    if model.backend == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        yield Problem(
+            (f"{_M}.backend",),
+            f'{_M}.backend: got "transformer_engine", which is not installed; install it on a machine with a GPU '
+            '(pip install --no-build-isolation "transformer_engine[pytorch]") or set "torch".',
+        )
+    for name, wrong in megatron_problems(model.megatron).items():
+        path = f"{_M}.megatron.{name}"
+        yield Problem((path,), f"{path}: got {model.megatron[name]!r}; {wrong}.".replace("?.", "?"))
+
+
+def _tensor_problems(file: MegasdcSection) -> Iterator[Problem]:
+    tensor, model = file.parallel.tensor, file.model
+    sizes = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": query_groups(model),
+        "ffn_hidden_size": ffn_width(model),
+        "vocab_multiple": model.vocab_multiple,
+    }
+    for name, value in sizes.items():
+        yield from _divisible(f"{_M}.{name}", value, f"{_P}.tensor", tensor, "tensor ranks need equal shares")
+    if file.parallel.sequence_parallel:
+        if tensor == 1:
+            yield Problem(
+                (f"{_P}.sequence_parallel", f"{_P}.tensor"),
+                f"{_P}.sequence_parallel: got true with {_P}.tensor 1; set tensor > 1 or sequence_parallel false.",
+            )
+        yield from _divisible(
+            "megasdc.data.sequence_length",
+            file.data.sequence_length,
+            f"{_P}.tensor",
+            tensor,
+            "sequence_parallel needs equal shares",
+        )
+    if file.data.sequence_length > model.max_positions:
+        yield Problem(
+            ("megasdc.data.sequence_length", f"{_M}.max_positions"),
+            f"megasdc.data.sequence_length: got {file.data.sequence_length}, more than {_M}.max_positions "
+            f"{model.max_positions}; shorten the samples or raise max_positions.",
+        )
+
+
+def _pipeline_problems(file: MegasdcSection) -> Iterator[Problem]:
+    layers, stages, partition = file.model.num_layers, file.parallel.pipeline, file.parallel.partition
+    names = (f"{_P}.pipeline", f"{_M}.num_layers", f"{_P}.partition")
+    if layers < stages:
+        yield Problem(
+            names[:2],
+            f"{names[0]}: got {stages} stages for {layers} layers; every stage needs a layer: at most {layers}.",
+        )
+    elif partition == "uniform" and layers % stages:
+        yield Problem(
+            names,
+            f'{names[2]}: "uniform" needs equal stages, but {names[1]} {layers} is not divisible by {names[0]} '
+            f'{stages}; set "parameters" or the counts of the stages.',
+        )
+    if isinstance(partition, list) and (len(partition) != stages or sum(partition) != layers):
+        yield Problem(
+            (names[2], *names[:2]),
+            f"{names[2]}: got {partition}, which is {len(partition)} stages with {sum(partition)} layers; needed: "
+            f"{stages} stages ({names[0]}) with {layers} layers ({names[1]}).",
+        )
+
+
+def _data_problems(data: DataSection) -> Iterator[Problem]:
+    if not data.path.strip():
+        yield Problem(("megasdc.data.path",), 'megasdc.data.path: got ""; needed: the folder of prepared data.')
+    if data.split[0] == 0:
+        yield Problem(
+            ("megasdc.data.split",), f"megasdc.data.split: got {data.split}; the share of training must be above 0."
+        )
+    for index, source in enumerate(data.sources):
+        path = f"megasdc.data.sources.{index}"
+        if source.kind == "stdlib" and source.path is not None:
+            yield Problem((f"{path}.path",), f'{path}.path: kind "stdlib" takes no path; set kind "files" or "hub".')
+        if source.kind != "stdlib" and not source.path:
+            needed = "a file, folder or glob" if source.kind == "files" else "the name of a hub dataset"
+            yield Problem((f"{path}.path",), f'{path}.path: missing; kind "{source.kind}" needs {needed}.')
+        for name in ("name", "streaming"):
+            if source.kind != "hub" and getattr(source, name):
+                yield Problem((f"{path}.{name}",), f'{path}.{name}: is for kind "hub", not "{source.kind}".')
+    if data.tokenizer.kind == "huggingface" and not data.tokenizer.path:
+        path = "megasdc.data.tokenizer.path"
+        yield Problem((path,), f'{path}: missing; kind "huggingface" needs a folder or the name of a hub tokenizer.')
+
+
+def _training_problems(file: MegasdcSection) -> Iterator[Problem]:
+    if not file.logging.run_dir.strip():
+        yield Problem(("megasdc.logging.run_dir",), 'megasdc.logging.run_dir: got ""; needed: a folder for the run.')
+    if file.training.eval_interval > 0 and file.data.split[1] == 0:
+        yield Problem(
+            ("megasdc.training.eval_interval", "megasdc.data.split"),
+            f"megasdc.training.eval_interval: got {file.training.eval_interval}, but megasdc.data.split "
+            f"{file.data.split} leaves nothing for validation; set 0 or give the second share.",
+        )
+
+
+def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Iterator[Problem]:
+    if "bf16" in given and "bfloat16" in given:
+        yield Problem(("bfloat16", "bf16"), "bfloat16: is the old name of bf16, which is given too; remove bfloat16.")
+    bf16 = deepspeed.get("bf16", {})
+    if bf16.get("enabled") and deepspeed.get("fp16", {}).get("enabled"):
+        yield Problem(
+            ("bf16.enabled", "fp16.enabled"),
+            "bf16.enabled: got true together with fp16.enabled true; switch one of them off.",
+        )
+        return
+    if bf16.get("bf16_optimizer_states") and not bf16.get("bf16_master_weights_and_grads"):
+        yield Problem(
+            ("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+            "bf16.bf16_optimizer_states: got true; it needs bf16.bf16_master_weights_and_grads true.",
+        )
+    precision = precision_of(deepspeed)
+    kind = deepspeed.get("data_types", {}).get("grad_accum_dtype")
+    if kind not in (None, "fp32", precision):
+        yield Problem(
+            ("data_types.grad_accum_dtype", "bf16.enabled", "fp16.enabled"),
+            f'data_types.grad_accum_dtype: got "{kind}" with a model in {precision}; allowed: "fp32"'
+            + ("." if precision == "fp32" else f' or "{precision}".'),
+        )
+
+
+def _optimizer_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    params = deepspeed["optimizer"]["params"]
+    base = "optimizer.params"
+    if params["torch_adam"]:
+        if "bias_correction" in params:
+            yield Problem(
+                (f"{base}.bias_correction", f"{base}.torch_adam"),
+                f"{base}.bias_correction: PyTorch's AdamW always corrects the bias; remove it or set torch_adam false.",
+            )
+        if params.get("fused") and params.get("foreach"):
+            yield Problem(
+                (f"{base}.foreach", f"{base}.fused"),
+                f"{base}.foreach: got true together with fused true; PyTorch takes one of them.",
+            )
+    else:
+        for key in ("fused", "foreach"):
+            if key in params:
+                yield Problem(
+                    (f"{base}.{key}", f"{base}.torch_adam"),
+                    f"{base}.{key}: is for PyTorch's optimizer, but torch_adam is false; remove it.",
+                )
+
+
+def _scheduler_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    kind, params = deepspeed["scheduler"]["type"], deepspeed["scheduler"]["params"]
+    allowed = SCHEDULER_PARAMS[kind]
+    for key in sorted(set(params) - allowed):
+        path = f"scheduler.params.{key}"
+        yield Problem(
+            (path, "scheduler.type"), f"{path}: {kind} does not take it; allowed: {', '.join(sorted(allowed))}."
+        )

@@ -1,0 +1,94 @@
+"""Which fields may `model.megatron` set? Read from Megatron-core's source, so that neither it nor torch is imported."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_RECOMPUTE = "set pipeline.activation_checkpoint_interval instead"
+_DTYPE = "set bf16.enabled or fp16.enabled instead"
+
+REFUSED_FIELDS: dict[str, str] = {
+    "num_layers": "set megasdc.model.num_layers instead",
+    "hidden_size": "set megasdc.model.hidden_size instead",
+    "num_attention_heads": "set megasdc.model.num_attention_heads instead",
+    "num_query_groups": "set megasdc.model.num_query_groups instead",
+    "kv_channels": "set megasdc.model.kv_channels instead",
+    "ffn_hidden_size": "set megasdc.model.ffn_hidden_size instead",
+    "normalization": "set megasdc.model.normalization instead",
+    "layernorm_epsilon": "set megasdc.model.norm_epsilon instead",
+    "activation_func": "set megasdc.model.activation instead",
+    "gated_linear_unit": "set megasdc.model.gated_mlp instead",
+    "add_bias_linear": "set megasdc.model.bias instead",
+    "add_qkv_bias": "set megasdc.model.qkv_bias instead",
+    "hidden_dropout": "set megasdc.model.hidden_dropout instead",
+    "attention_dropout": "set megasdc.model.attention_dropout instead",
+    "init_method_std": "set megasdc.model.init_std instead",
+    "tensor_model_parallel_size": "set megasdc.parallel.tensor instead",
+    "pipeline_model_parallel_size": "set megasdc.parallel.pipeline instead",
+    "sequence_parallel": "set megasdc.parallel.sequence_parallel instead",
+    "params_dtype": _DTYPE,
+    "pipeline_dtype": _DTYPE,
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "use_cpu_initialization": "initial weights must not depend on the layout, so it is always on",
+    "perform_initialization": "it is always on",
+    "num_moe_experts": "megasdc trains dense models",
+    "context_parallel_size": "sequences are split over tensor ranks only, by megasdc.parallel.sequence_parallel",
+    "virtual_pipeline_model_parallel_size": "each stage holds one run of layers",
+    "recompute_granularity": _RECOMPUTE,
+    "recompute_method": _RECOMPUTE,
+    "recompute_num_layers": _RECOMPUTE,
+    "gradient_accumulation_fusion": "DeepSpeed accumulates gradients",
+    "fp8": "it is not supported",
+    "multi_latent_attention": "it is not supported",
+}
+"""Fields of TransformerConfig that a run must not set this way, with the remedy or reason."""
+
+
+def megatron_problems(fields: dict[str, Any]) -> dict[str, str]:
+    """Check the names in `model.megatron`.
+
+    Args:
+        fields: names and values; the values are checked by Megatron-core when the model is built.
+
+    Returns:
+        What is wrong, by name. Names that exist but have their own field in the config are wrong too. Without
+        Megatron-core on this machine, unknown names cannot be told and pass.
+    """
+    known = megatron_fields()
+    wrong = {}
+    for name in fields:
+        if name in REFUSED_FIELDS:
+            wrong[name] = REFUSED_FIELDS[name]
+        elif known and name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {near[0]}?" if near else "see megatron/core/transformer/transformer_config.py"
+            wrong[name] = f"Megatron-core's TransformerConfig has no such field; {hint}"
+    return wrong
+
+
+@cache
+def megatron_fields() -> frozenset[str]:
+    """Names of the fields of Megatron-core's TransformerConfig; empty where Megatron-core is not installed."""
+    spec = importlib.util.find_spec("megatron")
+    for root in (spec.submodule_search_locations or []) if spec is not None else []:
+        core = Path(root, "core")
+        files = (core / "transformer" / "transformer_config.py", core / "model_parallel_config.py")
+        if all(file.is_file() for file in files):
+            return frozenset(name for file in files for name in _annotated_names(file))
+    return frozenset()
+
+
+def _annotated_names(file: Path) -> list[str]:
+    return [
+        line.target.id
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in ("TransformerConfig", "ModelParallelConfig")
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    ]
