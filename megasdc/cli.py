@@ -1,0 +1,154 @@
+"""The `megasdc` command: parses arguments and calls one library function each.
+
+torch takes seconds to import, so every command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc import __version__
+from megasdc.errors import ConfigError, MegasdcError
+
+app = typer.Typer(
+    name="megasdc",
+    help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
+    epilog="Example: megasdc check-config configs/smoke.json --world-size 2",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
+]
+ConfigOption = Annotated[Path, typer.Option("--config", help="JSON configuration file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megasdc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("check-config", epilog="Example: megasdc check-config configs/smoke.json --world-size 2")
+def check_config(
+    file: Annotated[Path, typer.Argument(help="JSON configuration file.")],
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=1, help="Also check layout and batch sizes for so many ranks.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a configuration and print it with every default filled in; exit code 70 and all problems if it is wrong.
+
+    Relative paths in the file mean the folder that the run is started in.
+    """
+    from megasdc.config import check_layout, find_warnings, load_config
+
+    try:
+        config = load_config(file, overrides or ())
+        layout = check_layout(config, world_size) if world_size is not None else None
+    except ConfigError as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
+        raise typer.Exit(error.exit_code) from error
+    warnings = find_warnings(config)
+    if as_json:
+        result = {
+            "ok": True,
+            "source": str(file),
+            "warnings": warnings,
+            "layout": asdict(layout) if layout is not None else None,
+            "resolved": config.resolved(),
+        }
+        typer.echo(json.dumps(result, indent=2))
+        return
+    typer.echo(json.dumps(config.resolved(), indent=2))
+    for warning in warnings:
+        typer.echo(f"megasdc: warning: {warning}", err=True)
+    if layout is not None:
+        typer.echo(
+            f"{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}; "
+            f"{layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x accumulation "
+            f"{layout.accumulation_steps} x data {layout.data}",
+            err=True,
+        )
+
+
+@app.command("config-table", epilog="Example: megasdc config-table --write README.md")
+def config_table(
+    write: Annotated[Path | None, typer.Option("--write", help="Put the table between the file's markers.")] = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="Change nothing; exit code 1 if the file's table is out of date.")
+    ] = None,
+) -> None:
+    """Print the markdown table of every configuration field, or keep the one in a file up to date."""
+    from megasdc.config.table import render_table, update_readme
+
+    if write is None and check is None:
+        typer.echo(render_table(), nl=False)
+        return
+    try:
+        if write is not None:
+            typer.echo(f"{write}: {'was up to date' if update_readme(write) else 'table written'}")
+        if check is not None and not update_readme(check, check=True):
+            typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
+            raise typer.Exit(1)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
+def prepare_data(
+    config: ConfigOption,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; left out: megasdc.data.path of the file.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Tokenizing processes.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Make the data anew even if the folder holds some.")] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Turn text into token files: corpus to tokenizer to Megatron's .bin/.idx and a manifest.
+
+    A call that was interrupted goes on where it stopped.
+    """
+    from megasdc.config import load_config
+    from megasdc.data.prepare import prepare
+
+    section = load_config(config, overrides or ()).megasdc.data
+    target = out if out is not None else Path(section.path)
+    manifest = prepare(section, target, workers, progress=not as_json, force=force)
+    if as_json:
+        typer.echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
+        return
+    typer.echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
+
+
+def main() -> None:
+    """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
+    try:
+        app(prog_name="megasdc")
+    except MegasdcError as error:
+        typer.echo(f"megasdc: error: {error}", err=True)
+        sys.exit(error.exit_code)
