@@ -7,12 +7,10 @@ and the next run takes them over. The destination appears by one rename, with it
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
-import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +22,9 @@ import rich.progress
 from rich.console import Console
 
 from megasdc.config.sections import DataSection, SourceSection
+from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
 from megasdc.data.manifest import (
     FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
     TOKENIZER_FOLDER,
     Manifest,
     SourceRecord,
@@ -35,22 +32,19 @@ from megasdc.data.manifest import (
     digest_settings,
     record_files,
     sync_folder,
-    verify_prepared,
 )
 from megasdc.data.merge import assign_splits, entropy_nats, merge_shards
 from megasdc.data.pool import WorkerPool
-from megasdc.data.shards import group_documents, read_shard, shard_path
+from megasdc.data.shards import SHARD_CHARACTERS, group_documents, read_shard, shard_path
 from megasdc.data.sources import (
     LICENCES,
     describe_source,
-    fingerprint_source,
     iterate_documents,
     sample_documents,
 )
 from megasdc.data.tokenizer import (
     SENTENCEPIECE_FILE,
     Tokenizer,
-    checksum_tokenizer,
     load_tokenizer,
     train_sentencepiece,
 )
@@ -68,6 +62,7 @@ def prepare(
     workers: int = 1,
     progress: bool = True,
     force: bool = False,
+    shard_characters: int = SHARD_CHARACTERS,
 ) -> Manifest:
     """Make a folder of prepared data, or take the one that is there.
 
@@ -77,6 +72,7 @@ def prepare(
         workers: tokenizing processes; the result does not depend on it.
         progress: show a progress bar on standard error.
         force: replace prepared data that are damaged or were made with other settings.
+        shard_characters: text of one unit of work; what is lost when a run is killed. The result does not depend on it.
 
     Returns:
         The manifest of the folder.
@@ -90,17 +86,18 @@ def prepare(
     if workers < 1:
         raise ValueError(f"workers is {workers}, must be at least 1")
     out = Path(section.path if out_dir is None else out_dir).absolute()
-    settings = _describe_settings(section)
-    if (present := _check_destination(out, settings, force)) is not None:
+    settings = describe_settings(section)
+    if (present := check_destination(out, settings, force)) is not None:
         return present
     work = out.with_name(f".{out.name}.preparing")
     try:
-        with _lock(work):
-            if (present := _check_destination(out, settings, force)) is not None:
+        with lock_folder(work):
+            if (present := check_destination(out, settings, force)) is not None:
+                shutil.rmtree(work)
                 return present
             with _progress_bar(progress) as bar:
-                manifest = _build(section, settings, work, workers, bar)
-            _publish(work, out)
+                manifest = _build(section, settings, work, workers, shard_characters, bar)
+            publish(work, out)
             return manifest
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
@@ -111,13 +108,19 @@ def prepare(
 
 
 def _build(
-    section: DataSection, settings: dict[str, Any], work: Path, workers: int, bar: rich.progress.Progress
+    section: DataSection,
+    settings: dict[str, Any],
+    work: Path,
+    workers: int,
+    shard_characters: int,
+    bar: rich.progress.Progress,
 ) -> Manifest:
     """Build the whole folder as ``work/result``."""
     tokenizer_folder, num_characters = _provide_tokenizer(section, settings, work, bar)
     tokenizer = load_tokenizer(section.tokenizer.kind, tokenizer_folder)
     stream = _Stream(section.sources)
-    shards = _tokenize(stream, num_characters, tokenizer, tokenizer_folder, work, workers, bar)
+    groups = group_documents(stream, shard_characters)
+    shards = _tokenize(groups, num_characters, tokenizer, tokenizer_folder, work, workers, bar)
     result = work / "result"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
@@ -181,7 +184,7 @@ class _Stream:
 
 
 def _tokenize(
-    documents: _Stream,
+    groups: Iterable[tuple[int, list[str]]],
     num_characters: int | None,
     tokenizer: Tokenizer,
     tokenizer_folder: Path,
@@ -206,7 +209,7 @@ def _tokenize(
                 bar.advance(task, running.pop(future))
 
     with WorkerPool(tokenizer.kind, tokenizer_folder, workers) as pool:
-        for index, texts in group_documents(documents):
+        for index, texts in groups:
             path = shard_path(folder, index, texts, tokenizer.checksum)
             paths.append(path)
             size = sum(map(len, texts))
@@ -272,79 +275,6 @@ def _sampled(section: DataSection) -> Iterator[str]:
                 break
 
 
-def _describe_settings(section: DataSection) -> dict[str, Any]:
-    """Say what the result depends on, with what identifies the input."""
-    tokenizer = section.tokenizer.model_dump()
-    path = section.tokenizer.path
-    if path is not None:
-        tokenizer["checksum"] = checksum_tokenizer(section.tokenizer.kind, path) if Path(path).exists() else None
-    return {
-        "seed": section.seed,
-        "split": list(section.split),
-        "tokenizer": tokenizer,
-        "sources": [{**source.model_dump(), "input": fingerprint_source(source)} for source in section.sources],
-    }
-
-
-def _check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
-    """Return the manifest of equal prepared data, or None when the way is free."""
-    if not out.exists():
-        return None
-    if not out.is_dir() or not (out / MANIFEST_FILE).exists():
-        if out.is_dir() and not any(out.iterdir()):
-            return None
-        raise DataError(f"{out} is there and is not prepared data; give another folder, nothing was changed")
-    try:
-        manifest = Manifest.load(out)
-        if differences := list(_differences(manifest.settings, settings)):
-            raise DataError(
-                f"{out} was prepared with other settings: {'; '.join(differences)}; use force to replace it"
-            )
-        return verify_prepared(out)
-    except DataError:
-        if force:
-            return None
-        raise
-
-
-def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:
-    """Name every setting that differs, by dotted path with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (before, now) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(before, now, f"{path}.{index}")
-    elif old != new:
-        yield f"{path} was {old!r}, is {new!r}"
-
-
-def _publish(work: Path, out: Path) -> None:
-    """Move the result to its place; prepared data that are replaced are removed only after that."""
-    replaced = work / "replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists() and any(out.iterdir()):
-        os.rename(out, replaced)
-    os.rename(work / "result", out)
-    sync_folder(out.parent)
-    shutil.rmtree(work)
-
-
-@contextmanager
-def _lock(work: Path) -> Iterator[None]:
-    """Hold the work folder against other processes; the lock goes with the process, also when it is killed."""
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "lock"
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another process is preparing data in {work}; wait for it") from error
-        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-            raise DataError(f"another process has just finished preparing data in {work}; call again")
-        yield
-
-
 @contextmanager
 def _progress_bar(show: bool) -> Iterator[rich.progress.Progress]:
     columns = (
@@ -356,6 +286,3 @@ def _progress_bar(show: bool) -> Iterator[rich.progress.Progress]:
     )
     with rich.progress.Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         yield bar
-
-
-__all__ = ["SPLITS", "prepare"]

@@ -83,20 +83,22 @@ def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     sizes = np.array([len(text.encode("utf-8", "surrogatepass")) for text in texts], dtype=np.int64)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     with open(partial, "wb") as file:
-        np.savez(file, tokens=tokens, lengths=lengths, num_bytes=sizes)
+        np.savez(file, name=np.array(path.name), tokens=tokens, lengths=lengths, num_bytes=sizes)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard; the archive's own CRC32 guards every array.
+    """Read a shard; the archive's own CRC32 guards every array, its own name against a copy.
 
     Raises:
         DataError: the file is damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as content:
+            if str(content["name"]) != path.name:
+                raise ValueError(f"it was written as {content['name']}")
             return Shard(content["tokens"], content["lengths"], content["num_bytes"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"shard {path} is damaged: {error}; delete it and run again") from error

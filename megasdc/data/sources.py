@@ -11,8 +11,10 @@ from __future__ import annotations
 import glob
 import sys
 import sysconfig
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ BUILDERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 """Builder of `datasets` for each file ending."""
 COMPRESSIONS = (".gz", ".zst")
 """Endings that may follow those of `BUILDERS`."""
+_BLOCK_BYTES = 1 << 20
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
     "files": "not known to megasdc: see where the files come from",
@@ -168,11 +171,9 @@ def _read_files(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
         options = {"sample_by": by} if builder == "text" else {}
         column = "text" if builder == "text" else section.text_field
         try:
-            # A list of one name without wildcards: `datasets` would read [ and * in a plain name as a pattern.
-            rows = datasets.load_dataset(
-                builder, data_files=[glob.escape(str(path.resolve()))], split="train", streaming=True, **options
-            )
-            yield from _texts(rows, column, f"file {path}", skipped)
+            with _plain_name(path) as name:
+                rows = datasets.load_dataset(builder, data_files=[name], split="train", streaming=True, **options)
+                yield from _texts(rows, column, f"file {path}", skipped)
         except DataError:
             raise
         except Exception as error:
@@ -207,6 +208,47 @@ def _texts(rows: Iterable[dict[str, Any]], column: str, place: str, skipped: Cou
             yield text
         else:
             raise DataError(f"{place}, row {number}: column {column!r} holds {type(text).__name__}, not text")
+
+
+@contextmanager
+def _plain_name(path: Path) -> Iterator[str]:
+    """Give a file a name in which `datasets` and `fsspec` read no pattern or URL, and unpack .zst.
+
+    fsspec 2026.9 reads only the first frame of a .zst file, and takes a torn one for whole; so it is unpacked here,
+    into a temporary file.
+    """
+    packed = path.name.lower().endswith(".zst")
+    if not packed and not set(str(path.resolve())) & set("*?[]:#"):
+        yield str(path.resolve())
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if packed:
+            name = Path(folder) / ("input" + Path(path.stem).suffix)
+            _unpack_zst(path, name)
+        else:
+            name = Path(folder) / ("input" + "".join(path.suffixes[-2:]))
+            name.symlink_to(path.resolve())
+        yield str(name)
+
+
+def _unpack_zst(path: Path, target: Path) -> None:
+    """Unpack all frames of a .zst file.
+
+    Raises:
+        DataError: the file ends inside a frame.
+    """
+    import zstandard
+
+    with open(path, "rb") as source, open(target, "wb") as unpacked:
+        block = source.read(_BLOCK_BYTES)
+        while block:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            while not frame.eof:
+                if not block:
+                    raise DataError(f"file {path} is cut off: it ends inside a compressed frame; fetch it again")
+                unpacked.write(frame.decompress(block))
+                block = source.read(_BLOCK_BYTES) if not frame.eof else frame.unused_data
+            block = block or source.read(_BLOCK_BYTES)
 
 
 def _builder_of(path: Path) -> str | None:

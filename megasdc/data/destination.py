@@ -1,0 +1,90 @@
+"""Is the way free, and how does the result get there? The destination of prepared data, before and after the work."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megasdc.config.sections import DataSection
+from megasdc.data.manifest import MANIFEST_FILE, Manifest, sync_folder, verify_prepared
+from megasdc.data.sources import fingerprint_source
+from megasdc.data.tokenizer import checksum_tokenizer
+from megasdc.errors import DataError
+
+
+def describe_settings(section: DataSection) -> dict[str, Any]:
+    """Say what the result depends on, with what identifies the input."""
+    tokenizer = section.tokenizer.model_dump()
+    path = section.tokenizer.path
+    if path is not None:
+        tokenizer["checksum"] = checksum_tokenizer(section.tokenizer.kind, path) if Path(path).exists() else None
+    return {
+        "seed": section.seed,
+        "split": list(section.split),
+        "tokenizer": tokenizer,
+        "sources": [{**source.model_dump(), "input": fingerprint_source(source)} for source in section.sources],
+    }
+
+
+def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
+    """Return the manifest of equal prepared data, or None when the way is free."""
+    if not out.exists():
+        return None
+    if not out.is_dir() or not (out / MANIFEST_FILE).exists():
+        if out.is_dir() and not any(out.iterdir()):
+            return None
+        raise DataError(f"{out} is there and is not prepared data; give another folder, nothing was changed")
+    try:
+        manifest = Manifest.load(out)
+        if differences := list(_differences(manifest.settings, settings)):
+            raise DataError(
+                f"{out} was prepared with other settings: {'; '.join(differences)}; use force to replace it"
+            )
+        return verify_prepared(out)
+    except DataError:
+        if force:
+            return None
+        raise
+
+
+def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:
+    """Name every setting that differs, by dotted path with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, now) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, now, f"{path}.{index}")
+    elif old != new:
+        yield f"{path} was {old!r}, is {new!r}"
+
+
+def publish(work: Path, out: Path) -> None:
+    """Move the result to its place; prepared data that are replaced are removed only after that."""
+    replaced = work / "replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out.exists() and any(out.iterdir()):
+        os.rename(out, replaced)
+    os.rename(work / "result", out)
+    sync_folder(out.parent)
+    shutil.rmtree(work)
+
+
+@contextmanager
+def lock_folder(work: Path) -> Iterator[None]:
+    """Hold the work folder against other processes; the lock goes with the process, also when it is killed."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "lock"
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is preparing data in {work}; wait for it") from error
+        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise DataError(f"another process has just finished preparing data in {work}; call again")
+        yield

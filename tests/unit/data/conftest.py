@@ -1,0 +1,47 @@
+"""A small real corpus, and the same corpus prepared once."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megasdc.config.sections import DataSection
+from megasdc.data.prepare import prepare
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with a space in its name, of 40 text files: the standard library's own modules, 0.8 MB."""
+    folder = tmp_path_factory.mktemp("a corpus")
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    modules = [path for path in modules if path.stat().st_size > 1000][:40]
+    for path in modules:
+        (folder / f"{path.stem}.txt").write_bytes(path.read_bytes())
+    return folder
+
+
+def section_for(path, corpus, **changes):
+    """Settings that prepare the corpus with 600 pieces."""
+    content = {
+        "path": str(path),
+        "sequence_length": 64,
+        "split": [8, 1, 1],
+        "sources": [{"kind": "files", "path": str(corpus)}],
+        "tokenizer": {"vocab_size": 600, "train_characters": 200_000},
+    }
+    return DataSection.model_validate({**content, **changes})
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory, corpus):
+    """The section of a prepared folder; tests must not change the folder."""
+    section = section_for(tmp_path_factory.mktemp("out") / "data set", corpus)
+    prepare(section, workers=1, progress=False)
+    return section
+
+
+@pytest.fixture(name="section_for", scope="session")
+def section_for_fixture():
+    return section_for

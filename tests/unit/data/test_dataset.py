@@ -1,0 +1,148 @@
+"""Samples: the tokens of the documents in an order that only data, seed and sequence length decide."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megasdc.data.dataset import build_datasets
+from megasdc.data.manifest import Manifest
+from megasdc.errors import DataError
+
+S = 64
+
+
+def build(section, cache, num_samples=100, **changes):
+    return build_datasets(section.model_copy(update=changes), 640, num_samples, 8, cache)
+
+
+def test_an_epoch_holds_the_tokens_of_the_documents(tmp_path, prepared):
+    """Samples of an epoch, put in order, are the shuffled documents end to end; labels are the next tokens."""
+    train, _ = build(prepared, tmp_path, num_samples=10**6)
+    data = IndexedDataset(str(Path(prepared.path) / "train"))
+    epoch = train._epoch(0)
+    stream = np.concatenate([data[document] for document in epoch.document_index])
+    assert sorted(epoch.document_index) == list(range(len(data)))
+    assert train.samples_per_epoch == (len(stream) - 1) // S
+    seen = set()
+    for position in range(train.samples_per_epoch):
+        tokens, labels, loss_mask = train[position]
+        assert (tokens.dtype, labels.dtype, loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
+        start = int(epoch.shuffle_index[position]) * S
+        seen.add(start)
+        assert tokens.tolist() == stream[start : start + S].tolist()
+        assert labels.tolist() == stream[start + 1 : start + S + 1].tolist()
+        assert loss_mask.tolist() == [1.0] * S
+    assert len(seen) == train.samples_per_epoch
+
+
+def everything(dataset, count):
+    return torch.stack([dataset[position][0] for position in range(count)])
+
+
+def test_order_depends_on_the_seed_only(tmp_path, prepared):
+    """Same seed, same samples, also for a longer stream and another cache; another seed or epoch, another order."""
+    train, valid = build(prepared, tmp_path / "a", num_samples=50)
+    n = train.samples_per_epoch
+    longer, again = build(prepared, tmp_path / "b", num_samples=3 * n)
+    assert torch.equal(everything(train, 50), everything(longer, 50))
+    assert torch.equal(everything(valid, 8), everything(again, 8))
+    assert train.identity == longer.identity != valid.identity
+    other, _ = build(prepared, tmp_path / "a", num_samples=50, seed=9)
+    assert not torch.equal(everything(train, 50), everything(other, 50))
+    assert other.identity != train.identity
+    two = everything(longer, 2 * n)
+    assert not torch.equal(two[:n], two[n:])
+    assert torch.equal(everything(longer, n), two[:n])  # back to an epoch that is not held any more
+
+
+def test_end_of_document_targets_are_masked(tmp_path, prepared):
+    """With mask_end_of_document the mask is 0 exactly where the label is the end of a document."""
+    plain, _ = build(prepared, tmp_path)
+    masked, _ = build(prepared, tmp_path, mask_end_of_document=True)
+    end = Manifest.load(prepared.path).tokenizer.end_of_document
+    n = plain.samples_per_epoch
+    plain.num_samples = masked.num_samples = n
+    hits = 0
+    for position in range(n):
+        assert torch.equal(plain[position][1], masked[position][1])
+        assert plain[position][2].min() == 1.0
+        assert torch.equal(masked[position][2] == 0.0, masked[position][1] == end)
+        hits += int((masked[position][1] == end).sum())
+    assert hits > 0
+
+
+def test_cache_is_used_and_damage_is_named(tmp_path, prepared, monkeypatch):
+    """The second build reads the kept index; one that was torn is refused with its folder named."""
+    first, _ = build(prepared, tmp_path)
+    (tmp_path / "partial-left-by-a-kill").mkdir()
+    monkeypatch.setattr("megasdc.data.dataset._EpochDataset._build_in_memory", None)
+    second, _ = build(prepared, tmp_path)
+    assert torch.equal(everything(first, 20), everything(second, 20))
+    for path in tmp_path.glob("*/shuffle_index.npy"):
+        path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"sample index .* is damaged.*delete the folder"):
+        build(prepared, tmp_path)
+
+
+def test_cache_that_cannot_be_written(tmp_path, prepared, caplog):
+    """Without a place for the index it is built in memory, with a warning, and the samples are the same."""
+    (tmp_path / "file").write_text("")
+    without, _ = build(prepared, tmp_path / "file")
+    assert "no sample index can be kept" in caplog.text
+    assert torch.equal(everything(without, 20), everything(build(prepared, tmp_path / "cache")[0], 20))
+
+
+def digest_in_rank(rank, world_size, rendezvous, section, cache, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    if rank == 2:
+        cache = cache.with_name("other node")
+    train, _ = build(section, cache)
+    results.put(everything(train, 100).tolist())
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_see_the_same_samples(tmp_path, prepared):
+    """Ranks of a process group that build at the same time, one with a cache of its own, get equal samples."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    arguments = (3, tmp_path / "rendezvous", prepared, tmp_path / "cache", results)
+    ranks = [context.Process(target=digest_in_rank, args=(rank, *arguments)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    samples = [results.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join(30)
+        assert rank.exitcode == 0
+    assert samples[0] == samples[1] == samples[2] == everything(build(prepared, tmp_path / "c")[0], 100).tolist()
+    assert not list((tmp_path / "cache").glob("partial-*"))
+
+
+def test_bad_fits_are_named(tmp_path, corpus, prepared, section_for):
+    """Small vocabulary, long sequences, a missing split, a truncated file: each a DataError with both numbers."""
+    with pytest.raises(DataError, match=r"vocabulary has 599 ids, the tokenizer of .* has 600"):
+        build_datasets(prepared, 599, 10, 0, tmp_path)
+    with pytest.raises(DataError, match=r"sequence_length is 10000000, which needs 10000001 tokens .* has \d+"):
+        build(prepared, tmp_path, sequence_length=10_000_000)
+    assert build_datasets(prepared, 600, 10, 0, tmp_path)[1] is None
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared.path, copy)
+    (copy / "train.idx").write_bytes((copy / "train.idx").read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"train\.idx has \d+ bytes"):
+        build(prepared, tmp_path, path=str(copy))
+
+
+def test_split_without_documents(tmp_path, corpus, prepared, section_for):
+    """Evaluation on data without a validation split is refused."""
+    from megasdc.data.prepare import prepare
+
+    section = section_for(tmp_path / "out", corpus, split=[1, 0, 0], tokenizer=prepared.tokenizer.model_dump())
+    prepare(section, progress=False)
+    with pytest.raises(DataError, match=r"has no valid documents: its data\.split is \[1, 0, 0\]"):
+        build(section, tmp_path)

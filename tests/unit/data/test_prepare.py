@@ -1,0 +1,249 @@
+"""Preparation: what is written is what direct tokenization gives, once and whole, however often it is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megasdc.data.manifest import Manifest, verify_prepared
+from megasdc.data.merge import assign_splits, entropy_nats
+from megasdc.data.pool import WorkerPool
+from megasdc.data.prepare import prepare
+from megasdc.data.sources import iterate_documents
+from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
+from megasdc.errors import DataError, StorageError
+
+SMALL_SHARDS = 20_000
+PREPARE = (
+    "import sys; from megasdc.config.sections import DataSection; from megasdc.data.prepare import prepare;"
+    f"prepare(DataSection.model_validate_json(sys.argv[1]), workers=2, shard_characters={SMALL_SHARDS})"
+)
+
+
+def content(folder):
+    """All files of a folder by relative name."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def work_folder(section):
+    return Path(section.path).with_name(f".{Path(section.path).name}.preparing")
+
+
+def test_read_back_by_megatron_equals_direct_tokenization(prepared):
+    """Every document is in exactly one split, as its own tokens and one end-of-document token, in source order."""
+    folder = Path(prepared.path)
+    tokenizer = load_tokenizer("sentencepiece", folder / "tokenizer")
+    texts = list(iterate_documents(prepared.sources[0]))
+    splits = assign_splits(len(texts), prepared.split, prepared.seed)
+    manifest = Manifest.load(folder)
+    for index, name in enumerate(("train", "valid", "test")):
+        expected = [text for text, split in zip(texts, splits, strict=True) if split == index]
+        data = IndexedDataset(str(folder / name))
+        assert len(data) == len(expected) == manifest.splits[name].num_documents
+        for row, text in zip(data, expected, strict=True):
+            assert row.dtype == np.uint16
+            assert row.tolist() == [*tokenizer.encode([text])[0], tokenizer.end_of_document]
+        assert manifest.splits[name].num_tokens == int(data.sequence_lengths.sum())
+        assert manifest.splits[name].num_bytes == sum(len(text.encode()) for text in expected)
+
+
+def test_manifest_says_what_is_there(prepared):
+    """The manifest holds the tokenizer's checksum, the entropy of the training tokens, and a licence note."""
+    folder = Path(prepared.path)
+    manifest = verify_prepared(folder, quick=False)
+    assert manifest.tokenizer.checksum == load_tokenizer("sentencepiece", folder / "tokenizer").checksum
+    counts = Counter(np.fromfile(folder / "train.bin", dtype=np.uint16).tolist())
+    total = sum(counts.values())
+    entropy = -sum(number / total * math.log(number / total) for number in counts.values())
+    assert manifest.unigram_entropy_nats == pytest.approx(entropy, rel=1e-12)
+    assert manifest.sources[0].num_documents == 40
+    assert manifest.sources[0].licence
+    assert set(manifest.files) == set(content(folder)) - {"manifest.json"}
+
+
+def test_result_does_not_depend_on_workers_or_shards(tmp_path, corpus, prepared, section_for):
+    """Another number of workers and another size of shards give the same bytes in every file."""
+    section = section_for(tmp_path / "again", corpus)
+    prepare(section, workers=3, progress=False, shard_characters=SMALL_SHARDS)
+    assert content(Path(section.path)) == content(Path(prepared.path))
+    assert not work_folder(section).exists()
+
+
+def wait_for(process, condition):
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.001)
+
+
+def test_killed_runs_resume_to_the_same_bytes(tmp_path, corpus, prepared, section_for, caplog):
+    """A run killed while tokenizing or writing leaves no destination and no worker; the next reuses good shards."""
+    section = section_for(tmp_path / "killed", corpus)
+    work = work_folder(section)
+
+    def shards():
+        return list(work.glob("shards/*.npz"))
+
+    for moment in (lambda: len(shards()) >= 3, (work / "result" / "train.bin").exists):
+        process = subprocess.Popen([sys.executable, "-c", PREPARE, section.model_dump_json()])
+        wait_for(process, moment)
+        workers = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not Path(section.path).exists()
+        assert psutil.wait_procs(workers, timeout=30)[1] == []
+    num_shards = len(shards())
+    first, second, third = shards()[:3]
+    shutil.copy(first, second)
+    third.write_bytes(third.read_bytes()[:-50])
+    with caplog.at_level(logging.INFO, "megasdc"):
+        prepare(section, workers=2, progress=False, shard_characters=SMALL_SHARDS)
+    assert f"resumed: {num_shards - 2} of {num_shards} shards" in caplog.text
+    assert content(Path(section.path)) == content(Path(prepared.path))
+
+
+def test_equal_settings_reuse_and_others_refuse(tmp_path, corpus, section_for):
+    """A second call returns what is there; other settings or input are refused by name, and replaced with force."""
+    source = tmp_path / "text"
+    shutil.copytree(corpus, source)
+    section = section_for(tmp_path / "out", source)
+    first = prepare(section, progress=False)
+    times = {path: path.stat().st_mtime_ns for path in Path(section.path).rglob("*")}
+    assert prepare(section, workers=2, progress=False) == first
+    assert {path: path.stat().st_mtime_ns for path in Path(section.path).rglob("*")} == times
+    other = section.model_copy(update={"seed": 5})
+    with pytest.raises(DataError, match=r"other settings: data\.seed was 1234, is 5; use force"):
+        prepare(other, progress=False)
+    assert {path: path.stat().st_mtime_ns for path in Path(section.path).rglob("*")} == times
+    changed = prepare(other, progress=False, force=True)
+    assert changed.files["train.bin"] != first.files["train.bin"]
+    verify_prepared(section.path, quick=False)
+    (source / "zzz.txt").write_text("one more")
+    with pytest.raises(DataError, match=r"data\.sources\.0\.input\.listing was"):
+        prepare(other, progress=False)
+
+
+def test_damaged_destination_is_refused_and_repaired_with_force(tmp_path, corpus, prepared, section_for):
+    """Prepared data that lost bytes are not taken for whole; force makes them again."""
+    section = section_for(tmp_path / "out", corpus)
+    shutil.copytree(prepared.path, section.path)
+    path = Path(section.path) / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"train\.bin has \d+ bytes, its manifest says"):
+        prepare(section, progress=False)
+    prepare(section, progress=False, force=True)
+    assert content(Path(section.path)) == content(Path(prepared.path))
+
+
+def test_foreign_folder_is_never_touched(tmp_path, corpus, section_for):
+    """A folder that holds something else is refused, also with force, and stays as it is."""
+    section = section_for(tmp_path / "home", corpus)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("dear")
+    with pytest.raises(DataError, match="is not prepared data"):
+        prepare(section, progress=False, force=True)
+    assert content(tmp_path / "home") == {"letter": b"dear"}
+
+
+def test_two_at_once(tmp_path, corpus, section_for):
+    """A second process that prepares the same folder is refused."""
+    section = section_for(tmp_path / "out", corpus)
+    work_folder(section).mkdir()
+    with open(work_folder(section) / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another process is preparing"):
+            prepare(section, progress=False)
+    prepare(section, progress=False)
+
+
+def test_unwritable_destination(tmp_path, corpus, section_for):
+    """A destination below a file is a StorageError that names it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write prepared data to .*file/out"):
+        prepare(section_for(tmp_path / "file" / "out", corpus), progress=False)
+
+
+def test_full_disk_in_a_worker(tmp_path, corpus, section_for, monkeypatch):
+    """A disk that fills up is a StorageError, and what was finished is kept for the next run."""
+    section = section_for(tmp_path / "out", corpus)
+    request = WorkerPool._request
+
+    def fill_up(pool, path, texts):
+        if path.name.startswith("00000003"):
+            raise OSError(28, "No space left on device")
+        request(pool, path, texts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerPool, "_request", fill_up)
+        with pytest.raises(StorageError, match="No space left on device; finished shards are kept"):
+            prepare(section, progress=False, shard_characters=SMALL_SHARDS)
+    assert list(work_folder(section).glob("shards/00000000-*.npz"))
+    prepare(section, progress=False, shard_characters=SMALL_SHARDS)
+
+
+def test_dead_worker(tmp_path, corpus):
+    """A worker that is killed gives an error with the signal instead of a hang."""
+    train_sentencepiece([path.read_text() for path in corpus.glob("*.txt")], tmp_path / "tokenizer.model", 400)
+    with WorkerPool("sentencepiece", tmp_path, 1) as pool:
+        pool._processes[0].kill()
+        with pytest.raises(DataError, match=r"ended by signal 9"):
+            pool.submit(tmp_path / "00000000-x.npz", ["text"]).result(timeout=30)
+
+
+def test_given_tokenizer_and_splits_left_out(tmp_path, corpus, prepared, section_for):
+    """A given model is used as it is and copied; a split with share 0 has no files."""
+    model = Path(prepared.path) / "tokenizer" / "tokenizer.model"
+    section = section_for(
+        tmp_path / "out", corpus, split=[1, 0, 0], tokenizer={"kind": "sentencepiece", "path": str(model)}
+    )
+    manifest = prepare(section, progress=False)
+    assert set(manifest.splits) == {"train"}
+    assert set(manifest.files) == {"train.bin", "train.idx", "tokenizer/tokenizer.model"}
+    assert manifest.tokenizer == Manifest.load(prepared.path).tokenizer
+
+
+def test_workers_import_no_torch(tmp_path):
+    """A worker's imports stay light: neither torch nor Megatron, also with a Hugging Face tokenizer."""
+    code = "import sys, megasdc.data.worker; print([name for name in ('torch', 'megatron') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("num_documents", [3, 10, 99, 1000])
+def test_assign_splits(num_documents):
+    """Counts follow the shares to within one, every share gets a document, and the seed decides which."""
+    splits = assign_splits(num_documents, [98, 1, 1], seed=7)
+    counts = np.bincount(splits, minlength=3)
+    assert counts.sum() == num_documents
+    assert counts.min() >= 1
+    assert abs(counts[1] - num_documents / 100) <= 1
+    assert (splits == assign_splits(num_documents, [98, 1, 1], seed=7)).all()
+    if num_documents > 10:
+        assert (splits != assign_splits(num_documents, [98, 1, 1], seed=8)).any()
+        held_out = np.flatnonzero(splits) / num_documents
+        assert num_documents < 1000 or 0.3 < held_out.mean() < 0.7
+
+
+def test_assign_splits_errors():
+    """Too few documents, or no share at all, is a DataError that says so."""
+    with pytest.raises(DataError, match=r"2 document\(s\) cannot fill 3 splits"):
+        assign_splits(2, [98, 1, 1], seed=0)
+    with pytest.raises(DataError, match="at least one share"):
+        assign_splits(2, [0, 0, 0], seed=0)
+
+
+def test_entropy_of_known_tables():
+    """Entropy of n equal counts is ln n, of a single one 0."""
+    assert entropy_nats(np.array([5, 5, 0, 5])) == pytest.approx(math.log(3), rel=1e-12)
+    assert entropy_nats(np.array([0, 9])) == 0.0

@@ -1,0 +1,114 @@
+"""Tokenizers: what goes in comes out, the same text gives the same model, and an unusable one is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megasdc.data.sources import iterate_documents
+from megasdc.data.tokenizer import checksum_tokenizer, load_tokenizer, train_sentencepiece
+from megasdc.errors import DataError
+
+TRICKY = [
+    "",
+    " ",
+    "  leading and trailing  ",
+    "a\n\n\n\tb\r\n c\x0b\x00d",
+    "ﬁ ligature, Å, e\u0301, full\u3000width",
+    "日本語 🎉 \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "<eod> </s> <unk> <0x41> <|endoftext|>",
+]
+
+
+@pytest.fixture(scope="module")
+def texts(corpus, section_for):
+    return list(iterate_documents(section_for("unused", corpus).sources[0]))
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_round_trip(tmp_path, texts, model_type):
+    """decode(encode(text)) is the text, bit by bit, also for bytes and scripts that training never saw."""
+    train_sentencepiece(texts, tmp_path / "m.model", 800, model_type)
+    tokenizer = load_tokenizer("sentencepiece", tmp_path / "m.model")
+    assert tokenizer.vocab_size == 800
+    for text in TRICKY + texts[:5]:
+        (ids,) = tokenizer.encode([text])
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_document not in ids
+    assert tokenizer.decode([tokenizer.end_of_document]) == ""
+
+
+def test_training_is_deterministic(tmp_path, texts):
+    """The same texts give the same model file, other texts another."""
+    for name, sample in (("a", texts), ("b", texts), ("c", texts[1:])):
+        train_sentencepiece(sample, tmp_path / name, 600)
+    first, again, other = (checksum_tokenizer("sentencepiece", tmp_path / name) for name in "abc")
+    assert first == again != other
+    assert load_tokenizer("sentencepiece", tmp_path / "a").checksum == first
+
+
+@pytest.mark.parametrize("vocab_size", [100, 10**6])
+def test_impossible_vocabulary(tmp_path, vocab_size):
+    """A vocabulary that is too small or too large for the text is a DataError that names it; nothing is written."""
+    with pytest.raises(DataError, match=f"with {vocab_size} pieces can be trained"):
+        train_sentencepiece(["some text\n" * 50], tmp_path / "m", vocab_size)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def huggingface_folder(tmp_path_factory, texts):
+    """A byte-level BPE tokenizer as GPT-2's, trained here."""
+    model = RustTokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    model.train_from_iterator(
+        texts[:5],
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    folder = tmp_path_factory.mktemp("hf")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def test_huggingface_round_trip(tmp_path, huggingface_folder):
+    """A tokenizer from a folder gives text back, makes no special token from text, and survives save and load."""
+    tokenizer = load_tokenizer("huggingface", huggingface_folder)
+    tokenizer.save(tmp_path)
+    again = load_tokenizer("huggingface", tmp_path)
+    assert tokenizer.vocab_size == 500
+    for text in TRICKY:
+        (ids,) = tokenizer.encode([text])
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_document not in ids
+        assert again.encode([text]) == [ids]
+
+
+def test_huggingface_without_end_token(tmp_path, huggingface_folder):
+    """A tokenizer that cannot mark the end of a document is refused."""
+    tokenizer = load_tokenizer("huggingface", huggingface_folder)
+    tokenizer.save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    content.pop("eos_token")
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has no end-of-sentence token"):
+        load_tokenizer("huggingface", tmp_path)
+
+
+def test_unusable_tokenizers(tmp_path, monkeypatch):
+    """A missing or damaged model is a DataError that names the file."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "bad.model").write_bytes(b"not a model")
+    with pytest.raises(DataError, match=r"bad\.model is not a SentencePiece model"):
+        load_tokenizer("sentencepiece", tmp_path / "bad.model")
+    with pytest.raises(DataError, match=r"none\.model is missing"):
+        load_tokenizer("sentencepiece", tmp_path / "none.model")
+    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+        load_tokenizer("huggingface", tmp_path)
