@@ -203,8 +203,10 @@ class TrainingEngine(PipelineEngine):
         for hook in self.hooks:
             hook.before_optimizer_step(self)
         super()._exec_optimizer_step(lr_kwargs)
+        for hook in self.hooks:
+            hook.after_optimizer_step(self)
 
-    _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and type are DeepSpeed's
+    _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.ForwardPass: _run_forward,
         schedule.BackwardPass: _run_backward,

@@ -29,3 +29,6 @@ class EngineHook:
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Gradients are reduced; the optimizer has not looked at them yet."""
+
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """The optimizer has stepped, or skipped the step; parameters are gathered."""

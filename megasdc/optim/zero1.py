@@ -35,7 +35,7 @@ def reduced_gradients(optimizer: Any) -> list[Tensor]:
 
 
 def master_shards(optimizer: Any) -> list[Tensor]:
-    """This rank's flat fp32 shards of the parameters, one a parameter group."""
+    """Return the flat fp32 shards of the parameters that this rank owns, one a parameter group."""
     if is_bf16_optimizer(optimizer):
         return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
@@ -53,3 +53,25 @@ def scale_gradients(optimizer: Any, factor: Tensor) -> None:
     """
     for gradient in reduced_gradients(optimizer):
         gradient.mul_(factor.to(gradient.dtype))
+
+
+@torch.no_grad()
+def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
+    """Sum of squares of the parameters that this rank counts, so that every parameter counts once over TP and PP.
+
+    Parameters replicated over tensor ranks count on tensor rank 0; of a tied one, the copy on the first stage counts.
+
+    Args:
+        module: the stage.
+        tp_rank: tensor rank.
+
+    Returns:
+        0-d, fp64; to be summed over one replica.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+    for parameter in module.parameters():
+        replicated = not getattr(parameter, "tensor_model_parallel", False)
+        if (replicated and tp_rank > 0) or getattr(parameter, "ds_pipe_replicated", False):
+            continue
+        total += torch.linalg.vector_norm(parameter, dtype=torch.float32).double() ** 2
+    return total

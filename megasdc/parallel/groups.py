@@ -99,13 +99,14 @@ def shutdown() -> None:
 def place_collectives_on_host() -> None:
     """Let Megatron-core's sequence-parallel collectives allocate on the CPU; idempotent.
 
-    ``tensor_parallel/mappings.py`` and ``layers.py`` (0.16.1 and 0.19) allocate their outputs with
-    ``device=torch.cuda.current_device()`` also for CPU tensors. In those two modules alone, the name ``torch`` is bound
-    to a view of the torch module whose ``cuda.current_device()`` answers the CPU device.
+    ``tensor_parallel/mappings.py``, ``tensor_parallel/layers.py`` and the memory buffer in ``utils.py`` (0.16.1)
+    allocate with ``device=torch.cuda.current_device()`` also for CPU tensors. In those three modules alone, the name
+    ``torch`` is bound to a view of the torch module whose ``cuda.current_device()`` answers the CPU device.
     """
+    from megatron.core import utils
     from megatron.core.tensor_parallel import layers, mappings
 
-    for module in (layers, mappings):
+    for module in (layers, mappings, utils):
         if not isinstance(module.torch, _TorchOnHost):
             module.torch = _TorchOnHost()
 

@@ -1,0 +1,42 @@
+"""Which metrics are there? Every name that a run can write, with its unit and meaning."""
+
+from __future__ import annotations
+
+METRICS: dict[str, str] = {
+    "train/loss": "mean loss over the tokens used since the last line, nats",
+    "train/learning_rate": "learning rate of the last step",
+    "train/grad_norm": "2-norm of the whole gradient before clipping, last step",
+    "train/param_norm": "2-norm of all parameters, each counted once",
+    "train/loss_scale": "loss scale of fp16 training",
+    "train/tokens": "tokens used since the run began",
+    "train/samples": "samples consumed since the run began",
+    "train/skipped_steps": "steps that the optimizer did not take since the run began",
+    "speed/step_s": "mean seconds of a step since the last line",
+    "speed/tokens_per_s": "tokens used per second, all ranks",
+    "speed/tflops_per_device": "model arithmetic per second and rank, TFLOP/s, recomputation not counted",
+    "speed/mfu_ratio": "that over the device's peak; absent where the peak is not known",
+    "time/forward_s": "seconds a step in forward passes, rank 0",
+    "time/backward_s": "seconds a step in backward passes, recomputation included, rank 0",
+    "time/data_s": "seconds a step waiting for micro-batches, rank 0",
+    "time/optimizer_s": "seconds a step in norm, clip, update and all-gather, rank 0",
+    "time/other_s": "the rest of a step: pipeline transfers, waiting, gradient reduction, rank 0",
+    "memory/host_peak_bytes": "peak resident memory of rank 0",
+    "memory/device_peak_bytes": "peak allocated device memory of rank 0; absent on CPU",
+    "eval/loss": "mean loss over the tokens of the validation samples, nats",
+    "eval/perplexity": "exp of that",
+    "checkpoint/save_s": "seconds that training stood still for a checkpoint",
+    "checkpoint/bytes": "size of the checkpoint",
+}
+
+PEAK_TFLOPS: dict[str, float] = {
+    "A100": 312.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "B200": 2250.0,
+}
+"""Dense bf16 peak of one device by a part of its name. Source: NVIDIA's data sheets, without sparsity."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Look up the peak of a device; null where the name is not known."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)

@@ -1,0 +1,83 @@
+"""Where do metrics go? ``metrics.jsonl`` in the run folder, and DeepSpeed's monitor (TensorBoard, W&B, CSV)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megasdc.metrics.names import METRICS
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends one JSON line ``{"step", "time", name: value, ...}`` a call; used by rank 0 alone.
+
+    Args:
+        run_dir: the run folder.
+        monitor: DeepSpeed's monitor; null writes the file alone.
+    """
+
+    def __init__(self, run_dir: Path | str, monitor: Any = None) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self.monitor = monitor
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def write(self, step: int, values: dict[str, float | int]) -> None:
+        """Write the metrics of one step.
+
+        Args:
+            step: optimizer step, first is 1.
+            values: by name; every name is declared in ``METRICS``.
+
+        Raises:
+            ValueError: a name is not declared.
+        """
+        unknown = sorted(set(values) - set(METRICS))
+        if unknown:
+            raise ValueError(f"metrics {unknown} are not declared in megasdc.metrics.names")
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        if self.monitor is not None and self.monitor.enabled:
+            self.monitor.write_events([(name, value, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """All complete lines of a run's metrics, in order; empty where there is no file."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def cut_back(run_dir: Path | str, step: int) -> int:
+    """Drop the lines after a step, so that a resumed run does not report steps twice.
+
+    Args:
+        run_dir: the run folder.
+        step: last step that is kept; 0 drops all.
+
+    Returns:
+        Number of lines dropped, a broken last line included. The file is replaced by one rename.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    return len(lines) - len(kept)

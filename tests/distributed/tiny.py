@@ -1,0 +1,137 @@
+"""What do distributed tests train? Tiny models on fixed tokens, the same global batch in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.engine.engine import TrainingEngine, build_engine
+from megasdc.model.pipeline import build_pipeline
+from megasdc.optim.groups import parameter_groups
+from megasdc.parallel import groups
+
+VOCAB = 250
+SEQUENCE = 32
+GLOBAL_BATCH = 8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+GPT: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 64}
+LLAMA: dict[str, Any] = {
+    **GPT,
+    "num_query_groups": 2,
+    "position_embedding": "rope",
+    "normalization": "RMSNorm",
+    "activation": "silu",
+    "gated_mlp": True,
+    "bias": False,
+    "tie_embeddings": False,
+}
+
+
+def make_engine(
+    model: dict[str, Any],
+    tensor: int,
+    pipeline: int,
+    *,
+    precision: str = "fp32",
+    grad_accum: str = "fp32",
+    sequence_parallel: bool = False,
+    masks_tokens: bool = False,
+    lr: float = 3e-3,
+    deepspeed: dict[str, Any] | None = None,
+    vocab: int = VOCAB,
+    seed: int = 1,
+) -> TrainingEngine:
+    """Build an engine on the ranks of this test; the data dimension is what remains."""
+    dims = groups.init_model_parallel(tensor, pipeline, 60)
+    module, streams = build_pipeline(
+        ModelSection(**model),
+        ParallelSection(tensor=tensor, pipeline=pipeline, sequence_parallel=sequence_parallel),
+        dims,
+        vocab_size=vocab,
+        seed=seed,
+        dtype=DTYPES[precision],
+    )
+    config: dict[str, Any] = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True, "fused": True},
+        },
+    }
+    if precision == "bf16":
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_accum}}
+    if sequence_parallel:
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    for key, value in (deepspeed or {}).items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return build_engine(module, config, parameter_groups(module), dims=dims, streams=streams, masks_tokens=masks_tokens)
+
+
+def tokens_of_step(step: int, vocab: int = VOCAB) -> torch.Tensor:
+    """The global batch of a step, [GLOBAL_BATCH, SEQUENCE + 1], with structure that can be learned."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, vocab, (GLOBAL_BATCH, 1), generator=generator)
+    stride = torch.randint(1, 4, (GLOBAL_BATCH, 1), generator=generator)
+    return (start + stride * torch.arange(SEQUENCE + 1)) % vocab
+
+
+def micro_batches(engine: TrainingEngine, step: int, masked: bool = False) -> Iterator[Any]:
+    """Yield the micro-batches of this replica; with ``masked``, samples use different numbers of tokens."""
+    tokens = tokens_of_step(step)
+    size = engine.train_micro_batch_size_per_gpu()
+    for first in range(0, GLOBAL_BATCH // engine.dims.data, size):
+        rows = [(first + i) * engine.dims.data + engine.dims.dp_rank for i in range(size)]
+        mask = torch.ones(size, SEQUENCE)
+        if masked:
+            for i, row in enumerate(rows):
+                mask[i, SEQUENCE - 3 * row :] = 0
+        yield tokens[rows, :-1].contiguous(), (tokens[rows, 1:].contiguous(), mask)
+
+
+def train_steps(engine: TrainingEngine, first: int, count: int, masked: bool = False) -> list[dict[str, Any]]:
+    """Run steps ``first`` to ``first + count - 1`` and return loss, norm and tokens of each."""
+    results = []
+    for step in range(first, first + count):
+        result = engine.train_step(micro_batches(engine, step, masked))
+        results.append({"loss": result.loss, "grad_norm": result.grad_norm, "tokens": result.tokens})
+    return results
+
+
+def full_tensors(engine: TrainingEngine, values: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """All parameters of the model in full, by name, on every rank; of a tied one the first stage's copy.
+
+    Args:
+        engine: the engine.
+        values: tensors to put together instead, by the names and in the shapes of this rank's parameters.
+    """
+    local = {}
+    for name, parameter in engine.module.named_parameters():
+        split = getattr(parameter, "tensor_model_parallel", False)
+        place = (parameter.partition_dim, parameter.partition_stride) if split else None
+        tensor = parameter if values is None else values[name]
+        local[name] = (tensor.detach().float().cpu().clone(), place)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ((engine.dims.pp_rank, engine.dims.dp_rank, engine.dims.tp_rank), local))
+    by_place = dict(gathered)
+    full: dict[str, torch.Tensor] = {}
+    for pp_rank in reversed(range(engine.dims.pipeline)):
+        shards = [by_place[pp_rank, 0, tp_rank] for tp_rank in range(engine.dims.tensor)]
+        for name, (first, place) in shards[0].items():
+            pieces = [shard[name][0] for shard in shards]
+            full[name] = first if place is None else _join(pieces, *place)
+    return full
+
+
+def _join(pieces: list[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
+    """Put tensor-parallel shards together; with a stride each shard holds a part of every block."""
+    blocks = [piece.chunk(stride, dim) for piece in pieces]
+    return torch.cat([block[i] for i in range(stride) for block in blocks], dim)
