@@ -10,7 +10,6 @@ Needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN, and the Debian packages iproute
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ PACKAGE_OF_PROGRAM = {
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "pdsh": "pdsh",
+    "setpriv": "util-linux",
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
@@ -244,11 +244,11 @@ class Cluster:
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - open as long as the host is on
         self._logs.append(log)
         process = subprocess.Popen(
-            ["unshare", *flags, "--kill-child", "--fork", *argv],
+            # Dies with the Python process that started it, also when that is killed.
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "--kill-child", "--fork", *argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=_die_with_parent,
             start_new_session=True,
         )
         self._processes[name] = process
@@ -323,10 +323,6 @@ class Cluster:
             "LogLevel ERROR",
         ]
         return "\n ".join(options) + "\n"
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when the parent itself is killed
 
 
 def _run(*argv: str, check: bool = True) -> None:

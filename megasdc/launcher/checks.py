@@ -1,0 +1,179 @@
+"""Is every host fit to start? One look at all hosts in parallel, every problem named with its host and remedy."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.launcher import probe
+from megasdc.launcher.hosts import Placement
+from megasdc.launcher.remote import Transport
+
+DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
+PROBE_TIMEOUT_S = 60.0
+LOOPBACK = "127."
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """What a run needs of every host.
+
+    Attributes:
+        cwd: working folder of the ranks.
+        python_path: folders of PYTHONPATH.
+        path: folders put before PATH.
+        readable: files and folders that ranks read.
+        writable: folders that ranks write to.
+        master_port: port that rank 0 listens on.
+        extensions_dir: folder of compiled operators.
+        cpu_only: DeepSpeed is told to use no accelerator.
+        gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.
+    """
+
+    cwd: str
+    python_path: list[str]
+    path: list[str]
+    readable: list[str]
+    writable: list[str]
+    master_port: int
+    extensions_dir: str
+    cpu_only: bool
+    gloo_interface: bool
+
+    @property
+    def operator_dir(self) -> Path:
+        """Folder where PyTorch builds DeepSpeed's shared-memory operator."""
+        return Path(self.extensions_dir) / "deepspeed_shm_comm"
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What was found on the hosts: facts by host, and problems that forbid a start."""
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def hosts_without_gpu(self, needs: HostNeeds) -> list[str]:
+        """Return the hosts whose ranks will run on the CPU."""
+        return [host for host, found in self.facts.items() if needs.cpu_only or not found["has_gpu"]]
+
+
+def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) -> HostReport:
+    """Look at every host, and at this one for comparison of versions.
+
+    Args:
+        placement: the hosts that take part.
+        transport: how to reach them.
+        needs: what the run needs.
+
+    Returns:
+        Facts and problems of all hosts.
+    """
+    request = {
+        "cwd": needs.cwd,
+        "python_path": needs.python_path,
+        "path": needs.path,
+        "distributions": DISTRIBUTIONS,
+        "readable": needs.readable,
+        "writable": needs.writable,
+        "master_port": None,
+        "lock": str(needs.operator_dir / "lock"),
+    }
+    program = Path(probe.__file__)
+    first, *others = placement.hosts
+    answers = transport.run([first], program, {**request, "master_port": needs.master_port}, timeout_s=PROBE_TIMEOUT_S)
+    if others:
+        answers += transport.run(others, program, request, timeout_s=PROBE_TIMEOUT_S)
+    report = HostReport()
+    for answer in answers:
+        if answer.problem:
+            report.problems.append(answer.problem)
+        else:
+            report.facts[answer.host] = answer.value
+            report.problems.extend(_host_problems(answer.host, answer.value, needs, placement))
+    if placement.remote:
+        (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S)
+        versions = {host: found["versions"] for host, found in report.facts.items()}
+        report.problems.extend([here.problem] if here.problem else version_problems(versions, here.value["versions"]))
+    return report
+
+
+def version_problems(versions: Mapping[str, Mapping[str, str | None]], here: Mapping[str, str | None]) -> list[str]:
+    """Compare package versions between hosts.
+
+    Args:
+        versions: version of each package, or None where it is not installed, by host.
+        here: the same of the host that starts the run.
+
+    Returns:
+        One sentence for every package that is missing or not the same everywhere.
+    """
+    problems = []
+    for name in DISTRIBUTIONS:
+        found = {host: own[name] for host, own in versions.items()}
+        usual = Counter([*found.values(), here[name]]).most_common(1)[0][0]
+        if set(found.values()) <= {here[name]} and here[name] is not None:
+            continue
+        odd = [f"{host} has {version or 'none'}" for host, version in found.items() if version != usual]
+        odd += [f"this host has {here[name] or 'none'}"] if here[name] != usual else []
+        rest = f"; the others have {usual}" if usual is not None else ""
+        what = ", ".join(odd) if odd else "not installed on any host"
+        problems.append(f"{name}: {what}{rest}; install the same version in {sys.prefix} on every host")
+    return problems
+
+
+def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placement: Placement) -> list[str]:
+    problems = []
+    if found["missing_cwd"]:
+        problems.append(f"{host}: working folder {needs.cwd} is not there; share or create it, or start elsewhere")
+    problems += [f"{host}: {path} cannot be read there; copy or share it" for path in found["unreadable"]]
+    problems += [f"{host}: {path} cannot be written to there; mount or create it" for path in found["unwritable"]]
+    if found["port_problem"]:
+        problems.append(
+            f"{host}: rank 0 cannot listen on port {needs.master_port} ({found['port_problem']}); "
+            "end the other run, or choose another with `-- --master_port N`"
+        )
+    if needs.cpu_only or not found["has_gpu"]:
+        problems += _cpu_problems(host, found, needs, len(placement.hosts) > 1)
+    return problems
+
+
+def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[str]:
+    """Return what keeps ranks without an accelerator from starting."""
+    problems = [
+        f"{host}: {name} is not on PATH, and DeepSpeed compiles its CPU operator with it; {remedy}"
+        for name, remedy in (("g++", "install g++"), ("ninja", f"pip install ninja into {sys.prefix}"))
+        if not found["programs"][name]
+    ]
+    own = found["own_address"]
+    if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):
+        leads = f"leads to {own}" if own else "leads nowhere"
+        problems.append(
+            f"{host}: its own name {found['hostname']} {leads}, where other hosts cannot reach gloo; "
+            "correct /etc/hosts there or set GLOO_SOCKET_IFNAME"
+        )
+    return problems
+
+
+def master_address(first_host: str, addresses: Sequence[str]) -> str | None:
+    """Return the address that the first host's name leads to, if that host has it on a network card.
+
+    DeepSpeed takes the first address of ``hostname -I``, which may be a container bridge.
+
+    Args:
+        first_host: host of rank 0.
+        addresses: its addresses, as it says itself.
+
+    Returns:
+        The address, or None: leave it to DeepSpeed.
+    """
+    try:
+        address = socket.gethostbyname(first_host.rpartition("@")[2])
+    except OSError:
+        return None
+    return address if address in addresses else None

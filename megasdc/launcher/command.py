@@ -1,0 +1,158 @@
+"""Which command starts the ranks? DeepSpeed's runner with one encoded argument for every rank."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasdc.errors import LaunchError
+from megasdc.launcher.environment import SAFE_FOR_SHELL
+from megasdc.launcher.hosts import LOCAL_HOST, Placement
+from megasdc.launcher.rank import RankCommand
+
+DEFAULT_MASTER_PORT = 29500
+BACKENDS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+BACKENDS_WITH_FILTERS = ("pdsh", "slurm")
+BACKEND_PROGRAM = {
+    "pdsh": "pdsh",
+    "openmpi": "mpirun",
+    "mpich": "mpirun",
+    "impi": "mpirun",
+    "slurm": "srun",
+    "mvapich": "mpirun",
+}
+FRONT_OPTIONS = {
+    "--hostfile": "give --hostfile to megasdc launch itself",
+    "-H": "give --hostfile to megasdc launch itself",
+    "--include": "give --include to megasdc launch itself",
+    "-i": "give --include to megasdc launch itself",
+    "--exclude": "give --exclude to megasdc launch itself",
+    "-e": "give --exclude to megasdc launch itself",
+    "--num_gpus": "give --num-gpus to megasdc launch itself",
+    "--num_accelerators": "give --num-gpus to megasdc launch itself",
+    "--num_nodes": "name the hosts with --include",
+    "--launcher": "give --launcher to megasdc launch itself",
+    "--no_ssh": "use launch/no_ssh.sh, once on every host",
+    "--node_rank": "use launch/no_ssh.sh, once on every host",
+    "--module": "megasdc launch starts ranks through a module of its own",
+    "--no_python": "ranks are Python processes",
+    "--no_local_rank": "the training script needs it no more and no less",
+    "--save_pid": "DeepSpeed 0.19.8 fails with it where hosts share /tmp",
+    "--autotuning": "megasdc has no autotuning",
+}
+
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """What the front must know of the extra options of DeepSpeed's launcher."""
+
+    master_addr: str
+    master_port: int
+    ssh_port: int | None
+
+
+def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
+    """Read the extra options, and refuse those that the front sets itself or a remote shell would interpret.
+
+    Args:
+        arguments: options for DeepSpeed's launcher, handed on as they are.
+
+    Returns:
+        The options that the front needs too.
+
+    Raises:
+        LaunchError: with every problem found.
+    """
+    problems = [
+        f"launcher option {word}: {FRONT_OPTIONS[word.split('=')[0]]}"
+        for word in arguments
+        if word.split("=")[0] in FRONT_OPTIONS
+    ]
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        # --launcher_args is split on this host and goes to pdsh, srun or mpirun, not to a remote shell.
+        if not SAFE_FOR_SHELL.fullmatch(word) and before != "--launcher_args" and "--launcher_args=" not in word:
+            problems.append(f"launcher option `{word}` holds characters that a remote shell would interpret")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--master_addr", default="")
+    parser.add_argument("--master_port", type=int, default=DEFAULT_MASTER_PORT)
+    parser.add_argument("--ssh_port", type=int)
+    try:
+        known, _ = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        problems.append(f"launcher option {error}")
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return LauncherOptions(known.master_addr, known.master_port, known.ssh_port)
+
+
+def backend_problems(backend: str, filtered: bool) -> list[str]:
+    """Say why DeepSpeed would refuse a backend.
+
+    Args:
+        backend: name of the launcher backend.
+        filtered: whether only a part of the hostfile is used.
+    """
+    if backend not in BACKENDS:
+        return [f"--launcher {backend}: DeepSpeed has {', '.join(BACKENDS)}"]
+    program = BACKEND_PROGRAM[backend]
+    if shutil.which(program) is None:
+        return [f"--launcher {backend}: {program} is not on PATH; install it on this host, or choose another backend"]
+    if filtered and backend not in BACKENDS_WITH_FILTERS:
+        return [
+            f"--launcher {backend} takes neither --include nor --exclude nor --num-gpus; "
+            "write a hostfile with the hosts that take part"
+        ]
+    return []
+
+
+def runner_command(
+    placement: Placement,
+    rank: RankCommand,
+    launch_id: str,
+    *,
+    hostfile: Path | None,
+    include: str,
+    exclude: str,
+    num_gpus: int | None,
+    backend: str,
+    master_addr: str | None,
+    launcher_args: Sequence[str],
+) -> list[str]:
+    """Return the command that starts all ranks.
+
+    Args:
+        placement: hosts and slots that take part.
+        rank: what every rank runs.
+        launch_id: names this launch on the command lines of all hosts.
+        hostfile: as given; None runs on this host.
+        include: as given; empty means no filter.
+        exclude: as given; empty means no filter.
+        num_gpus: as given; None means all slots.
+        backend: name of the launcher backend.
+        master_addr: address of rank 0's host; None leaves it to DeepSpeed or to ``launcher_args``.
+        launcher_args: further options of DeepSpeed's launcher.
+    """
+    command = [sys.executable, "-u", "-m", "megasdc.launcher.runner"]
+    if hostfile is None:
+        slots = ",".join(map(str, placement.slots[LOCAL_HOST]))
+        consecutive = placement.slots[LOCAL_HOST] == list(range(len(placement.slots[LOCAL_HOST])))
+        # A hostfile that cannot exist: the default, /job/hostfile, would silently be used where there is one.
+        command += ["--hostfile", "/dev/null/none"]
+        command += (
+            ["--num_gpus", str(len(placement.host_of_rank))] if consecutive else ["--include", f"localhost:{slots}"]
+        )
+    else:
+        command += ["--hostfile", str(hostfile), "--launcher", backend]
+        command += ["--include", include] if include else []
+        command += ["--exclude", exclude] if exclude else []
+        command += ["--num_gpus", str(num_gpus)] if num_gpus is not None else []
+        # With one host DeepSpeed would not use SSH and start the ranks here, wherever here is.
+        command += ["--force_multi"] if len(placement.hosts) == 1 else []
+    command += ["--master_addr", master_addr] if master_addr else []
+    # DeepSpeed's slurm backend knows no --module; no shell reads its command, so a path is as good.
+    module = [str(Path(__file__).with_name("rank.py"))] if backend == "slurm" else ["--module", "megasdc.launcher.rank"]
+    return [*command, *launcher_args, *module, launch_id, rank.encode()]

@@ -1,0 +1,107 @@
+"""Which environment do ranks get, and what may a command line hold that remote shells will read?
+
+Over pdsh DeepSpeed 0.19.8 exports only ``PYTHON*``, ``MLFLOW*``, ``MV2*``, ``UCX*`` and the lines of
+``.deepspeed_env``, and quotes neither those nor most arguments. What ranks need beyond that travels in the encoded
+argument of ``megasdc.launcher.rank``, which no shell can misread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
+EXPANDED_IN_DOUBLE_QUOTES = re.compile(r"[\"$`\\\n]")
+EXPORTED_BY_DEEPSPEED = ("PYTHON", "MLFLOW", "MV2", "UCX")
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "KMP_", "MKL_", "DS_", "DEEPSPEED_", "CUBLAS_", "MEGASDC_")
+FORWARDED_NAMES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GOMP_CPU_AFFINITY",
+    "HF_DATASETS_OFFLINE",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "MALLOC_ARENA_MAX",
+    "TOKENIZERS_PARALLELISM",
+)
+EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
+ENV_LINE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
+
+
+def env_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
+    """Return the existing environment files that DeepSpeed will read: home folder, then working folder."""
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    home = Path(environ.get("HOME", "~")).expanduser()
+    candidates = dict.fromkeys([home / name, cwd / name])
+    return [path for path in candidates if path.is_file()]
+
+
+def env_file_problems(path: Path) -> list[str]:
+    """Say which lines of a ``.deepspeed_env`` file DeepSpeed would stumble over or a shell would misread.
+
+    Args:
+        path: the file.
+
+    Returns:
+        One sentence a problem, with the line number.
+    """
+    problems = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            problem = "empty line; DeepSpeed stops there, remove it"
+        elif line.lstrip().startswith("#"):
+            problem = f"got comment `{line}`; DeepSpeed would export it, remove it"
+        elif not ENV_LINE.fullmatch(line.strip()):
+            problem = f"got `{line}`, need NAME=VALUE"
+        elif EXPANDED_IN_DOUBLE_QUOTES.search(line):
+            problem = f"got `{line}`; the remote shell would interpret quotes, `$`, backticks and backslashes"
+        else:
+            continue
+        problems.append(f"{path}:{number}: {problem}")
+    return problems
+
+
+def env_file_names(paths: list[Path]) -> set[str]:
+    """Return the names that the environment files set; they win over the environment of the front."""
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line.split("=", 1)[0].strip() for line in lines if "=" in line}
+
+
+def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[str, str]:
+    """Choose the variables that every rank gets as they are here.
+
+    Args:
+        environ: environment of the front.
+        fixed: names that environment files set, left to them.
+
+    Returns:
+        The variables by name; TORCH_EXTENSIONS_DIR is always among them unless a file sets it.
+    """
+    chosen = {EXTENSIONS_VARIABLE: default_extensions_dir(), **environ}
+    return {
+        name: value
+        for name, value in sorted(chosen.items())
+        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in fixed
+    }
+
+
+def default_extensions_dir() -> str:
+    """Return the folder of compiled operators that belongs to this Python environment alone.
+
+    PyTorch's own default is shared by all environments of a user, whose different ninja versions rebuild it in turn.
+    """
+    return os.path.join(sys.prefix, "torch_extensions")
+
+
+def exported_variable_problems(environ: Mapping[str, str]) -> list[str]:
+    """Say which variables that DeepSpeed exports would be expanded by the remote shell."""
+    return [
+        f"environment variable {name}={value} is exported by DeepSpeed inside double quotes; "
+        "unset it or remove quotes, `$`, backticks and backslashes"
+        for name, value in sorted(environ.items())
+        if name.startswith(EXPORTED_BY_DEEPSPEED) and EXPANDED_IN_DOUBLE_QUOTES.search(value)
+    ]

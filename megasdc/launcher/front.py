@@ -1,0 +1,382 @@
+"""How do I start a run and know how it ended? Checks, start, watch, verdict: ``megasdc launch``.
+
+A thin front for DeepSpeed's launcher that closes its holes: everything is checked before anything starts, arguments
+and environment reach ranks unchanged, and the exit code is 0 only when every rank has said that it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from megasdc.config import RunConfig, check_layout, load_config
+from megasdc.errors import LaunchError
+from megasdc.launcher import command, environment, read_on_host
+from megasdc.launcher.checks import HostNeeds, HostReport, inspect_hosts, master_address
+from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
+from megasdc.launcher.operator_build import build_operators
+from megasdc.launcher.process import LauncherProcess
+from megasdc.launcher.rank import RankCommand
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, LaunchRecords, collect, parse_records, records_dir
+from megasdc.launcher.remote import Transport
+from megasdc.launcher.verdict import Verdict, judge
+
+DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+GATHER_TIMEOUT_S = 30.0
+FAILURE_GRACE_S = 60.0
+# DeepSpeed gives ranks 30 s to end after a signal, while its runner returns at once.
+STOP_GRACE_S = 35.0
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What the user asks for; the names are those of ``megasdc launch``.
+
+    Attributes:
+        config_path: the run's JSON file.
+        hostfile: DeepSpeed's hostfile; None runs on this host alone.
+        num_gpus: ranks on each host; None means all slots of the hostfile.
+        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, only these.
+        exclude: the same form, all but these.
+        backend: launcher backend.
+        launcher_args: further options for DeepSpeed's launcher.
+        overrides: texts ``a.b.c=value``.
+        script: the training script.
+        failure_grace_s: seconds that other ranks get after one has failed.
+    """
+
+    config_path: Path
+    hostfile: Path | None = None
+    num_gpus: int | None = None
+    include: str = ""
+    exclude: str = ""
+    backend: str = "pdsh"
+    launcher_args: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    script: Path = DEFAULT_SCRIPT
+    failure_grace_s: float = FAILURE_GRACE_S
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A request that was checked on this host: hosts, ranks, environment, and what every host needs."""
+
+    request: LaunchRequest
+    launch_id: str
+    placement: Placement
+    transport: Transport
+    needs: HostNeeds
+    rank: RankCommand
+    run_dir: Path
+    master_addr: str | None
+
+    def command(self) -> list[str]:
+        """Return the command that starts all ranks."""
+        request = self.request
+        return command.runner_command(
+            self.placement,
+            self.rank,
+            self.launch_id,
+            hostfile=request.hostfile,
+            include=request.include,
+            exclude=request.exclude,
+            num_gpus=request.num_gpus,
+            backend=request.backend,
+            master_addr=self.master_addr,
+            launcher_args=request.launcher_args,
+        )
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a launch ended, as ``--json`` prints it and ``launch.json`` beside the records holds it."""
+
+    exit_code: int
+    launch_id: str
+    run_dir: str
+    hosts: dict[str, list[int]]
+    command: list[str]
+    launcher_code: int | None
+    failed_rank: int | None
+    failed_host: str | None
+    lines: list[str]
+
+
+def launch(
+    config_path: Path | str,
+    hostfile: Path | str | None = None,
+    launcher_args: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    script: Path | str = DEFAULT_SCRIPT,
+    *,
+    num_gpus: int | None = None,
+) -> int:
+    """Start a run, wait for its end, and return its true exit code; problems go to standard error.
+
+    Args:
+        config_path: the run's JSON file.
+        hostfile: DeepSpeed's hostfile; None runs on this host alone.
+        launcher_args: further options for DeepSpeed's launcher.
+        overrides: texts ``a.b.c=value``.
+        script: the training script.
+        num_gpus: ranks on each host; None means all slots of the hostfile.
+    """
+    request = LaunchRequest(
+        Path(config_path),
+        hostfile=None if hostfile is None else Path(hostfile),
+        num_gpus=num_gpus,
+        launcher_args=tuple(launcher_args),
+        overrides=tuple(overrides),
+        script=Path(script),
+    )
+    return launch_run(request).exit_code
+
+
+def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = False) -> LaunchResult:
+    """Check, start, watch and judge a run.
+
+    Args:
+        request: what to start.
+        dry_run: only check, and show the command; nothing is built, started or written.
+        quiet: ranks' standard output goes to standard error, so that the caller's own output stays alone.
+
+    Returns:
+        How it ended; ``exit_code`` 78 also where a check forbade the start.
+
+    Raises:
+        ConfigError: the configuration or its layout is wrong.
+        LaunchError: hosts, versions, files, environment or arguments are not fit to start; all problems at once.
+    """
+    plan = make_plan(request, say)
+    report = inspect_hosts(_inspected(plan), plan.transport, plan.needs)
+    if report.problems:
+        raise LaunchError("\n".join(report.problems))
+    plan = _with_master_address(plan, report)
+    say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
+    if dry_run:
+        say(f"would run: {shlex.join(plan.command())}")
+        return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
+    build_operators(report, plan.transport, plan.needs, say)
+    verdict, launcher_code = _run(plan, quiet)
+    result = _result(plan, verdict, launcher_code)
+    _write_result(plan, result)
+    for line in verdict.lines:
+        say(line)
+    return result
+
+
+def say(line: str) -> None:
+    """Tell people what the front does, on standard error."""
+    print(f"megasdc launch: {line}", file=sys.stderr, flush=True)
+
+
+def make_plan(request: LaunchRequest, tell: Say = say) -> LaunchPlan:
+    """Check everything that can be checked without leaving this host.
+
+    Args:
+        request: what to start.
+        tell: told what the user should know.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: the configuration or its layout is wrong.
+        LaunchError: hostfile, filters, options or environment are wrong; all problems at once.
+    """
+    config = load_config(request.config_path, request.overrides)
+    problems: list[str] = []
+    options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args))
+    placement = _collect_error(problems, lambda: _place(request))
+    cwd = Path.cwd()
+    files = environment.env_files(os.environ, cwd)
+    if request.hostfile is not None:
+        filtered = bool(request.include or request.exclude or request.num_gpus is not None)
+        problems += command.backend_problems(request.backend, filtered)
+        problems += environment.exported_variable_problems({**os.environ, "PYTHONPATH (working folder)": str(cwd)})
+        for file in files:
+            problems += environment.env_file_problems(file)
+    if problems or placement is None or options is None:
+        raise LaunchError("\n".join(problems))
+    check_layout(config, len(placement.host_of_rank))
+    _tell_left_out(request, placement, tell)
+    launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
+    rank = _rank_command(request, cwd, {**forwarded, LAUNCH_ID_VARIABLE: launch_id}, options)
+    return LaunchPlan(
+        request,
+        launch_id,
+        placement,
+        Transport(placement.remote and request.backend != "slurm", options.ssh_port),
+        _needs(request, config, rank, options.master_port),
+        rank,
+        cwd / config.megasdc.logging.run_dir,
+        options.master_addr or os.environ.get("MASTER_ADDR"),
+    )
+
+
+def _collect_error(problems: list[str], call: Callable[[], T]) -> T | None:
+    """Return the call's result, or add its problems to the list and return None."""
+    try:
+        return call()
+    except LaunchError as error:
+        problems.append(str(error))
+        return None
+
+
+def _place(request: LaunchRequest) -> Placement:
+    if request.hostfile is not None:
+        pool = read_hostfile(request.hostfile)
+        return place_on_hosts(pool, include=request.include, exclude=request.exclude, num_gpus=request.num_gpus)
+    if request.include or request.exclude:
+        raise LaunchError("--include and --exclude choose from a hostfile; give --hostfile")
+    return place_on_this_host(request.num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _tell_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> None:
+    """Name the hosts of the hostfile that take no part."""
+    if request.hostfile is None:
+        return
+    left_out = [host for host in read_hostfile(request.hostfile) if host not in placement.slots]
+    if left_out:
+        tell(f"left out: {', '.join(left_out)}")
+
+
+def _rank_command(
+    request: LaunchRequest, cwd: Path, variables: dict[str, str], options: command.LauncherOptions
+) -> RankCommand:
+    arguments = ["--config", str(request.config_path.absolute())]
+    for override in request.overrides:
+        arguments += ["--set", override]
+    return RankCommand(
+        cwd=str(cwd),
+        script=str(request.script.absolute()),
+        arguments=arguments,
+        environment=variables,
+        path=[str(Path(sys.executable).parent)],
+        fallback={"MASTER_PORT": str(options.master_port)},
+    )
+
+
+def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int) -> HostNeeds:
+    cwd = Path(rank.cwd)
+    sections = config.megasdc
+    folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
+    inherited = os.environ.get("PYTHONPATH", "")
+    extensions = rank.environment.get(environment.EXTENSIONS_VARIABLE, environment.default_extensions_dir())
+    return HostNeeds(
+        cwd=rank.cwd,
+        python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
+        path=rank.path,
+        readable=[rank.script, rank.arguments[1], str(cwd / sections.data.path)],
+        writable=[str(cwd / folder) for folder in folders],
+        master_port=master_port,
+        extensions_dir=extensions,
+        cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
+        gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
+    )
+
+
+def _inspected(plan: LaunchPlan) -> Placement:
+    """Return the hosts to look at: under SLURM, where hosts often refuse SSH, only this one, in the first's name."""
+    if plan.request.backend != "slurm" or not plan.placement.remote:
+        return plan.placement
+    say("slurm: the other hosts are not checked, they may not be reachable over SSH")
+    first = plan.placement.hosts[0]
+    return Placement({first: plan.placement.slots[first]}, remote=False)
+
+
+def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
+    """Fill in the address of rank 0's host, for the launcher and for backends that set no MASTER_ADDR."""
+    if not plan.placement.remote:
+        return replace(plan, master_addr=None)
+    first = plan.placement.hosts[0]
+    address = plan.master_addr or master_address(first, report.facts[first]["addresses"])
+    fallback = {**plan.rank.fallback, "MASTER_ADDR": address or first.rpartition("@")[2]}
+    return replace(plan, master_addr=address, rank=replace(plan.rank, fallback=fallback))
+
+
+def _describe(placement: Placement) -> str:
+    ranks = len(placement.host_of_rank)
+    shown = [f"{host} ({len(slots)})" for host, slots in list(placement.slots.items())[:8]]
+    more = len(placement.hosts) - len(shown)
+    return f"{ranks} rank{'s' if ranks > 1 else ''} on {', '.join(shown)}{f' and {more} more hosts' if more else ''}"
+
+
+def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
+    """Start the launcher, wait for it, and judge the records."""
+    # For the runner itself: DeepSpeed's export of PYTHON variables, and the pattern by which it ends a launch.
+    env = {**os.environ, **plan.rank.environment}
+    env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
+    remote = plan.placement.remote
+    process = LauncherProcess(plan.command(), env, remote=remote, stdout=sys.stderr if quiet else None, say=say)
+    try:
+        code = process.wait(lambda: _has_failed(plan), plan.request.failure_grace_s)
+        records, unreachable = _gather(plan)
+        end = time.monotonic() + STOP_GRACE_S
+        while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
+            time.sleep(1)
+            records, unreachable = _gather(plan)
+    finally:
+        process.close()
+    hosts = plan.placement.host_of_rank
+    return judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by), code
+
+
+def _has_failed(plan: LaunchPlan) -> bool:
+    done = collect(plan.run_dir, plan.launch_id).done
+    return any(record.exit_code != 0 for record in done.values())
+
+
+def _gather(plan: LaunchPlan) -> tuple[LaunchRecords, dict[str, str]]:
+    """Read the records here, and over SSH those of node-local run folders; also why a host gave none."""
+    records = collect(plan.run_dir, plan.launch_id)
+    missing = {host for rank, host in enumerate(plan.placement.host_of_rank) if rank not in records.done}
+    if not plan.transport.remote or not missing:
+        return records, {}
+    request = {"folder": str(records_dir(plan.run_dir, plan.launch_id))}
+    hosts = [host for host in plan.placement.hosts if host in missing]
+    unreachable = {}
+    for answer in plan.transport.run(hosts, Path(read_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
+        if answer.problem:
+            unreachable[answer.host] = answer.problem
+            continue
+        found = parse_records(answer.value)
+        records.started.update(found.started)
+        records.done.update(found.done)
+        records.unreadable.extend(found.unreadable)
+    return records, unreachable
+
+
+def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:
+    return LaunchResult(
+        exit_code=verdict.exit_code,
+        launch_id=plan.launch_id,
+        run_dir=str(plan.run_dir),
+        hosts=plan.placement.slots,
+        command=plan.command(),
+        launcher_code=launcher_code,
+        failed_rank=verdict.rank,
+        failed_host=verdict.host,
+        lines=verdict.lines,
+    )
+
+
+def _write_result(plan: LaunchPlan, result: LaunchResult) -> None:
+    folder = records_dir(plan.run_dir, plan.launch_id)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "launch.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        say(f"{folder / 'launch.json'} could not be written: {error}")

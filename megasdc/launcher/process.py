@@ -1,0 +1,107 @@
+"""How does the front watch DeepSpeed's launcher, pass signals on, and end it when the run cannot go on?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+import psutil
+
+POLL_S = 0.2
+LOOK_S = 2.0
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+Say = Callable[[str], None]
+
+
+class LauncherProcess:
+    """DeepSpeed's launcher as a child process.
+
+    The first SIGINT or SIGTERM that this process receives is passed on, so that ranks can save; the second one kills.
+
+    Args:
+        command: the launcher.
+        env: its environment.
+        remote: it started ranks through a multi-node backend.
+        stdout: where its output goes; None means ours.
+        say: told about signals.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, remote: bool, stdout: IO[str] | None, say: Say
+    ) -> None:
+        self.stopped_by: int | None = None
+        self._remote = remote
+        self._say = say
+        # A session of its own: Ctrl-C in a terminal must reach it once, through us, not also directly.
+        self._process = subprocess.Popen(
+            list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True
+        )
+        self._previous = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
+
+    def wait(self, has_failed: Callable[[], bool], failure_grace_s: float) -> int:
+        """Wait for the launcher's end.
+
+        Args:
+            has_failed: asked now and then whether a rank has reported a failure.
+            failure_grace_s: seconds after a failure until the launcher, whose other ranks may wait for ever, is ended.
+
+        Returns:
+            Its exit code; negative: ended by that signal.
+        """
+        failed_at: float | None = None
+        looked_at = time.monotonic()
+        while self._process.poll() is None:
+            time.sleep(POLL_S)
+            now = time.monotonic()
+            if failed_at is None and now - looked_at > LOOK_S:
+                looked_at = now
+                failed_at = now if has_failed() else None
+            elif failed_at is not None and self.stopped_by is None and now - failed_at > failure_grace_s:
+                self._say(f"a rank failed {failure_grace_s:g} s ago and others still run; ending them")
+                self._forward(signal.SIGTERM)
+                failed_at = now
+        return self._process.wait()
+
+    def close(self) -> None:
+        """Give signals back; the launcher is killed if it still runs."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._process.poll() is None:
+            self._kill()
+            self._process.wait()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = number
+            self._say(f"{signal.Signals(number).name}: passed on to the launcher; once more kills it")
+            self._forward(number)
+        else:
+            self._say(f"{signal.Signals(number).name} again: killing the launcher")
+            self._kill()
+
+    def _forward(self, number: int) -> None:
+        """Signal the launcher.
+
+        DeepSpeed's runner passes signals on only over pdsh; on one host its child, which starts the ranks, is told.
+        """
+        children = psutil.Process(self._process.pid).children() if not self._remote else []
+        for pid in [child.pid for child in children] or [self._process.pid]:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def _kill(self) -> None:
+        """Kill the launcher and everything that it started on this host."""
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._process.kill()

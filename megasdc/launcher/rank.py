@@ -1,0 +1,96 @@
+"""From launcher to training script on every rank: environment, working folder and arguments, past all shells.
+
+DeepSpeed's backends lose or change what they carry: pdsh joins arguments without quotes and drops most of the
+environment, OpenMPI and SLURM set no RANK. So the launcher starts this module with one encoded argument; it restores
+what the front meant and then becomes the training script (``exec``), with the same process id and exit code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from megasdc.errors import LaunchError
+
+SOURCES_OF_RANK_VARIABLES = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"),
+}
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """What every rank of a launch runs.
+
+    Attributes:
+        cwd: working folder, absolute.
+        script: the training script, absolute.
+        arguments: of the script.
+        environment: variables set before the script starts.
+        path: folders put before PATH.
+        fallback: variables set only where the launcher did not set them.
+    """
+
+    cwd: str
+    script: str
+    arguments: list[str]
+    environment: dict[str, str]
+    path: list[str]
+    fallback: dict[str, str]
+
+    def encode(self) -> str:
+        """Return the command as one word of letters, digits, ``-``, ``_`` and ``=``."""
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> RankCommand:
+        """Return the command that ``encode`` made a word of."""
+        return cls(**json.loads(base64.urlsafe_b64decode(text)))
+
+
+def rank_environment(command: RankCommand, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of the training script.
+
+    Args:
+        command: what to run.
+        environ: environment that the launcher left.
+    """
+    result = {**command.fallback, **environ, **command.environment}
+    for name, sources in SOURCES_OF_RANK_VARIABLES.items():
+        found = [environ[source] for source in sources if source in environ]
+        if name not in result and found:
+            result[name] = found[0]
+    result["PATH"] = os.pathsep.join([*command.path, environ.get("PATH", os.defpath)])
+    return result
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become the training script.
+
+    Args:
+        argv: optionally ``--local_rank=N`` (from DeepSpeed), then the launch id, then the encoded command.
+
+    Raises:
+        LaunchError: the working folder cannot be entered on this host.
+    """
+    *extra, _launch_id, encoded = argv
+    command = RankCommand.decode(encoded)
+    try:
+        os.chdir(command.cwd)
+    except OSError as error:
+        raise LaunchError(f"working folder {command.cwd} cannot be entered on this host: {error}") from error
+    arguments = [sys.executable, "-u", command.script, *extra, *command.arguments]
+    os.execve(sys.executable, arguments, rank_environment(command, os.environ))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,163 @@
+"""How did each rank of a launch end? Start and done records, one small file a rank, written and read without torch.
+
+The launcher's exit code alone proves nothing: pdsh that is killed by a signal returns 0, and DeepSpeed starts a local
+run when the hostfile is missing. A launch therefore counts as done only when every rank has said so itself, in
+``<run_dir>/done/<launch_id>/rank_NNNNN.json``. The launch id reaches ranks in the environment variable
+``MEGASDC_LAUNCH_ID``; without it (a plain ``deepspeed`` command) nobody would read the records, and none are written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
+
+
+@dataclass(frozen=True)
+class StartedRecord:
+    """A rank has reached its own code; the fields are named as in the file."""
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+
+
+@dataclass(frozen=True)
+class DoneRecord:
+    """A rank has ended by itself; the fields are named as in the file.
+
+    ``exit_code`` is what the process is about to return, ``error_class`` and ``message`` are null where it is 0, and
+    ``first_line`` is the message's first line.
+    """
+
+    rank: int
+    host: str
+    exit_code: int
+    error_class: str | None
+    message: str | None
+    time: float
+    first_line: str | None
+
+
+@dataclass(frozen=True)
+class LaunchRecords:
+    """All records found of one launch, by rank, and the files that could not be read."""
+
+    started: dict[int, StartedRecord] = field(default_factory=dict)
+    done: dict[int, DoneRecord] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+
+
+def records_dir(run_dir: Path | str, launch_id: str) -> Path:
+    """Return the folder that holds the records of one launch."""
+    return Path(run_dir) / "done" / launch_id
+
+
+def write_started(run_dir: Path | str, rank: int) -> Path | None:
+    """Record that a rank has started.
+
+    Args:
+        run_dir: the run folder; created if absent.
+        rank: global rank.
+
+    Returns:
+        The file written; None without a launch id in the environment, or when it could not be written.
+    """
+    record = StartedRecord(rank, socket.gethostname(), os.getpid(), time.time())
+    return _write(run_dir, f"started_{rank:05d}.json", asdict(record))
+
+
+def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseException | None = None) -> Path | None:
+    """Record how a rank ended; the last thing a rank does before it exits.
+
+    Args:
+        run_dir: the run folder; created if absent.
+        rank: global rank.
+        exit_code: what the process is about to return.
+        error: the exception that ended it, if any.
+
+    Returns:
+        The file written; None without a launch id in the environment, or when it could not be written.
+    """
+    message = None if error is None else (str(error) or repr(error))
+    record = DoneRecord(
+        rank=rank,
+        host=socket.gethostname(),
+        exit_code=exit_code,
+        error_class=None if error is None else type(error).__name__,
+        message=message,
+        time=time.time(),
+        first_line=None if message is None else message.splitlines()[0],
+    )
+    return _write(run_dir, f"rank_{rank:05d}.json", asdict(record))
+
+
+def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
+    """Read the records of one launch that this host can see.
+
+    Args:
+        run_dir: the run folder.
+        launch_id: which launch.
+
+    Returns:
+        The records by rank; empty where the folder does not exist.
+    """
+    folder = records_dir(run_dir, launch_id)
+    if not folder.is_dir():
+        return LaunchRecords()
+    return parse_records({path.name: path.read_text(encoding="utf-8") for path in folder.glob("*_*.json")})
+
+
+def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
+    """Turn file names and contents, from this host or another, into records.
+
+    Args:
+        texts: content of each file by its name.
+
+    Returns:
+        The records by rank; files that are no record are named in ``unreadable``.
+    """
+    records = LaunchRecords()
+    for name, text in sorted(texts.items()):
+        try:
+            if name.startswith("started_"):
+                started = StartedRecord(**json.loads(text))
+                records.started[started.rank] = started
+            elif name.startswith("rank_"):
+                done = DoneRecord(**json.loads(text))
+                records.done[done.rank] = done
+        except (json.JSONDecodeError, TypeError) as error:
+            records.unreadable.append(f"{name} is not a record: {error}")
+    return records
+
+
+def _write(run_dir: Path | str, name: str, record: dict[str, object]) -> Path | None:
+    """Write one record under a temporary name and rename it, so that a reader never meets half a file.
+
+    A record that cannot be written must not hide how the rank ended, so it is a warning; the front then reports the
+    rank as one without a record.
+    """
+    launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
+    if not launch_id:
+        return None
+    folder = records_dir(run_dir, launch_id)
+    path = folder / name
+    temporary = folder / f".{name}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("record %s could not be written: %s", path, error)
+        return None
+    return path

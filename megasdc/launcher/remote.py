@@ -1,0 +1,103 @@
+"""How does a piece of Python run on many hosts at once, and what does it answer?
+
+The program travels through SSH's standard input and its answer comes back as one marked JSON line, so that nothing
+needs to be installed there beyond Python, no argument meets a shell, and login messages do no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_PARALLEL = 64
+ANSWER_MARK = "megasdc-answer:"
+REMEDY_OF_SIGN = {
+    "Permission denied": "let this user log in without a password (ssh-copy-id {host})",
+    "Host key verification failed": "accept its host key once (ssh {host} true)",
+    "Could not resolve": "use a name that this host can resolve, or add it to /etc/hosts",
+    "timed out": "check that the host is on and its SSH port can be reached, or leave it out (--exclude {host})",
+}
+DEFAULT_REMEDY = "check that the host is on and runs sshd, or leave it out (--exclude {host})"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one host answered: ``value``, or the ``problem`` that prevented an answer."""
+
+    host: str
+    value: Any = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How hosts are reached.
+
+    Attributes:
+        remote: over SSH; false runs the program on this host.
+        ssh_port: port of sshd; None leaves it to SSH's configuration.
+        connect_timeout_s: seconds until a host counts as unreachable.
+    """
+
+    remote: bool
+    ssh_port: int | None = None
+    connect_timeout_s: int = 10
+
+    def run(self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float) -> list[Answer]:
+        """Run the same program on all hosts, in parallel.
+
+        Args:
+            hosts: where.
+            program: a Python file that needs the standard library alone and defines ``answer(request)``.
+            request: argument of ``answer``, sent as JSON.
+            timeout_s: seconds a host may take.
+
+        Returns:
+            One answer a host, in the order of ``hosts``.
+        """
+        call = f"import json\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
+        text = f"{program.read_text(encoding='utf-8')}\n{call}"
+        with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL, len(hosts))) as pool:
+            return list(pool.map(lambda host: self._run_on(host, text, timeout_s), hosts))
+
+    def _command(self, host: str) -> list[str]:
+        if not self.remote:
+            return [sys.executable, "-"]
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={self.connect_timeout_s}"]
+        port = [] if self.ssh_port is None else ["-p", str(self.ssh_port)]
+        return ["ssh", *options, *port, "--", host, f"exec {shlex.quote(sys.executable)} -"]
+
+    def _run_on(self, host: str, text: str, timeout_s: float) -> Answer:
+        try:
+            done = subprocess.run(
+                self._command(host), input=text, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Answer(host, problem=f"{host}: gave no answer in {timeout_s:g} s; see whether the host hangs")
+        except OSError as error:
+            return Answer(host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host")
+        for line in done.stdout.splitlines():
+            if line.startswith(ANSWER_MARK):
+                return Answer(host, json.loads(line.removeprefix(ANSWER_MARK)))
+        return Answer(host, problem=self._failure(host, done))
+
+    def _failure(self, host: str, done: subprocess.CompletedProcess[str]) -> str:
+        """Say why a host gave no answer, and what to do about it."""
+        said = done.stderr.strip().splitlines()
+        last = said[-1] if said else "no message"
+        if self.remote and done.returncode == 255:
+            remedy = next((text for sign, text in REMEDY_OF_SIGN.items() if sign in done.stderr), DEFAULT_REMEDY)
+            return f"{host}: cannot be reached over SSH: {last}; {remedy.format(host=host)}"
+        if done.returncode in (126, 127):
+            return (
+                f"{host}: {sys.executable} cannot be run there: {last}; "
+                "install the same Python environment at the same path on every host"
+            )
+        return f"{host}: the check ended with exit code {done.returncode}: {last}"

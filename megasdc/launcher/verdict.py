@@ -1,0 +1,141 @@
+"""How did a launch end, who failed first, and why? From the ranks' records and the launcher's exit code; pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megasdc.errors import ERRORS_BY_EXIT_CODE, LaunchError, PeerError
+from megasdc.launcher.records import DoneRecord, LaunchRecords
+
+MAX_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The true end of a launch.
+
+    Attributes:
+        exit_code: what the front returns; 0 only if the launcher returned 0 and every rank reported done with 0.
+        rank: the rank that failed first; None where there is none or it cannot be told.
+        host: its host, as the hostfile names it.
+        lines: the story for people, the cause first.
+    """
+
+    exit_code: int
+    rank: int | None
+    host: str | None
+    lines: list[str]
+
+
+def judge(
+    host_of_rank: Sequence[str],
+    records: LaunchRecords,
+    launcher_code: int,
+    *,
+    unreachable: Mapping[str, str] | None = None,
+    stopped_by: int | None = None,
+) -> Verdict:
+    """Decide how a launch ended.
+
+    Ranks that ended with PeerError are consequences; the earliest other failure is the cause. A rank without a done
+    record was killed or its host was lost, and is the cause where no rank reported one; a documented exit code that the
+    launcher passed on then stands, because a rank may end with one and still be unable to write (a full disk).
+
+    Args:
+        host_of_rank: host of each expected rank.
+        records: the records found.
+        launcher_code: exit code of DeepSpeed's launcher; negative: it was killed by that signal.
+        unreachable: why a host's records could not be read, by host.
+        stopped_by: number of the signal that the front received; None means none.
+
+    Returns:
+        Exit code and story.
+    """
+    expected = range(len(host_of_rank))
+    failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)
+    causes = [done for done in failed if done.exit_code != PeerError.exit_code]
+    missing = [rank for rank in expected if rank not in records.done]
+    notes = [*records.unreadable, *(unreachable or {}).values()]
+    if causes:
+        return _rank_failed(causes[0], host_of_rank, failed, missing, notes)
+    if stopped_by is not None:
+        return _stopped(stopped_by, host_of_rank, missing, notes)
+    if missing:
+        return _ranks_missing(host_of_rank, records, missing, failed, launcher_code, notes)
+    if failed:
+        return _rank_failed(failed[0], host_of_rank, failed, missing, notes)
+    if launcher_code != 0:
+        line = f"the launcher ended with {describe_code(launcher_code)}, although every rank reported success"
+        return Verdict(LaunchError.exit_code, None, None, [line, *notes])
+    return Verdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
+
+
+def describe_code(code: int) -> str:
+    """Put an exit code of DeepSpeed's launcher into words; 256 - n and -n mean signal n."""
+    number = -code if code < 0 else 256 - code
+    if code == 255:
+        return "exit code 255 (SSH connection or host lost)"
+    if code < 0 or code > 128:
+        try:
+            return f"exit code {code} (a process was ended by {signal.Signals(number).name})"
+        except ValueError:
+            pass
+    kind = ERRORS_BY_EXIT_CODE.get(code)
+    return f"exit code {code}{f' ({kind.__name__})' if kind else ''}"
+
+
+def _rank_failed(
+    first: DoneRecord, host_of_rank: Sequence[str], failed: list[DoneRecord], missing: list[int], notes: list[str]
+) -> Verdict:
+    kind = ERRORS_BY_EXIT_CODE.get(first.exit_code)
+    name = first.error_class or (kind.__name__ if kind else "no error class")
+    host = host_of_rank[first.rank] if first.rank < len(host_of_rank) else first.host
+    shown = host if host == first.host else f"{host} ({first.host})"
+    reason = first.message or "it gave no message"
+    lines = [f"rank {first.rank} on {shown} failed first with exit code {first.exit_code} ({name}): {reason}"]
+    others = [done.rank for done in failed if done.rank != first.rank]
+    if others:
+        lines.append(f"after it failed: {_ranks(others, host_of_rank)}")
+    if missing:
+        lines.append(f"without a done record: {_ranks(missing, host_of_rank)}")
+    return Verdict(first.exit_code, first.rank, host, [*lines, *notes])
+
+
+def _ranks_missing(
+    host_of_rank: Sequence[str],
+    records: LaunchRecords,
+    missing: list[int],
+    failed: list[DoneRecord],
+    launcher_code: int,
+    notes: list[str],
+) -> Verdict:
+    code = describe_code(launcher_code)
+    kind = ERRORS_BY_EXIT_CODE.get(launcher_code)
+    own_code = launcher_code if kind and kind is not PeerError else LaunchError.exit_code
+    never = [rank for rank in missing if rank not in records.started]
+    lines = []
+    for rank in missing[:MAX_RANKS_SHOWN]:
+        what = "never started" if rank in never else "killed or host lost"
+        lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code})")
+    if len(missing) > MAX_RANKS_SHOWN:
+        lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
+    if failed:
+        lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
+    return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes])
+
+
+def _stopped(number: int, host_of_rank: Sequence[str], missing: list[int], notes: list[str]) -> Verdict:
+    line = f"stopped by {signal.Signals(number).name}; "
+    if missing:
+        line += f"without a done record: {_ranks(missing, host_of_rank)}"
+    else:
+        line += f"all {len(host_of_rank)} ranks ended by themselves"
+    return Verdict(128 + number, None, None, [line, *notes])
+
+
+def _ranks(ranks: Sequence[int], host_of_rank: Sequence[str]) -> str:
+    shown = [f"{rank} on {host_of_rank[rank]}" for rank in ranks[:MAX_RANKS_SHOWN] if rank < len(host_of_rank)]
+    more = len(ranks) - len(shown)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
