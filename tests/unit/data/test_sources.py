@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_hub_dataset_by_local_stand_in(tmp_path, monkeypatch, streaming):
     assert list(iterate_documents(section.model_copy(update={"split": "validation"}))) == ["other"]
     with pytest.raises(DataError, match=r"split 'nope'.*cannot be read"):
         list(iterate_documents(section.model_copy(update={"split": "nope"})))
+
+
+def test_local_files_need_no_network(tmp_path, monkeypatch):
+    """Reading local files looks up no host and opens no connection."""
+
+    def refuse(*arguments, **named):
+        raise AssertionError(f"network used: {arguments}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("datasets.load.increase_load_count", refuse)
+    (tmp_path / "a.txt").write_text("t")
+    (tmp_path / "b.jsonl").write_bytes(jsonl("j"))
+    pq.write_table(pa.table({"text": ["p"]}), tmp_path / "c.parquet")
+    assert list(iterate_documents(files(tmp_path))) == ["t", "j", "p"]
 
 
 def write_parquet(path, cut=0):
