@@ -159,6 +159,7 @@ REFUSED: dict[str, str] = {
     "data_types.keep_in_fp32_modules": "megasdc chooses what stays in fp32",
     **{f"zero_optimization.{key}": _STAGE3 for key in _STAGE3_KEYS},
     "zero_optimization.compute_grad_norm": "the gradient norm is always computed and reported",
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer reads it",
     "zero_optimization.zenflow": "it needs ZeRO stage 2 or 3",
     "zero_optimization.cpu_offload": "set offload_optimizer",
     "zero_optimization.cpu_offload_use_pin_memory": "set offload_optimizer",

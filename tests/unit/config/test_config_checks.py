@@ -1,0 +1,245 @@
+"""Contradictions inside a file, and between a file and the number of ranks, are found before anything starts."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasdc.config import (
+    PRESETS,
+    ModelSection,
+    check_layout,
+    ffn_width,
+    find_warnings,
+    head_width,
+    parse_config,
+    resolve_batch,
+)
+from megasdc.errors import ConfigError
+
+BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+
+
+def build(deepspeed=None, **sections):
+    raw = {**copy.deepcopy(BASE), **(deepspeed or {})}
+    for name, values in sections.items():
+        raw["megasdc"][name] = {**raw["megasdc"].get(name, {}), **values}
+    return parse_config(raw)
+
+
+def problem(deepspeed=None, **sections):
+    with pytest.raises(ConfigError) as caught:
+        build(deepspeed, **sections)
+    (text,) = caught.value.problems
+    return text
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"model": {"hidden_size": 130}}, ["model.hidden_size: got 130", "num_attention_heads 4"]),
+        ({"model": {"num_attention_heads": 4, "num_query_groups": 3}}, ["got 4", "num_query_groups 3"]),
+        ({"model": {"position_embedding": "rope", "kv_channels": 33}}, ["head is 33", "even"]),
+        ({"model": {"vocab_multiple": 102}, "parallel": {"tensor": 4}}, ["vocab_multiple: got 102", "tensor 4"]),
+        ({"model": {"num_attention_heads": 8, "num_query_groups": 2}, "parallel": {"tensor": 4}}, ["groups: got 2"]),
+        ({"model": {"ffn_hidden_size": 126}, "parallel": {"tensor": 4}}, ["ffn_hidden_size: got 126", "tensor 4"]),
+        ({"parallel": {"sequence_parallel": True}}, ["tensor 1", "set tensor > 1"]),
+        (
+            {"parallel": {"sequence_parallel": True, "tensor": 2}, "data": {"sequence_length": 77}},
+            ["sequence_length: got 77", "tensor 2"],
+        ),
+        ({"data": {"sequence_length": 4096}}, ["got 4096", "max_positions 2048"]),
+        ({"parallel": {"pipeline": 3}}, ["3 stages for 2 layers", "at most 2"]),
+        ({"parallel": {"pipeline": 2}, "model": {"num_layers": 3}}, ['"uniform"', "num_layers 3", "pipeline 2"]),
+        ({"parallel": {"pipeline": 2, "partition": [1, 2]}}, ["2 stages with 3 layers", "with 2 layers"]),
+        ({"parallel": {"pipeline": 1, "partition": [1, 1]}}, ["2 stages with 2 layers", "1 stages"]),
+        ({"data": {"split": [0, 1, 1]}}, ["share of training"]),
+        ({"data": {"path": " "}}, ["folder of prepared data"]),
+        ({"data": {"sources": [{"kind": "stdlib", "path": "x"}]}}, ["sources.0.path", "takes no path"]),
+        ({"data": {"sources": [{"kind": "files"}]}}, ["sources.0.path: missing"]),
+        ({"data": {"sources": [{"kind": "files", "path": "a", "streaming": True}]}}, ["streaming", '"hub"']),
+        ({"data": {"tokenizer": {"kind": "huggingface"}}}, ["tokenizer.path: missing"]),
+        ({"training": {"eval_interval": 5}, "data": {"split": [1, 0, 0]}}, ["eval_interval: got 5", "[1, 0, 0]"]),
+        ({"logging": {"run_dir": ""}}, ["run_dir"]),
+        ({"model": {"megatron": {"hidden_size": 4}}}, ["megatron.hidden_size: got 4", "megasdc.model.hidden_size"]),
+        ({"model": {"megatron": {"qk_layernrm": True}}}, ["no such field", "did you mean qk_layernorm?"]),
+    ],
+)
+def test_contradictions_of_our_sections(sections, parts):
+    """Each contradiction gives exactly one problem, with both numbers."""
+    text = problem(**sections)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "parts"),
+    [
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["switch one of them off"]),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["remove bfloat16"]),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, ['got "fp16"', '"fp32" or "bf16"']),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ["model in fp32"]),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16_master_weights_and_grads"]),
+        ({"optimizer": {"params": {"bias_correction": True}}}, ["bias_correction"]),
+        ({"optimizer": {"params": {"foreach": True, "fused": True}}}, ["foreach"]),
+        ({"optimizer": {"params": {"torch_adam": False, "fused": True}}}, ["fused"]),
+        ({"optimizer": {"params": {"max_grad_norm": 1}}}, ["not supported: set gradient_clipping"]),
+        ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 3}}}, ["WarmupLR does not take it"]),
+        ({"checkpoint": {"use_node_local_storage": True}}, ['storage is "shared"']),
+        ({"pipeline": {"stages": 2}}, ["set megasdc.parallel.pipeline"]),
+    ],
+)
+def test_contradictions_of_deepspeeds_part(deepspeed, parts):
+    """Each contradiction gives exactly one problem."""
+    text = problem(deepspeed)
+    assert all(part in text for part in parts), text
+
+
+def test_megatron_fields_pass_through():
+    """A field of TransformerConfig that has no name of its own here is accepted."""
+    assert build(model={"megatron": {"qk_layernorm": True}}).megasdc.model.megatron == {"qk_layernorm": True}
+
+
+def test_transformer_engine_says_how_to_get_it(monkeypatch):
+    """Asking for Transformer Engine without it names the package and the other choice."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    text = problem(model={"backend": "transformer_engine"})
+    assert "pip install" in text and '"torch"' in text
+
+
+def test_node_local_storage_reaches_deepspeed():
+    """checkpoint.storage is the one place to say that nodes share no folder."""
+    assert build(checkpoint={"storage": "node_local"}).deepspeed["checkpoint"]["use_node_local_storage"] is True
+
+
+class TestBatch:
+    @given(
+        micro=st.integers(1, 9),
+        accumulation=st.integers(1, 9),
+        data=st.integers(1, 9),
+        tensor=st.sampled_from([1, 2, 4]),
+        left_out=st.sampled_from(
+            [None, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+        ),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_any_one_of_three_may_be_left_out(self, micro, accumulation, data, tensor, left_out):
+        """The absent size is derived from the others and the data-parallel size."""
+        sizes = {
+            "train_batch_size": micro * accumulation * data,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+        }
+        sizes.pop(left_out, None)
+        config = build(sizes, parallel={"tensor": tensor, "pipeline": 2})
+        assert resolve_batch(config, tensor * 2 * data) == (micro * accumulation * data, micro, accumulation, data)
+        assert parse_config(config.resolved()) == config
+
+    @pytest.mark.parametrize(
+        ("sizes", "expected"),
+        [
+            ({}, (4, 1, 1, 4)),
+            ({"train_batch_size": 12}, (12, 1, 3, 4)),
+            ({"gradient_accumulation_steps": 3}, (12, 1, 3, 4)),
+            ({"train_micro_batch_size_per_gpu": 3}, (12, 3, 1, 4)),
+        ],
+    )
+    def test_two_left_out(self, sizes, expected):
+        """With two absent the micro-batch is 1, and nothing is accumulated unless the whole batch asks for it."""
+        assert resolve_batch(build(sizes), 4) == expected
+
+    def test_disagreement_prints_all_three_and_the_replicas(self):
+        """Three sizes that disagree are all printed with the data-parallel size."""
+        config = build({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})
+        with pytest.raises(ConfigError) as caught:
+            check_layout(config, 2)
+        text = str(caught.value)
+        assert "got 10" in text and "per_gpu 3" in text and "steps 2" in text and "size 2" in text and "to 12" in text
+
+    @pytest.mark.parametrize("sizes", [{"train_micro_batch_size_per_gpu": 3}, {"gradient_accumulation_steps": 3}])
+    def test_indivisible_batch(self, sizes):
+        """A batch that the derived size cannot make up is refused with the unit it must be a multiple of."""
+        with pytest.raises(ConfigError, match="multiple of 6"):
+            check_layout(build({"train_batch_size": 10, **sizes}), 2)
+
+    @pytest.mark.parametrize("world_size", [0, 1, 3, 6])
+    def test_world_size_must_fit(self, world_size):
+        """Tensor x pipeline must divide the world size; both products are printed."""
+        config = build(parallel={"tensor": 2, "pipeline": 2})
+        with pytest.raises(ConfigError, match=f"= 4 does not divide the world size {world_size}"):
+            check_layout(config, world_size)
+
+
+def test_warnings_name_what_is_probably_not_meant():
+    """A schedule of another length, intervals past the end and a useless keep_every are warned about, not refused."""
+    config = build(
+        {"scheduler": {"params": {"total_num_steps": 50, "warmup_num_steps": 100}}},
+        training={"eval_interval": 101},
+        checkpoint={"interval": 30, "keep_every": 40},
+    )
+    starts = [text.split(":")[0] for text in find_warnings(config)]
+    assert starts == [
+        "scheduler.params.total_num_steps",
+        "scheduler.params.warmup_num_steps",
+        "megasdc.training.eval_interval",
+        "megasdc.checkpoint.keep_every",
+    ]
+    assert find_warnings(build()) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_consistent(name):
+    """Every preset passes all checks by itself and has whole heads."""
+    model = build(model={"preset": name}).megasdc.model
+    assert head_width(model) * model.num_attention_heads == model.hidden_size
+    assert ffn_width(model) % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("llama-1b", 1_235_814_400),
+        ("llama-7b", 6_738_415_616),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset, published):
+    """Counting weights from the fields gives the published size, with the models' own vocabularies."""
+    model = ModelSection.model_validate({"preset": preset, **PRESETS[preset]})
+    h, f, width = model.hidden_size, ffn_width(model), head_width(model)
+    kv = width * (model.num_query_groups or model.num_attention_heads)
+    llama2 = preset == "llama-7b"
+    vocabulary = 50257 if preset.startswith("gpt2") else 32000 if llama2 else 128256
+    matrices = h * (h + 2 * kv) + h * h + f * h * (3 if model.gated_mlp else 2)
+    extra = (h + 2 * kv + h + f + h if model.bias else 0) + 2 * h * (2 if model.normalization == "LayerNorm" else 1)
+    final = h * (2 if model.normalization == "LayerNorm" else 1)
+    tables = vocabulary * h * (1 if model.tie_embeddings else 2)
+    positions = model.max_positions * h if model.position_embedding == "learned" else 0
+    total = model.num_layers * (matrices + extra) + final + tables + positions
+    assert total == published
+
+
+def test_megatron_lists_agree_with_the_model_builder():
+    """Every field that the model builder refuses is refused before a rank starts, and widths agree."""
+    builder = pytest.importorskip("megasdc.model.transformer_config")
+    from megasdc.config.megatron_fields import REFUSED_FIELDS
+
+    assert set(REFUSED_FIELDS) >= builder.OWN_FIELDS | set(builder.UNSUPPORTED_FIELDS)
+    for preset in PRESETS.values():
+        model = ModelSection.model_validate(preset)
+        assert ffn_width(model) == builder.ffn_width(model)
+
+
+def test_megatron_field_names_are_those_of_the_class():
+    """Reading Megatron-core's source gives the same names as importing the class."""
+    import dataclasses
+
+    from megatron.core.transformer import TransformerConfig
+
+    from megasdc.config.megatron_fields import REFUSED_FIELDS, megatron_fields
+
+    assert {field.name for field in dataclasses.fields(TransformerConfig)} <= megatron_fields()
+    assert set(REFUSED_FIELDS) <= megatron_fields()

@@ -1,0 +1,56 @@
+"""The README's table of fields is generated from the sections and kept up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from megasdc.config import MegasdcSection
+from megasdc.config.table import BEGIN, END, render_table, type_text, update_readme
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def test_table_has_every_field_with_a_meaning():
+    """One row a field, each with type, default and a meaning that ends a sentence."""
+    rows = [line.split(" | ") for line in render_table().splitlines()[2:]]
+    assert all(len(row) == 4 for row in rows)
+    paths = [row[0].removeprefix("| ") for row in rows]
+    assert "`model.num_layers`" in paths and "`data.sources[].kind`" in paths and "`training.steps`" in paths
+    assert all(row[1] and row[2] and row[3].removesuffix(" |").endswith(".") for row in rows)
+    assert {path.strip("`").split(".")[0] for path in paths} == set(MegasdcSection.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [(int, "integer"), (int | None, "integer or null"), (list[str], "list of (text)"), (bool, "true or false")],
+)
+def test_types_in_words(annotation, words):
+    """Types are written as JSON users know them."""
+    assert type_text(annotation) == words
+
+
+def test_update_writes_between_the_markers_only(tmp_path):
+    """Text around the markers stays; a second update changes nothing; check reports without writing."""
+    file = tmp_path / "README.md"
+    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert update_readme(file, check=True) is False
+    assert "old" in file.read_text()
+    assert update_readme(file) is False
+    assert file.read_text() == f"before\n{BEGIN}\n{render_table()}{END}\nafter\n"
+    assert update_readme(file) is True
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}\n"])
+def test_missing_markers_are_an_error(tmp_path, text):
+    """Without both markers in order nothing is written."""
+    file = tmp_path / "README.md"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="config-table"):
+        update_readme(file)
+    assert file.read_text() == text
+
+
+def test_readme_is_up_to_date():
+    """The table in README.md, if it holds one, is the generated one."""
+    if BEGIN in README.read_text(encoding="utf-8"):
+        assert update_readme(README, check=True), "run: megasdc config-table --write README.md"

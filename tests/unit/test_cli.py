@@ -1,0 +1,113 @@
+"""The command line: results on stdout, messages on stderr, documented exit codes, an example in every help."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megasdc import __version__
+from megasdc.cli import app, main
+from megasdc.config import load_config
+
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def commands():
+    """Yield the argument list of every command, those of sub-applications too."""
+    todo = [([], typer.main.get_command(app))]
+    while todo:
+        path, command = todo.pop()
+        yield path
+        todo += [([*path, name], inner) for name, inner in getattr(command, "commands", {}).items()]
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_every_help_has_an_example(command):
+    """--help of the program and of every command shows a call that can be copied."""
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Example: megasdc" in result.output
+
+
+def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
+    """The output of check-config is the resolved file and nothing else."""
+    result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
+    assert result.exit_code == 0
+    path = tmp_path / "resolved.json"
+    path.write_text(result.stdout)
+    assert load_config(path) == load_config(SMOKE, ["megasdc.training.steps=40"])
+    assert "warning: scheduler.params.total_num_steps" in result.stderr
+    assert "2 ranks = tensor 1 x pipeline 1 x data 2" in result.stderr
+
+
+def test_check_config_as_json():
+    """--json gives one object with the verdict, for right and for wrong files."""
+    good = run("check-config", SMOKE, "--json", "--world-size", 2)
+    found = json.loads(good.stdout)
+    assert found["ok"] and found["layout"]["data"] == 2 and found["warnings"] == []
+    bad = run("check-config", SMOKE, "--json", "--set", "megasdc.training.steps=0", "--set", "x=1")
+    assert bad.exit_code == 70
+    assert len(json.loads(bad.stdout)["problems"]) == 2
+
+
+@pytest.mark.parametrize("arguments", [["--set", "megasdc.training.steps=0"], ["--world-size", "3"]])
+def test_wrong_configuration_exits_with_70(arguments):
+    """Through the real entry point: one message on stderr, nothing on stdout, exit code 70, no traceback."""
+    command = [sys.executable, "-m", "megasdc", "check-config", str(SMOKE), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 70
+    assert done.stdout == ""
+    assert done.stderr.startswith("megasdc: error: 1 problem in") and "Traceback" not in done.stderr
+
+
+def test_version_and_usage_errors(monkeypatch, capsys):
+    """--version prints the version; an unknown option is a usage error with exit code 2."""
+    assert run("--version").output == f"megasdc {__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["megasdc", "check-config", "--no-such-option"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "No such option" in capsys.readouterr().err
+
+
+def test_config_table_write_and_check(tmp_path):
+    """--check fails until --write has put the table in; a file without markers is a usage error."""
+    file = tmp_path / "README.md"
+    file.write_text("<!-- config-table:begin -->\n<!-- config-table:end -->\n")
+    assert run("config-table", "--check", file).exit_code == 1
+    assert run("config-table", "--write", file).exit_code == 0
+    assert run("config-table", "--check", file).exit_code == 0
+    assert run("config-table").stdout in file.read_text()
+    file.write_text("nothing")
+    assert run("config-table", "--write", file).exit_code == 2
+
+
+def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
+    """prepare-data passes the data section, folder, workers and force on, and prints the manifest as JSON."""
+    prepare = pytest.importorskip("megasdc.data.prepare")
+    calls = []
+
+    class Manifest:
+        unigram_entropy_nats = 6.5
+
+        def model_dump(self, mode):
+            return {"format_version": 1}
+
+    def fake(section, out_dir, workers, *, progress, force):
+        calls.append((section.path, out_dir, workers, progress, force))
+        return Manifest()
+
+    monkeypatch.setattr(prepare, "prepare", fake)
+    result = run("prepare-data", "--config", SMOKE, "--out", tmp_path / "a b", "--workers", 2, "--force", "--json")
+    assert calls == [("prepared/stdlib", tmp_path / "a b", 2, False, True)]
+    assert json.loads(result.stdout) == {"path": str(tmp_path / "a b"), "manifest": {"format_version": 1}}
+    assert run("prepare-data", "--config", SMOKE).exit_code == 0
+    assert calls[1] == ("prepared/stdlib", Path("prepared/stdlib"), 1, True, False)

@@ -1,0 +1,47 @@
+"""Exit codes are a protocol: one number, one meaning, for ever."""
+
+import inspect
+
+from megasdc import errors
+
+
+def all_errors():
+    return [
+        kind
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.MegasdcError) and kind is not errors.MegasdcError
+    ]
+
+
+def test_exit_codes_do_not_change():
+    """Numbers that scripts and supervisors rely on."""
+    assert {kind.__name__: kind.exit_code for kind in all_errors()} == {
+        "ConfigError": 70,
+        "DataError": 71,
+        "CheckpointError": 72,
+        "CorruptionError": 73,
+        "NonFiniteError": 74,
+        "HangError": 75,
+        "ExcludedNodeError": 76,
+        "StorageError": 77,
+        "LaunchError": 78,
+        "PeerError": 79,
+    }
+
+
+def test_every_error_is_in_the_table_under_its_own_code():
+    """The table is complete, and no code is used twice, nor one that has another meaning to the system."""
+    codes = [kind.exit_code for kind in all_errors()]
+    assert len(set(codes)) == len(codes)
+    assert not set(codes) & {0, 1, 2, 16, 17} and max(codes) < 128
+    assert {kind: code for code, kind in errors.ERRORS_BY_EXIT_CODE.items()} == {
+        kind: kind.exit_code for kind in all_errors()
+    }
+
+
+def test_config_error_lists_every_problem():
+    """The message counts and lists all problems and names the file; one text is one problem."""
+    error = errors.ConfigError(["a.b: wrong.", "c: wrong."], "my file.json")
+    assert str(error) == "2 problems in my file.json:\n  - a.b: wrong.\n  - c: wrong."
+    assert error.problems == ["a.b: wrong.", "c: wrong."]
+    assert str(errors.ConfigError("only one.")) == "1 problem:\n  - only one."

@@ -1,0 +1,79 @@
+"""Events survive a killed writer, and are read back in rank order."""
+
+import json
+import socket
+
+import pytest
+
+from megasdc.events import EventLog, read_events
+
+
+def test_line_has_the_documented_fields(tmp_path):
+    """A line holds exactly the keys that programs rely on, in the file named after the rank."""
+    log = EventLog(tmp_path / "run dir", 3)
+    event = log.emit("save", "checkpoint", step=7, micro_batch=1, path=tmp_path, size_bytes=5)
+    log.close()
+    (line,) = (tmp_path / "run dir" / "events" / "rank_00003.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert list(found) == ["time", "rank", "host", "step", "micro_batch", "kind", "name", "fields"]
+    assert found["fields"] == {"path": str(tmp_path), "size_bytes": 5}
+    assert (found["rank"], found["host"], found["step"]) == (3, socket.gethostname(), 7)
+    assert event.time == found["time"]
+
+
+def test_events_are_on_disk_before_close(tmp_path):
+    """A process that dies after emit leaves the event in the file."""
+    log = EventLog(tmp_path, 0)
+    log.emit("skip", "gradient_overflow", step=1)
+    assert [event.name for event in read_events(tmp_path)] == ["gradient_overflow"]
+    log.close()
+
+
+def test_counts_and_filters(tmp_path):
+    """Events are counted by kind and name, and read back by either, ranks in order."""
+    for rank in (10, 2):
+        log = EventLog(tmp_path, rank)
+        log.emit("save", "checkpoint", step=1)
+        log.emit("warning", "slow", step=2)
+        log.emit("save", "checkpoint", step=3)
+        assert log.counts == {"save/checkpoint": 2, "warning/slow": 1}
+        log.close()
+    assert [(event.rank, event.step) for event in read_events(tmp_path, kind="save")] == [
+        (2, 1),
+        (2, 3),
+        (10, 1),
+        (10, 3),
+    ]
+    assert [event.step for event in read_events(tmp_path, name="slow")] == [2, 2]
+    assert list(read_events(tmp_path, kind="save", name="slow")) == []
+
+
+def test_a_second_log_appends(tmp_path):
+    """A resumed run keeps the events of the run before."""
+    for step in (1, 2):
+        log = EventLog(tmp_path, 0)
+        log.emit("restart", "run", step=step)
+        log.close()
+    assert [event.step for event in read_events(tmp_path)] == [1, 2]
+
+
+def test_half_a_last_line_is_passed_over(tmp_path):
+    """A line cut by a kill is not an event; those before it are."""
+    log = EventLog(tmp_path, 0)
+    log.emit("save", "checkpoint", step=1)
+    log.close()
+    with open(log.path, "a", encoding="utf-8") as file:
+        file.write('{"time": 1.0, "ra')
+    assert [event.step for event in read_events(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("line", ["not json\n", '{"time": 1.0}\n', '{"unknown": 1}\n', "[1]\n"])
+def test_a_broken_whole_line_is_an_error_with_its_place(tmp_path, line):
+    """Damage in the middle of a log is reported with file and line, not passed over."""
+    log = EventLog(tmp_path, 0)
+    log.emit("save", "checkpoint")
+    log.close()
+    with open(log.path, "a", encoding="utf-8") as file:
+        file.write(line)
+    with pytest.raises(ValueError, match=r"rank_00000\.jsonl:2 is not an event"):
+        list(read_events(tmp_path))

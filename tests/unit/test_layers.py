@@ -1,0 +1,132 @@
+"""Imports go down in layers only, and the lowest layers need no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megasdc
+
+PACKAGE = Path(megasdc.__file__).parent
+LAYERS = {
+    "errors": 0,
+    "events": 1,
+    "config": 1,
+    "tensors": 2,
+    "parallel": 2,
+    "determinism": 2,
+    "distributions": 2,
+    "metrics": 3,
+    "data": 3,
+    "model": 3,
+    "optim": 3,
+    "checkpoint": 3,
+    "engine": 3,
+    "dropcompute": 4,
+    "faults": 4,
+    "sdc": 4,
+    "study": 4,
+    "train": 5,
+    "bench": 6,
+    "experiments": 6,
+    "report": 6,
+    "launcher": 6,
+    "cli": 7,
+    "__main__": 8,
+}
+SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
+"""Inside layer 3 a part may import those before it."""
+NO_TORCH = {"errors", "events", "config"}
+
+
+def part_of(file):
+    """Return the first name below the package: a folder, or a module without its ending."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(file):
+    """Yield (line, dotted module) of every import statement in a file, also inside functions."""
+    package = ["megasdc", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "megasdc":
+                yield from ((node.lineno, f"megasdc.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+
+
+def may_import(part, other):
+    """Tell whether the rule lets one part import another."""
+    if part == other:
+        return True
+    if LAYERS[part] != LAYERS[other]:
+        return LAYERS[part] > LAYERS[other]
+    return part in SIDEWAYS and SIDEWAYS.index(other) < SIDEWAYS.index(part)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_part_has_a_layer():
+    """A new folder or module is given its place before it is used."""
+    assert {part_of(file) for file in FILES} - {"__init__"} <= set(LAYERS)
+
+
+@pytest.mark.parametrize("part", sorted({part_of(file) for file in FILES} - {"__init__"}))
+def test_imports_go_down(part):
+    """No part imports from a layer above it, nor sideways but in the stated order."""
+    wrong = []
+    for file in FILES:
+        if part_of(file) != part:
+            continue
+        for line, module in imported(file):
+            names = module.split(".")
+            if names[0] == "megasdc" and len(names) > 1 and names[1] in LAYERS and not may_import(part, names[1]):
+                wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if part_of(file) in NO_TORCH], ids=lambda file: file.stem)
+def test_lowest_layers_name_no_torch(file):
+    """Config, events and errors import neither torch nor what brings it along, at any level of a file."""
+    heavy = {"torch", "deepspeed", "megatron", "transformers", "datasets"}
+    assert [module for _, module in imported(file) if module.split(".")[0] in heavy] == []
+
+
+@pytest.mark.parametrize("module", ["megasdc.config", "megasdc.config.table", "megasdc.events", "megasdc.cli"])
+def test_importing_brings_no_torch(module):
+    """The config and the command line start without the seconds that torch takes."""
+    code = f"import {module}, sys; assert not {{'torch', 'numpy', 'deepspeed'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_parallel_state_is_initialised_in_one_place():
+    """Only parallel/groups.py builds Megatron-core's groups."""
+    callers = [
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) == "initialize_model_parallel"
+    ]
+    assert set(callers) <= {"parallel/groups.py"}
+
+
+def test_only_the_stated_parts_see_the_whole_configuration():
+    """RunConfig and its loaders are named in config, train/build.py, the CLI and programs above the loop only."""
+    whole = {"RunConfig", "load_config", "parse_config"}
+    seen = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and whole & {alias.name for alias in node.names}
+    }
+    allowed = ("config/", "cli.py", "bench/", "experiments/", "launcher/", "report/", "train/")
+    assert [file for file in sorted(seen) if not file.startswith(allowed)] == []
