@@ -76,6 +76,6 @@ def _start(kind: str, tokenizer_folder: Path) -> subprocess.Popen[bytes]:
     package = str(Path(megasdc.__file__).resolve().parent.parent)
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
-    environment.update(OMP_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", USE_TORCH="0")
+    environment.update(OMP_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     command = [sys.executable, "-m", "megasdc.data.worker", kind, str(tokenizer_folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

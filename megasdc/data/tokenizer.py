@@ -118,7 +118,6 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"tokenizer {path} has no end-of-sentence token, which marks the end of a document; set eos_token in "
                 f"its tokenizer_config.json"
             )
-        self._model.split_special_tokens = True
         self._model.model_max_length = int(1e30)  # documents are cut into samples later; no warning per document
         self.vocab_size = max(len(self._model), self._model.eos_token_id + 1)
         self.end_of_document = self._model.eos_token_id

@@ -50,6 +50,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what happens
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break the protocol
+    # transformers 5 imports torch where it finds it, whatever USE_TORCH says; a None here makes it not be found.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     kind, folder = sys.argv[1:]
     tokenizer = None
     while True:

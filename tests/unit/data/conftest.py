@@ -6,6 +6,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megasdc.config.sections import DataSection
 from megasdc.data.prepare import prepare
@@ -45,3 +47,21 @@ def prepared(tmp_path_factory, corpus):
 @pytest.fixture(name="section_for", scope="session")
 def section_for_fixture():
     return section_for
+
+
+@pytest.fixture(scope="session")
+def huggingface_folder(tmp_path_factory, corpus):
+    """A byte-level BPE tokenizer as GPT-2's, trained here."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    model.train_from_iterator(
+        [path.read_text() for path in sorted(corpus.glob("*.txt"))[:5]],
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    folder = tmp_path_factory.mktemp("hf")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder

@@ -214,10 +214,29 @@ def test_given_tokenizer_and_splits_left_out(tmp_path, corpus, prepared, section
     assert manifest.tokenizer == Manifest.load(prepared.path).tokenizer
 
 
-def test_workers_import_no_torch(tmp_path):
-    """A worker's imports stay light: neither torch nor Megatron, also with a Hugging Face tokenizer."""
-    code = "import sys, megasdc.data.worker; print([name for name in ('torch', 'megatron') if name in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+def test_huggingface_tokenizer(tmp_path, corpus, huggingface_folder, section_for):
+    """Prepared with a Hugging Face tokenizer, the ids are its own, and the copy in the folder decodes them."""
+    tokenizer = {"kind": "huggingface", "path": str(huggingface_folder)}
+    section = section_for(tmp_path / "out", corpus, split=[1, 0, 0], tokenizer=tokenizer)
+    manifest = prepare(section, workers=2, progress=False)
+    copy = load_tokenizer("huggingface", tmp_path / "out" / "tokenizer")
+    assert (manifest.tokenizer.vocab_size, manifest.tokenizer.checksum) == (500, copy.checksum)
+    original = load_tokenizer("huggingface", huggingface_folder)
+    data = IndexedDataset(str(tmp_path / "out" / "train"))
+    for row, text in zip(data, iterate_documents(section.sources[0]), strict=True):
+        assert row.tolist() == [*original.encode([text])[0], original.end_of_document]
+        assert copy.decode(row) == text
+    assert prepare(section, progress=False) == manifest
+    with pytest.raises(DataError, match="must name a folder or a hub tokenizer"):
+        prepare(section_for(tmp_path / "other", corpus, tokenizer={"kind": "huggingface"}), progress=False)
+
+
+def test_workers_import_no_torch(tmp_path, huggingface_folder):
+    """A worker maps no library of torch, also with a Hugging Face tokenizer; it would cost seconds and memory each."""
+    with WorkerPool("huggingface", huggingface_folder, 1) as pool:
+        pool.submit(tmp_path / "00000000-x.npz", ["text"]).result(timeout=60)
+        mapped = psutil.Process(pool._processes[0].pid).memory_maps()
+    assert [one.path for one in mapped if "torch" in one.path] == []
 
 
 @pytest.mark.parametrize("num_documents", [3, 10, 99, 1000])

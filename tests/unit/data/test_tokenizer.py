@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import transformers
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megasdc.data.sources import iterate_documents
 from megasdc.data.tokenizer import checksum_tokenizer, load_tokenizer, train_sentencepiece
@@ -57,24 +54,6 @@ def test_impossible_vocabulary(tmp_path, vocab_size):
     with pytest.raises(DataError, match=f"with {vocab_size} pieces can be trained"):
         train_sentencepiece(["some text\n" * 50], tmp_path / "m", vocab_size)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def huggingface_folder(tmp_path_factory, texts):
-    """A byte-level BPE tokenizer as GPT-2's, trained here."""
-    model = RustTokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(
-        texts[:5],
-        trainers.BpeTrainer(
-            vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    folder = tmp_path_factory.mktemp("hf")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|endoftext|>").save_pretrained(folder)
-    return folder
 
 
 def test_huggingface_round_trip(tmp_path, huggingface_folder):
