@@ -145,6 +145,46 @@ def prepare_data(
     typer.echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
 
 
+@app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")
+def launch(
+    config: ConfigOption,
+    launcher_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`; without: this host.")
+    ] = None,
+    num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Ranks on each host.")] = None,
+    include: Annotated[str, typer.Option("--include", help="Only these: NAME[:SLOT,...][@NAME...].")] = "",
+    exclude: Annotated[str, typer.Option("--exclude", help="All but these; same form.")] = "",
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="pdsh, openmpi, slurm, ...: DeepSpeed's backend.")
+    ] = "pdsh",
+    script: Annotated[Path | None, typer.Option("--script", help="Training script; default: pretrain_gpt.py.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check all hosts, start DeepSpeed's launcher, and return the true exit code, naming who failed first and why."""
+    from megasdc.launcher.front import DEFAULT_SCRIPT, LaunchRequest, launch_run
+
+    request = LaunchRequest(
+        config_path=config,
+        hostfile=hostfile,
+        num_gpus=num_gpus,
+        include=include,
+        exclude=exclude,
+        backend=launcher,
+        launcher_args=tuple(launcher_args or ()),
+        overrides=tuple(overrides or ()),
+        script=script or DEFAULT_SCRIPT,
+    )
+    result = launch_run(request, dry_run=dry_run, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+    raise typer.Exit(result.exit_code)
+
+
 def main() -> None:
     """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
     try:

@@ -175,8 +175,9 @@ class Cluster:
 
     def power_off(self, name: str) -> None:
         """Cut a host's power: all its processes end at once, nothing is flushed, no connection is closed."""
-        os.kill(self._first_pid[name], signal.SIGKILL)
-        self._processes[name].wait()
+        if self._processes[name].poll() is None:
+            os.kill(self._first_pid[name], signal.SIGKILL)
+            self._processes[name].wait()
 
     def reboot(self, name: str) -> None:
         """Power a host off and on, and wait until it can be reached."""

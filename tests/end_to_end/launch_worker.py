@@ -1,0 +1,97 @@
+"""A stand-in for the training script: meets the other ranks, behaves as told, and leaves its records.
+
+``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``sums`` (one after the other until a peer is lost,
+which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the
+others as PeerError), ``sleep`` (until a signal), or ``environment`` (write the environment to the run folder).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from megasdc.config import load_config
+from megasdc.errors import DataError, MegasdcError, PeerError
+from megasdc.launcher.records import write_done, write_started
+
+RANK = int(os.environ["RANK"])
+FAILURE_S = 1.0
+
+
+def main(run_dir: Path) -> None:
+    """Do what the environment asks for."""
+    behaviour, _, argument = os.environ["MEGASDC_TEST_BEHAVIOUR"].partition(":")
+    if behaviour == "sum":
+        check_sum()
+    elif behaviour == "sums":
+        sum_until_peer_lost(run_dir)
+    elif behaviour == "fail":
+        time.sleep(FAILURE_S)
+        if int(argument) == RANK:
+            raise DataError(f"shard {RANK} is damaged\nsecond line")
+        time.sleep(FAILURE_S)
+        raise PeerError("another rank has gone")
+    elif behaviour == "sleep":
+        sleep_until_signal(run_dir)
+    elif behaviour == "environment":
+        found = {"argv": sys.argv[1:], "cwd": str(Path.cwd()), "environ": dict(os.environ)}
+        (run_dir / f"environment_{RANK}.json").write_text(json.dumps(found))
+
+
+def check_sum() -> None:
+    """Sum the ranks over gloo and compare with the formula."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(RANK)])
+    dist.all_reduce(total)
+    size = dist.get_world_size()
+    assert total.item() == size * (size - 1) / 2, total
+    dist.destroy_process_group()
+
+
+def sum_until_peer_lost(run_dir: Path) -> None:
+    """Go on summing, as training would."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    (run_dir / f"summing_{RANK}").touch()
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.05)
+    except RuntimeError as error:
+        raise PeerError(f"a collective failed: {error}") from error
+
+
+def sleep_until_signal(run_dir: Path) -> None:
+    """Wait; the first SIGTERM ends the wait as if a checkpoint had been saved."""
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    (run_dir / f"asleep_{RANK}").touch()
+    while not stopped:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[sys.argv.index("--config") + 1 :]
+    folder = Path(load_config(arguments[0], arguments[2::2]).megasdc.logging.run_dir)
+    write_started(folder, RANK)
+    code, cause = 0, None
+    try:
+        main(folder)
+    except MegasdcError as error:
+        code, cause = error.exit_code, error
+    write_done(folder, RANK, code, cause)
+    sys.exit(code)
