@@ -202,6 +202,15 @@ def test_dead_worker(tmp_path, corpus):
             pool.submit(tmp_path / "00000000-x.npz", ["text"]).result(timeout=30)
 
 
+def test_worker_reports_its_error(tmp_path, prepared):
+    """What a worker cannot do is raised in the caller, by its own name, and the worker goes on."""
+    with WorkerPool("sentencepiece", Path(prepared.path) / "tokenizer", 1) as pool:
+        with pytest.raises(FileNotFoundError, match=r"nowhere"):
+            pool.submit(tmp_path / "nowhere" / "00000000-x.npz", ["text"]).result(timeout=30)
+        pool.submit(tmp_path / "00000000-x.npz", ["text"]).result(timeout=30)
+    assert (tmp_path / "00000000-x.npz").exists()
+
+
 def test_given_tokenizer_and_splits_left_out(tmp_path, corpus, prepared, section_for):
     """A given model is used as it is and copied; a split with share 0 has no files."""
     model = Path(prepared.path) / "tokenizer" / "tokenizer.model"
