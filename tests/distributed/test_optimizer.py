@@ -1,0 +1,162 @@
+"""Does one ZeRO-1 step equal plain torch.optim.AdamW? Both DeepSpeed optimizers, with TP and PP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_distributed
+from tiny import GPT, LLAMA, full_tensors, make_engine, micro_batches
+
+from megasdc.engine.hooks import EngineHook
+from megasdc.optim.zero1 import is_bf16_optimizer
+
+pytestmark = pytest.mark.distributed
+
+LR, BETAS, EPS, DECAY, CLIP = 3e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+class _GradientTap(EngineHook):
+    """Keeps the full reduced gradients of each step, by parameter name, put together from the owners' parts."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def before_optimizer_step(self, engine: Any) -> None:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        optimizer, gradients = engine.optimizer, {}
+        if is_bf16_optimizer(optimizer):
+            for group in optimizer.bf16_groups:
+                gradients |= {names[id(p)]: p._hp_grad.detach().clone().view_as(p) for p in group}
+        else:
+            for parameter, gradient in _assembled(engine):
+                gradients[names[id(parameter)]] = gradient
+        self.steps.append(full_tensors(engine, gradients))
+
+
+def _assembled(engine: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Reduced gradients of every parameter, the parts of all data-parallel ranks added (each holds its own part)."""
+    optimizer, result = engine.optimizer, []
+    for i, group in enumerate(optimizer.bit16_groups):
+        owned = optimizer.params_in_partition[i]
+        parts: dict[int, torch.Tensor] = {}
+        for parameter, gradient in zip(owned, optimizer.averaged_gradients[i], strict=False):
+            parts[id(parameter)] = gradient
+        for parameter in group:
+            full = torch.zeros(parameter.numel())
+            if id(parameter) in parts:
+                first = optimizer.first_offset[i] if owned and parameter is owned[0] else 0
+                piece = parts[id(parameter)].flatten().float()
+                full[first : first + piece.numel()] = piece
+            dist.all_reduce(full, group=engine.mpu.get_data_parallel_group())
+            result.append((parameter, full.view_as(parameter)))
+    return result
+
+
+def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Largest distance in units in the last place of fp32."""
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        bits = x.float().view(torch.int32).long()
+        return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+    return int((ordered(a) - ordered(b)).abs().max())
+
+
+def _masters(engine: Any) -> dict[str, torch.Tensor]:
+    """Full fp32 master weights by name, put together from the shards."""
+    values = {}
+    optimizer = engine.optimizer
+    for name, parameter in engine.module.named_parameters():
+        full = torch.zeros(parameter.numel())
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            fragment, address = mapping.hp_fragment, mapping.lp_fragment_address
+            full[address.start : address.start + address.numel] = fragment.flatten()
+        dist.all_reduce(full, group=engine.mpu.get_data_parallel_group())
+        values[name] = full.view_as(parameter)
+    assert optimizer is not None
+    return full_tensors(engine, values)
+
+
+def _steps(model: dict[str, Any], tensor: int, pipeline: int, precision: str, grad_accum: str, count: int) -> Any:
+    engine = make_engine(
+        model,
+        tensor,
+        pipeline,
+        precision=precision,
+        grad_accum=grad_accum,
+        lr=LR,
+        deepspeed={
+            "optimizer": {
+                "params": {
+                    "lr": LR,
+                    "betas": list(BETAS),
+                    "eps": EPS,
+                    "weight_decay": DECAY,
+                    "torch_adam": True,
+                    "fused": True,
+                },
+                "type": "AdamW",
+            }
+        },
+    )
+    tap = _GradientTap()
+    engine.hooks.append(tap)
+    masters, norms = [_masters(engine)], []
+    for step in range(1, count + 1):
+        norms.append(engine.train_step(micro_batches(engine, step)).grad_norm)
+        masters.append(_masters(engine))
+    return {"masters": masters, "gradients": tap.steps, "norms": norms, "optimizer": type(engine.optimizer).__name__}
+
+
+def _oracle(
+    initial: dict[str, torch.Tensor], gradients: list[dict[str, torch.Tensor]], norms: list[float], kind: str
+) -> Any:
+    """Weights after each step of torch.optim.AdamW on the gathered gradients, clipped by the float64 norm."""
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in initial.items()}
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    history = []
+    for step_gradients, reported in zip(gradients, norms, strict=True):
+        norm = sum(float((g.double() ** 2).sum()) for g in step_gradients.values()) ** 0.5
+        assert reported == pytest.approx(norm, rel=1e-5)
+        # Both clip by max_norm / (norm + 1e-6); they divide in another order, hence the kind.
+        if kind == "BF16_Optimizer":
+            factor = torch.clamp(CLIP / (torch.tensor(reported) + 1e-6), max=1.0)
+        else:
+            factor = 1.0 / torch.clamp((torch.tensor(reported) + 1e-6) / CLIP, min=1.0)
+        for name, parameter in parameters.items():
+            parameter.grad = step_gradients[name] * factor
+        optimizer.step()
+        history.append({name: p.detach().clone() for name, p in parameters.items()})
+    return history
+
+
+CASES = [
+    ("fp32", "fp32", "DeepSpeedZeroOptimizer"),
+    ("bf16", "fp32", "BF16_Optimizer"),
+    ("bf16", "bf16", "DeepSpeedZeroOptimizer"),
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), [((1, 1, 2), GPT), ((2, 2, 2), GPT), ((2, 1, 1), LLAMA)])
+@pytest.mark.parametrize(("precision", "grad_accum", "kind"), CASES)
+def test_steps_equal_torch_adamw(
+    precision: str, grad_accum: str, kind: str, layout: tuple[int, int, int], model: dict[str, Any]
+) -> None:
+    """After one step within 2 fp32 ULP of torch.optim.AdamW, after ten within 1e-6 relative."""
+    tensor, pipeline, data = layout
+    got = run_distributed(_steps, tensor * pipeline * data, model, tensor, pipeline, precision, grad_accum, 10)[0]
+    assert got["optimizer"] == kind
+    expected = _oracle(got["masters"][0], got["gradients"], got["norms"], kind)
+    first, last = got["masters"][1], got["masters"][10]
+    largest = {name: _ulps(first[name], expected[0][name]) for name in first}
+    assert max(largest.values()) <= 2, largest
+    for name, value in last.items():
+        torch.testing.assert_close(value, expected[9][name], rtol=1e-6, atol=1e-8)
