@@ -68,7 +68,7 @@ class HangError(MegasdcError):
 
 
 class ExcludedNodeError(MegasdcError):
-    """This node is on the list of excluded nodes."""
+    """The node that a rank runs on is on the list of excluded nodes."""
 
     exit_code = 76
 

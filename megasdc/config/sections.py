@@ -166,6 +166,9 @@ class TrainingSection(Section):
     time_limit_s: PositiveFloat | None = Field(
         None, description="Save and stop at the first step boundary after so many seconds; null: no limit."
     )
+    stop_step: PositiveInt | None = Field(
+        None, description="Save and stop after this step although the run is longer; null: go on to `steps`."
+    )
     max_skipped_steps: PositiveInt = Field(
         100, description="Stop with the non-finite exit code after so many skipped steps in a row."
     )

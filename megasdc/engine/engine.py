@@ -34,6 +34,7 @@ class StepResult:
         loss: mean over the tokens used, in nats; on all ranks.
         tokens: tokens used, over all replicas.
         grad_norm: 2-norm of the whole gradient before clipping; infinite when it was not finite.
+        learning_rate: of this step, first parameter group.
         skipped: null, or why the optimizer did not step.
         loss_scale: loss scale of fp16 training, else 1.
     """
@@ -42,6 +43,7 @@ class StepResult:
     loss: float
     tokens: int
     grad_norm: float
+    learning_rate: float
     skipped: str | None
     loss_scale: float
 
@@ -99,6 +101,7 @@ class TrainingEngine(PipelineEngine):
         Sync: waits for the device.
         """
         step, skipped_before = self.step_number, self.skipped_steps
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._begin()
         self.train_batch(data_iter=batches)
         loss_sum, used = self._totals.tolist()
@@ -112,6 +115,7 @@ class TrainingEngine(PipelineEngine):
             loss=loss_sum / used if used else math.nan,
             tokens=round(used * self._planned_tokens),
             grad_norm=norm,
+            learning_rate=learning_rate,
             skipped=skipped,
             loss_scale=float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0,
         )

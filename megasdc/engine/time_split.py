@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class TimeSplit(EngineHook):
         self._on_device = device.type == "cuda"
         self._open: Any = None
         self._spans: list[tuple[str, Any, Any]] = []
-        self._host_seconds: Counter[str] = Counter()
+        self._host_seconds: defaultdict[str, float] = defaultdict(float)
 
     def _mark(self) -> Any:
         if not self._on_device:
@@ -84,7 +84,7 @@ class TimeSplit(EngineHook):
 
         Sync: waits for the device.
         """
-        seconds = Counter(self._host_seconds)
+        seconds = defaultdict(float, self._host_seconds)
         if self._spans:
             torch.cuda.synchronize()
             for name, start, end in self._spans:

@@ -8,7 +8,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.config import ModelSection, ParallelSection, ffn_width
 from megasdc.model.layers import (
     FinalNorm,
     LayerContext,
@@ -21,7 +21,7 @@ from megasdc.model.layers import (
 from megasdc.model.loss import TokenLoss
 from megasdc.model.randomness import DropoutStreams
 from megasdc.model.sizes import layers_per_stage, model_sizes
-from megasdc.model.transformer_config import build_transformer_config, ffn_width, padded_vocab_size
+from megasdc.model.transformer_config import build_transformer_config, padded_vocab_size
 from megasdc.parallel.dims import ParallelDims
 
 LEADING_LAYERS = 2

@@ -122,7 +122,8 @@ def _balance(sizes: ModelSizes, stages: int) -> list[int]:
     weights[-1] += last
     candidates = sorted({sum(weights[i:j]) for i in range(layers) for j in range(i + 1, layers + 1)})
     for limit in candidates:
-        counts, load, count = [], 0, 0
+        counts: list[int] = []
+        load = count = 0
         for position, weight in enumerate(weights):
             stages_left = stages - len(counts) - 1
             if count and (load + weight > limit or layers - position <= stages_left):

@@ -17,7 +17,8 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
         Optimizer groups; one that would be empty is left out. Only the group without decay states its ``weight_decay``,
         the other takes the optimizer's.
     """
-    decay, no_decay = [], []
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             (no_decay if parameter.dim() < 2 else decay).append(parameter)

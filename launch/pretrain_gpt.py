@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Entry script for the ``deepspeed`` launcher: trains as one rank.
+
+deepspeed --num_gpus 2 launch/pretrain_gpt.py --config configs/smoke.json --set megasdc.training.steps=20
+
+Exit codes are listed in the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+
+def main() -> int:
+    """Parse the command line, train, leave a record, return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the run's JSON file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b.c=value", help="override one value")
+    parser.add_argument("--local_rank", type=int, help="given by the launcher; the environment's LOCAL_RANK counts")
+    arguments = parser.parse_args()
+
+    from megasdc.launcher.records import write_done, write_started
+    from megasdc.train.main import pretrain
+
+    rank = int(os.environ.get("RANK", "0"))
+    run_dir = _run_dir(arguments.config, arguments.set)
+    if run_dir is not None:
+        write_started(run_dir, rank)
+    code, error, _ = pretrain(arguments.config, arguments.set)
+    if run_dir is not None:
+        write_done(run_dir, rank, code, error)
+    return code
+
+
+def _run_dir(config: str, overrides: list[str]) -> str | None:
+    """The run folder, or null if the configuration cannot be read; what is wrong with it is reported by training."""
+    from megasdc.config import load_config
+    from megasdc.errors import ConfigError
+
+    try:
+        return load_config(config, overrides).megasdc.logging.run_dir
+    except ConfigError:
+        return None
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure, destructors of process groups may wait for ranks that have gone.
+    os._exit(exit_code)

@@ -1,0 +1,39 @@
+"""How good is the model on text it does not train on? The same validation samples every k steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from megasdc.data.loader import EvalLoader
+from megasdc.engine.engine import StepResult
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator(StepHook):
+    """Evaluates every ``interval`` steps and at the end.
+
+    Args:
+        loader: the validation samples.
+        interval: steps between evaluations.
+        writer: where rank 0 writes; null on other ranks.
+    """
+
+    def __init__(self, loader: EvalLoader, interval: int, writer: MetricsWriter | None) -> None:
+        self.loader = loader
+        self.interval = interval
+        self.writer = writer
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Evaluate when it is due."""
+        if run.step % self.interval and run.step < run.steps:
+            return
+        loss = run.engine.evaluate(iter(self.loader), len(self.loader))
+        run.results["eval/loss"] = loss
+        if self.writer is not None:
+            values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+            self.writer.write(run.step, values)
+            logger.info("step %d | eval loss %.4f | perplexity %.2f", run.step, loss, values["eval/perplexity"])

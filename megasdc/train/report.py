@@ -1,0 +1,143 @@
+"""What does a user see while a run goes on? One line a log interval, a progress bar on a terminal, metrics on disk."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megasdc.engine.engine import StepResult
+from megasdc.engine.time_split import TimeSplit
+from megasdc.metrics.names import peak_tflops
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.optim.zero1 import squared_norm
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter(StepHook):
+    """Reports every ``interval`` steps.
+
+    Args:
+        interval: steps between lines.
+        flops_per_token: arithmetic of a token, forward and backward.
+        split: where the time of a step went; attached to the engine on rank 0 alone, null elsewhere.
+        writer: where rank 0 writes; null elsewhere.
+        peak: peak TFLOP/s of a device; null: from the table of known devices.
+        progress: whether rank 0 shows a bar.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval: int,
+        flops_per_token: float,
+        split: TimeSplit | None,
+        writer: MetricsWriter | None,
+        peak: float | None,
+        progress: bool,
+    ) -> None:
+        self.interval = interval
+        self.flops_per_token = flops_per_token
+        self.split = split
+        self.writer = writer
+        on_cuda = torch.cuda.is_available()
+        self.peak = peak or (peak_tflops(torch.cuda.get_device_name()) if on_cuda else None)
+        self.progress = _progress_bar() if progress and writer is not None else None
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._window_start = time.perf_counter()
+        self._losses: list[tuple[float, int]] = []
+
+    def on_start(self, run: Run) -> None:
+        """Show the bar and start the clock."""
+        if self.progress is not None:
+            self.progress.start()
+            self.progress.add_task("training", total=run.steps, completed=run.step, loss="")
+        if self.split is not None:
+            self.split.take()
+        self._start_window()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Count the step; report when it is due."""
+        self._losses.append((result.loss, result.tokens))
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=run.step, loss=f"loss {result.loss:.4f}")
+        if run.step % self.interval == 0 or run.is_last_step:
+            self._report(run, result)
+            self._start_window()
+
+    def _report(self, run: Run, result: StepResult) -> None:
+        seconds = time.perf_counter() - self._window_start
+        steps = len(self._losses)
+        tokens = sum(count for _, count in self._losses)
+        square = squared_norm(run.engine.module, run.dims.tp_rank)
+        dist.all_reduce(square, group=run.engine.mpu.get_model_parallel_group())
+        tflops = self.flops_per_token * tokens / seconds / run.dims.world_size / 1e12
+        values: dict[str, float | int] = {
+            "train/loss": sum(loss * count for loss, count in self._losses) / max(tokens, 1),
+            "train/learning_rate": result.learning_rate,
+            "train/grad_norm": result.grad_norm,
+            "train/param_norm": float(square.sqrt()),
+            "train/tokens": run.tokens,
+            "train/samples": run.samples,
+            "train/skipped_steps": run.skipped_steps,
+            "speed/step_s": seconds / steps,
+            "speed/tokens_per_s": tokens / seconds,
+            "speed/tflops_per_device": tflops,
+            "memory/host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if run.engine.fp16_enabled():
+            values["train/loss_scale"] = result.loss_scale
+        if self.peak is not None:
+            values["speed/mfu_ratio"] = tflops / self.peak
+        if torch.cuda.is_available():
+            values["memory/device_peak_bytes"] = torch.cuda.max_memory_allocated()
+        if self.split is not None:
+            parts = {name: value / steps for name, value in self.split.take().items()}
+            values |= {f"time/{name}_s": value for name, value in parts.items()}
+            values["time/other_s"] = max(0.0, seconds / steps - sum(parts.values()))
+        run.results.setdefault("first_loss", self._losses[0][0])
+        run.results |= {"last_loss": values["train/loss"], "tokens_per_s": values["speed/tokens_per_s"]}
+        if self.writer is not None:
+            self.writer.write(run.step, values)
+            logger.info("%s", _line(run, values))
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.progress is not None:
+            self.progress.stop()
+
+
+def _line(run: Run, values: dict[str, float | int]) -> str:
+    left_s = (run.steps - run.step) * values["speed/step_s"]
+    skipped = f" | skipped {run.skipped_steps}" if run.skipped_steps else ""
+    return (
+        f"step {run.step}/{run.steps} | loss {values['train/loss']:.4f} | lr {values['train/learning_rate']:.3e} | "
+        f"grad norm {values['train/grad_norm']:.3f} | {values['speed/tokens_per_s']:,.0f} tokens/s | "
+        f"{values['speed/step_s']:.3f} s/step | left {left_s / 60:.1f} min{skipped}"
+    )
+
+
+def _progress_bar() -> Progress | None:
+    """A bar where standard error is a terminal, else null."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return None
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )

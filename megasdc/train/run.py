@@ -1,0 +1,108 @@
+"""What is a run made of, and where can a feature look in between steps?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.events import EventLog
+from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass
+class Run:
+    """The parts of a run that is under way, and how far it has come.
+
+    Args:
+        folder: the run folder.
+        dims: layout and place of this rank.
+        engine: runs one step.
+        loader: this replica's training samples, with a saved position.
+        batches: the loader as the engine reads it.
+        events: this rank's event log.
+        steps: steps of the whole run.
+        host_group: a gloo group of all ranks, for decisions that must not wait for a device.
+        step: last step that ended.
+        tokens: tokens used so far.
+        samples: samples consumed so far, all replicas.
+        skipped_steps: steps that the optimizer did not take so far.
+        stop_reason: null, or why the run ends after this step; the same on all ranks.
+    """
+
+    folder: Path
+    dims: ParallelDims
+    engine: TrainingEngine
+    loader: MicroBatchLoader
+    batches: Iterator[Any]
+    events: EventLog
+    steps: int
+    host_group: Any
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    skipped_steps: int = 0
+    stop_reason: str | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether nothing follows the last step that ended."""
+        return self.step >= self.steps or self.stop_reason is not None
+
+
+class StepHook:
+    """Base of what looks in between steps; each method does nothing unless overridden.
+
+    Hooks are called on every rank, in the order of the one list in ``megasdc.train.build``, and may call collectives,
+    except in ``on_error`` and ``close``. A hook calls no other hook.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Training is about to start, or to go on from a checkpoint."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """A step has ended; ``run`` counts it already."""
+
+    def on_end(self, run: Run) -> None:
+        """The last step has ended well."""
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """React to a failure of this rank; no collective may be called."""
+
+    def close(self) -> None:
+        """Give back what was taken: files, signal handlers. Called once, whatever happened."""
+
+
+def train(run: Run, hooks: list[StepHook]) -> None:
+    """Run steps until the run is complete or has a reason to stop.
+
+    Args:
+        run: the run, at the step it goes on from.
+        hooks: what looks in, in this order.
+
+    Collective: all ranks of the world.
+    """
+    try:
+        for hook in hooks:
+            hook.on_start(run)
+        while not run.is_last_step:
+            result = run.engine.train_step(run.batches)
+            run.step = result.step
+            run.tokens += result.tokens
+            run.samples += run.engine.train_batch_size()
+            run.skipped_steps += result.skipped is not None
+            for hook in hooks:
+                hook.after_step(run, result)
+        for hook in hooks:
+            hook.on_end(run)
+    except BaseException as error:
+        for hook in hooks:
+            hook.on_error(run, error)
+        raise
+    finally:
+        for hook in hooks:
+            hook.close()

@@ -1,0 +1,126 @@
+"""When is a checkpoint written, what is in it besides DeepSpeed's part, and how does a run go on from it?"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.resume import find_checkpoint, load_checkpoint
+from megasdc.checkpoint.save import save_checkpoint
+from megasdc.config import RunConfig
+from megasdc.data.loader import merge_positions, position_for
+from megasdc.determinism import capture_rng, restore_rng
+from megasdc.engine.engine import StepResult
+from megasdc.errors import CheckpointError
+from megasdc.metrics.writer import MetricsWriter, cut_back
+from megasdc.parallel.collectives import gather_objects
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """Where a run's checkpoints are."""
+    sections = config.megasdc
+    return Path(sections.checkpoint.folder or Path(sections.logging.run_dir) / "checkpoints")
+
+
+class Saver(StepHook):
+    """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
+
+    Args:
+        config: the run's configuration; its resolved form is stored in each checkpoint.
+        writer: where rank 0 writes metrics; null on other ranks.
+    """
+
+    def __init__(self, config: RunConfig, writer: MetricsWriter | None) -> None:
+        self.config = config
+        self.section = config.megasdc.checkpoint
+        self.folder = checkpoint_folder(config)
+        self.writer = writer
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Save when it is due."""
+        due = self.section.interval and run.step % self.section.interval == 0
+        if not due and not run.is_last_step:
+            return
+        start = time.perf_counter()
+        saved = save_checkpoint(
+            run.engine,
+            self.folder,
+            run.step,
+            dims=run.dims,
+            storage=self.section.storage,
+            shared_state=self._shared_state(run),
+            rank_state={"rng": capture_rng()},
+            events=run.events,
+            keep_last=self.section.keep_last,
+            keep_every=self.section.keep_every,
+        )
+        if self.writer is not None:
+            seconds = time.perf_counter() - start
+            self.writer.write(run.step, {"checkpoint/save_s": seconds, "checkpoint/bytes": saved.num_bytes})
+            logger.info("step %d | saved %s in %.1f s", run.step, saved.path, seconds)
+
+    def _shared_state(self, run: Run) -> dict[str, Any]:
+        return {
+            "step": run.step,
+            "tokens": run.tokens,
+            "samples": run.samples,
+            "skipped_steps": run.skipped_steps,
+            "loader": merge_positions(gather_objects(run.loader.state_dict(), run.host_group)),
+            "model": self.config.megasdc.model.model_dump(mode="json"),
+            "config": self.config.resolved(),
+        }
+
+    def close(self) -> None:
+        """Close the metrics file, which this last hook writes to."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+def resume(run: Run, config: RunConfig) -> None:
+    """Go on from the newest usable checkpoint, if there is one and the configuration wants it.
+
+    Args:
+        run: at step 0; on return at the step that was loaded.
+        config: the run's configuration.
+
+    Raises:
+        CheckpointError: none is usable, one is of another model or layout, or the configuration demands what is not
+            there.
+
+    Collective: all ranks of the world.
+    """
+    section = config.megasdc.checkpoint
+    folder = checkpoint_folder(config)
+    found = find_checkpoint(
+        folder, storage=section.storage, dims=run.dims, events=run.events, verify=section.verify, engine=run.engine
+    )
+    if section.resume == "never" and found is not None:
+        raise CheckpointError(
+            f"megasdc.checkpoint.resume is never, but {folder} holds {found.path.name}; choose another run_dir or "
+            "checkpoint.folder, remove the folder, or set resume to auto"
+        )
+    if found is None:
+        if section.resume == "must":
+            raise CheckpointError(f"megasdc.checkpoint.resume is must, but {folder} holds no complete checkpoint")
+        dropped = cut_back(run.folder, 0) if run.dims.rank == 0 else 0
+        if dropped:
+            run.events.emit("resume", "metrics_cut_back", step=0, lines=dropped)
+        return
+    loaded = load_checkpoint(
+        run.engine, found, dims=run.dims, model=config.megasdc.model.model_dump(mode="json"), events=run.events
+    )
+    state = loaded.shared_state
+    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
+    run.skipped_steps = state["skipped_steps"]
+    run.loader.consumed = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
+    restore_rng(loaded.rank_state["rng"])
+    run.events.emit("resume", "checkpoint", step=run.step, path=str(found.path))
+    if run.dims.rank == 0:
+        dropped = cut_back(run.folder, run.step)
+        run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
+        logger.info("resumed from %s", found.path)

@@ -1,0 +1,83 @@
+"""When does a run stop before its last step? Signals, a time limit, too many skipped steps; agreed by all ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megasdc.engine.engine import StepResult
+from megasdc.errors import NonFiniteError
+from megasdc.train.run import Run, StepHook
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class SkipWatch(StepHook):
+    """Reports every skipped step with its reason, and ends a run that skips too many in a row.
+
+    Args:
+        limit: skipped steps in a row that end the run.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_a_row = 0
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Count, report, and fail past the limit."""
+        if result.skipped is None:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        run.events.emit("skip", "optimizer_step", step=result.step, reason=result.skipped, loss_scale=result.loss_scale)
+        if self.in_a_row >= self.limit:
+            raise NonFiniteError(
+                f"the optimizer skipped {self.in_a_row} steps in a row, up to step {result.step}: {result.skipped}; "
+                f"training.max_skipped_steps is {self.limit}. Resume from an earlier checkpoint with a lower learning "
+                "rate, or look for the first non-finite step in the events"
+            )
+
+
+class StopWatch(StepHook):
+    """Stops a run at the next step boundary on SIGTERM, SIGUSR1, when its time is up, or at a step that was named.
+
+    Each rank may see a signal at another moment, so the ranks agree once a step on the largest reason.
+
+    Args:
+        time_limit_s: seconds from ``started_at``; null: no limit.
+        started_at: when the time began, on the clock of ``time.monotonic``.
+        stop_step: last step of this part of the run; null: none.
+    """
+
+    def __init__(self, time_limit_s: float | None, started_at: float, stop_step: int | None) -> None:
+        self.stop_step = stop_step
+        self.deadline = None if time_limit_s is None else started_at + time_limit_s
+        self._received = 0
+        self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._received = number
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Agree whether to stop."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        seen = torch.tensor([self._received, int(late)])
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=run.host_group)
+        number, time_is_up = seen.tolist()
+        if number:
+            run.stop_reason = f"signal {signal.Signals(number).name}"
+        elif time_is_up:
+            run.stop_reason = "time limit"
+        elif run.step == self.stop_step:
+            run.stop_reason = f"training.stop_step {self.stop_step}"
+        if run.stop_reason:
+            run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+
+    def close(self) -> None:
+        """Put the signal handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
