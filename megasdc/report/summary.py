@@ -20,6 +20,7 @@ class RunSummary:
     Args:
         run_dir: its folder.
         steps: last step reported.
+        planned_steps: steps of the whole run.
         first_loss: mean loss of the first reported window, nats.
         last_loss: mean loss of the last reported window, nats.
         eval_loss: last evaluation; null if there was none.
@@ -34,6 +35,7 @@ class RunSummary:
 
     run_dir: str
     steps: int
+    planned_steps: int
     first_loss: float
     last_loss: float
     eval_loss: float | None
@@ -65,6 +67,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
     return RunSummary(
         run_dir=str(folder),
         steps=trained[-1]["step"],
+        planned_steps=sections.training.steps,
         first_loss=trained[0]["train/loss"],
         last_loss=trained[-1]["train/loss"],
         eval_loss=evals[-1] if evals else None,
@@ -88,7 +91,8 @@ def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
     lines = [
         f"run folder        {summary.run_dir}",
-        f"steps             {summary.steps}" + (f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""),
+        f"steps             {summary.steps} of {summary.planned_steps}"
+        + (f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""),
         f"training loss     {summary.first_loss:.3f} -> {summary.last_loss:.3f} nats per token",
     ]
     if summary.eval_loss is not None:

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs all checks: lint, types, unit tests, distributed tests, the real launcher, and a sample of every campaign.
+#
+#   bash tests/run.sh [--all] [pytest options]
+#
+# --all adds the full campaigns. Installs what the tests need into the same environment as the quick start.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=launch/install.sh
+source "$root/launch/install.sh" test
+cd "$root"
+export OMP_NUM_THREADS=1
+
+select=(-m "not full")
+if [ "${1:-}" = "--all" ]; then
+    select=()
+    shift
+fi
+
+echo "== lint"
+ruff check .
+ruff format --check .
+echo "== types"
+mypy
+echo "== README's configuration table"
+megasdc config-table --check README.md
+echo "== tests"
+python -m pytest -q "${select[@]}" "$@"
