@@ -131,7 +131,7 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
     problems = []
     if found["missing_cwd"]:
         problems.append(f"{host}: working folder {needs.cwd} is not there; share or create it, or start elsewhere")
-    problems += [f"{host}: {path} cannot be read there; copy or share it" for path in found["unreadable"]]
+    problems += [f"{host}: {path} cannot be read there; make, copy or share it" for path in found["unreadable"]]
     problems += [f"{host}: {path} cannot be written to there; mount or create it" for path in found["unwritable"]]
     if found["port_problem"]:
         problems.append(

@@ -319,8 +319,8 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     # For the runner itself: DeepSpeed's export of PYTHON variables, and the pattern by which it ends a launch.
     env = {**os.environ, **plan.rank.environment}
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
-    remote = plan.placement.remote
-    process = LauncherProcess(plan.command(), env, remote=remote, stdout=sys.stderr if quiet else None, say=say)
+    env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
+    process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
         code = process.wait(lambda: _has_failed(plan), plan.request.failure_grace_s)
         records, unreachable = _gather(plan)

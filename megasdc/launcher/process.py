@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -27,16 +26,12 @@ class LauncherProcess:
     Args:
         command: the launcher.
         env: its environment.
-        remote: it started ranks through a multi-node backend.
         stdout: where its output goes; None means ours.
         say: told about signals.
     """
 
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, remote: bool, stdout: IO[str] | None, say: Say
-    ) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
         self.stopped_by: int | None = None
-        self._remote = remote
         self._say = say
         # A session of its own: Ctrl-C in a terminal must reach it once, through us, not also directly.
         self._process = subprocess.Popen(
@@ -86,16 +81,8 @@ class LauncherProcess:
             self._kill()
 
     def _forward(self, number: int) -> None:
-        """Signal the launcher.
-
-        DeepSpeed's runner passes signals on only over pdsh; on one host its child, which starts the ranks, is told.
-        """
-        children = psutil.Process(self._process.pid).children() if not self._remote else []
-        for pid in [child.pid for child in children] or [self._process.pid]:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+        if self._process.poll() is None:
+            self._process.send_signal(number)
 
     def _kill(self) -> None:
         """Kill the launcher and everything that it started on this host."""

@@ -1,7 +1,8 @@
-"""DeepSpeed's runner with three repairs of its pdsh backend (0.19.8), in a process of its own.
+"""DeepSpeed's runner (0.19.8) with what it lacks, in a process of its own.
 
-- Interpreter and working folder are quoted, so that paths may hold spaces.
-- On SIGINT or SIGTERM DeepSpeed ends every DeepSpeed job of that interpreter on the hosts; here only this launch.
+- Over pdsh, interpreter and working folder are quoted, so that paths may hold spaces.
+- Over pdsh, SIGINT or SIGTERM ends this launch, not every DeepSpeed job of that interpreter on the hosts.
+- On one host, SIGINT and SIGTERM are passed on to the ranks, which DeepSpeed would leave behind.
 - The runner ends when the front that started it is killed.
 """
 
@@ -12,10 +13,13 @@ import os
 import shlex
 import signal
 import sys
+from types import FrameType
 
+import psutil
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
+from megasdc.launcher.environment import FRONT_PID_VARIABLE
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 
 PR_SET_PDEATHSIG = 1
@@ -43,10 +47,23 @@ def _replace(command: list[str], old: str, new: str) -> None:
     command[command.index(old)] = new
 
 
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    """Pass a signal on to the process that starts the ranks, and go on waiting for it; over pdsh DeepSpeed does so."""
+    children = psutil.Process().children()
+    for child in children:
+        child.send_signal(number)
+    if not children:
+        sys.exit(128 + number)
+
+
 def main() -> None:
     """Run DeepSpeed's launcher with this process's arguments."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.environ.get(FRONT_PID_VARIABLE) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _pass_on)
     runner.PDSHRunner = QuotingPDSHRunner
+    runner.LAUNCHER_CLASSES["pdsh"] = QuotingPDSHRunner
     runner.main()
 
 

@@ -1,0 +1,57 @@
+"""How did a launch end that no front watched? For schedulers that start DeepSpeed's launcher on each node themselves.
+
+    python -m megasdc.launcher.gather --hostfile H --launcher-code N --config F.json [--set a.b.c=value ...]
+
+The launch id comes from ``MEGASDC_LAUNCH_ID``; the run folder must be one that this host sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megasdc.config import load_config
+from megasdc.errors import LaunchError, MegasdcError
+from megasdc.launcher.hosts import place_on_hosts, read_hostfile
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
+from megasdc.launcher.verdict import judge
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print how the launch ended and return its exit code.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+        LaunchError: the hostfile cannot be read, or the launch id is not set.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megasdc.launcher.gather",
+        description="Judge a launch by the records of its ranks.",
+        epilog="Example: python -m megasdc.launcher.gather --hostfile H --launcher-code 0 --config configs/smoke.json",
+    )
+    parser.add_argument("--hostfile", required=True, help="the hosts of the launch")
+    parser.add_argument("--launcher-code", required=True, type=int, help="exit code of what started the ranks")
+    parser.add_argument("--config", required=True, help="the run's JSON file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b.c=value", help="override one value")
+    arguments = parser.parse_args(argv)
+    launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
+    if not launch_id:
+        raise LaunchError(f"{LAUNCH_ID_VARIABLE} is not set; give it the value that the ranks had")
+    run_dir = load_config(arguments.config, arguments.set).megasdc.logging.run_dir
+    placement = place_on_hosts(read_hostfile(arguments.hostfile))
+    verdict = judge(placement.host_of_rank, collect(run_dir, launch_id), arguments.launcher_code)
+    print("\n".join(verdict.lines))
+    return verdict.exit_code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except MegasdcError as error:
+        print(f"megasdc: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,121 @@
+"""`megasdc launch` on one host: signals, killed ranks, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from test_launch import WORKER, config_dict
+
+from megasdc.launcher.records import collect
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
+
+
+class LocalLaunch:
+    """One launch of two ranks on this host."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "data").mkdir()
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir()
+        self.config = folder / "config.json"
+        self.config.write_text(json.dumps(config_dict(folder / "data", self.run_dir)))
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, behaviour: str, *launcher_args: str) -> subprocess.Popen[str]:
+        """Start it on a free port."""
+        with socket.socket() as server:
+            server.bind(("", 0))
+            port = server.getsockname()[1]
+        argv = [sys.executable, "-m", "megasdc", "launch", "--num-gpus", "2", "--config", str(self.config)]
+        argv += ["--script", str(WORKER), "--", "--master_port", str(port), *launcher_args]
+        env = {**os.environ, "MEGASDC_TEST_BEHAVIOUR": behaviour, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return self.process
+
+    def start_asleep(self) -> tuple[subprocess.Popen[str], dict[int, int]]:
+        """Start ranks that sleep, and return the process and the process id of each rank."""
+        process = self.start("sleep")
+        end = time.monotonic() + 100
+        while len(list(self.run_dir.glob("asleep_*"))) < 2:
+            assert time.monotonic() < end and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        return process, {rank: found.pid for rank, found in self.records().started.items()}
+
+    def records(self):
+        """Return the records of the only launch."""
+        (launch_dir,) = (self.run_dir / "done").iterdir()
+        return collect(self.run_dir, launch_dir.name)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[LocalLaunch]:
+    """A launch that is over when the test is."""
+    found = LocalLaunch(tmp_path)
+    yield found
+    if found.process and found.process.poll() is None:
+        for child in psutil.Process(found.process.pid).children(recursive=True):
+            child.kill()
+        found.process.kill()
+        found.process.wait()
+
+
+def gone(pids: list[int]) -> bool:
+    """Wait until none of the processes runs."""
+    end = time.monotonic() + 40
+    while any(psutil.pid_exists(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_sigterm_reaches_ranks_which_save(launch: LocalLaunch) -> None:
+    """DeepSpeed alone would leave its ranks behind; through the front they end by themselves."""
+    process, pids = launch.start_asleep()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
+    assert gone(list(pids.values()))
+
+
+def test_killed_rank_is_named(launch: LocalLaunch) -> None:
+    """A rank that is killed leaves no record, and that is what the front reports."""
+    process, pids = launch.start_asleep()
+    os.kill(pids[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 78, err
+    assert "rank 1 on localhost: no done record (killed or host lost; launcher said exit code 247" in err
+    assert "SIGKILL" in err
+
+
+def test_killed_front_leaves_no_ranks(launch: LocalLaunch) -> None:
+    """With the front gone nobody watches, so the ranks are told to save and end."""
+    process, pids = launch.start_asleep()
+    process.kill()
+    assert gone(list(pids.values()))
+    assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
+
+
+def test_busy_port_is_told_before_the_start(launch: LocalLaunch) -> None:
+    """Another run on the port: 78, with the option that helps."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        process = launch.start("sum", "--master_port", str(server.getsockname()[1]))
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 78
+    assert "(EADDRINUSE)" in err
+    assert "--master_port" in err
+    assert not (launch.run_dir / "done").exists()

@@ -1,0 +1,117 @@
+"""Judging hosts: versions, locks, unreachable hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasdc.launcher import probe, read_on_host
+from megasdc.launcher.checks import DISTRIBUTIONS, master_address, version_problems
+from megasdc.launcher.operator_build import judge_locks
+from megasdc.launcher.remote import Transport
+
+SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
+FREE = {"holder": None, "judged": True, "idle_s": 5.0, "network": False}
+
+
+def test_equal_versions_are_fine() -> None:
+    """Also on one host alone."""
+    assert version_problems({"a": SAME, "b": SAME}, SAME) == []
+
+
+def test_odd_versions_are_named() -> None:
+    """The minority is named, with what the others have."""
+    (problem,) = version_problems({"a": SAME, "b": {**SAME, "torch": "2.0"}}, SAME)
+    assert problem.startswith("torch: b has 2.0; the others have 1.0")
+    (problem,) = version_problems({"a": SAME, "b": SAME}, {**SAME, "torch": "2.0"})
+    assert "this host has 2.0" in problem
+    (problem,) = version_problems({"a": SAME, "b": {**SAME, "deepspeed": None}}, SAME)
+    assert "b has none" in problem
+    none = {**SAME, "deepspeed": None}
+    (problem,) = version_problems({"a": none}, none)
+    assert "not installed on any host" in problem
+
+
+@pytest.mark.parametrize(
+    ("locks", "stale", "note"),
+    [
+        ({"a": None, "b": None}, [], None),
+        ({"a": FREE, "b": None}, ["a"], None),
+        ({"a": FREE, "b": {**FREE, "holder": 7}}, [], "process 7 on b"),
+        ({"a": {**FREE, "judged": False}}, [], "another user"),
+        ({"a": {**FREE, "network": True}}, [], "another host"),
+        ({"a": {**FREE, "network": True, "idle_s": 1e4}}, ["a"], None),
+    ],
+)
+def test_only_a_lock_that_nobody_can_hold_is_stale(locks: dict, stale: list[str], note: str | None) -> None:
+    """Hosts may share the folder, so one holder anywhere keeps every lock."""
+    found, notes = judge_locks(locks)
+    assert found == stale
+    assert (note in " ".join(notes)) if note else not notes
+
+
+def test_probe_sees_who_holds_a_lock(tmp_path: Path) -> None:
+    """PyTorch keeps its lock file open while it builds; a killed builder leaves only the file."""
+    lock = tmp_path / "lock"
+    program = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as builder:
+        assert builder.stdout is not None
+        builder.stdout.readline()
+        found = probe._lock(str(lock))
+        assert found is not None and found["holder"] == builder.pid and found["judged"]
+        builder.kill()
+    found = probe._lock(str(lock))
+    assert found is not None and found["holder"] is None
+    assert probe._lock(str(tmp_path / "none")) is None
+
+
+def test_probe_judges_paths(tmp_path: Path) -> None:
+    """A folder that can be made counts as writable; one under a file does not."""
+    (tmp_path / "file").touch()
+    assert probe._writable(str(tmp_path / "new" / "deeper"))
+    assert not probe._writable(str(tmp_path / "file" / "below"))
+    assert probe._readable(str(tmp_path)) and not probe._readable(str(tmp_path / "none"))
+
+
+def test_program_runs_on_this_host(tmp_path: Path) -> None:
+    """A request and an answer with any characters go through standard input and output."""
+    name = "rank_1.json"
+    (tmp_path / name).write_text('quote " and \\ and ä\n')
+    (answer,) = Transport(remote=False).run(
+        ["here"], Path(read_on_host.__file__), {"folder": str(tmp_path)}, timeout_s=60
+    )
+    assert answer.value == {name: 'quote " and \\ and ä\n'}
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "said"),
+    [
+        ("ssh: connect: Connection timed out", 255, "cannot be reached over SSH"),
+        ("root@h: Permission denied (publickey)", 255, "ssh-copy-id h"),
+        ("bash: line 1: /x/python: No such file or directory", 127, "same path on every host"),
+        ("Traceback\nSyntaxError: old", 1, "exit code 1: SyntaxError: old"),
+    ],
+)
+def test_failures_give_host_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, code: int, said: str
+) -> None:
+    """With a stand-in for ssh that fails so."""
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ncat >/dev/null\necho {stderr!r} >&2\nexit {code}\n".replace("\\n", "\n"))
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (answer,) = Transport(remote=True).run(["h"], Path(read_on_host.__file__), {"folder": "/"}, timeout_s=60)
+    assert answer.problem is not None
+    assert answer.problem.startswith("h: ") and said in answer.problem
+
+
+def test_master_address_must_be_on_a_card_of_that_host() -> None:
+    """Otherwise DeepSpeed decides."""
+    assert master_address("127.0.0.1", ["127.0.0.1"]) == "127.0.0.1"
+    assert master_address("127.0.0.1", ["10.0.0.1"]) is None
+    assert master_address("no-such-host.invalid", ["10.0.0.1"]) is None

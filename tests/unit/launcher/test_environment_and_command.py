@@ -1,0 +1,143 @@
+"""Nothing is lost or misread between the front's command line and the rank's."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasdc.errors import LaunchError
+from megasdc.launcher.command import backend_problems, parse_launcher_args, runner_command
+from megasdc.launcher.environment import (
+    default_extensions_dir,
+    env_file_names,
+    env_file_problems,
+    env_files,
+    exported_variable_problems,
+    forwarded_environment,
+)
+from megasdc.launcher.hosts import Placement
+from megasdc.launcher.rank import RankCommand, main, rank_environment
+
+NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
+COMMAND = RankCommand("/w d", "/s.py", ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})
+
+
+def test_command_survives_encoding_as_one_plain_word() -> None:
+    """No shell can find anything to interpret in it."""
+    assert re.fullmatch(r"[\w=-]+", COMMAND.encode())
+    assert RankCommand.decode(COMMAND.encode()) == COMMAND
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({"RANK": "1", "OMPI_COMM_WORLD_RANK": "9"}, "1"),
+        ({"OMPI_COMM_WORLD_RANK": "2", "SLURM_PROCID": "0"}, "2"),
+        ({"SLURM_PROCID": "3"}, "3"),
+    ],
+)
+def test_rank_comes_from_the_backend(environ: dict[str, str], rank: str) -> None:
+    """DeepSpeed's own variable wins, then OpenMPI's, then SLURM's."""
+    found = rank_environment(COMMAND, {**environ, "PATH": "/bin", "MASTER_PORT": "5"})
+    assert found["RANK"] == rank
+    assert (found["A"], found["PATH"], found["MASTER_PORT"]) == (NASTY, "/venv/bin:/bin", "5")
+    assert rank_environment(COMMAND, {})["MASTER_PORT"] == "1"
+
+
+def test_missing_working_folder_is_an_error() -> None:
+    """Ranks must not start somewhere else."""
+    with pytest.raises(LaunchError, match="/w d"):
+        main(["--local_rank=0", "id", COMMAND.encode()])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "empty line"),
+        ("# comment", "comment"),
+        ("no equals sign", "need NAME=VALUE"),
+        ("2A=b", "need NAME=VALUE"),
+        ("A=$(touch x)", "would interpret"),
+        ('A="b"', "would interpret"),
+        ("A=b c;d", None),
+    ],
+)
+def test_deepspeed_env_lines(tmp_path: Path, line: str, problem: str | None) -> None:
+    """A bad line is named by its number."""
+    path = tmp_path / ".deepspeed_env"
+    path.write_text(f"GOOD=1\n{line}\nLAST=2\n")
+    found = env_file_problems(path)
+    assert [text.startswith(f"{path}:2: ") for text in found] == ([True] if problem else [])
+    assert problem is None or problem in found[0]
+
+
+def test_deepspeed_env_files_are_those_of_deepspeed(tmp_path: Path) -> None:
+    """Home folder, then working folder, by the name in DS_ENV_FILE."""
+    home, cwd = tmp_path / "home", tmp_path / "cwd"
+    for folder in (home, cwd):
+        folder.mkdir()
+        (folder / "mine").write_text("NCCL_DEBUG=INFO\n")
+    environ = {"HOME": str(home), "DS_ENV_FILE": "mine"}
+    assert env_files(environ, cwd) == [home / "mine", cwd / "mine"]
+    assert env_files({"HOME": str(home)}, cwd) == []
+    assert env_file_names([home / "mine"]) == {"NCCL_DEBUG"}
+
+
+def test_forwarded_environment() -> None:
+    """What ranks need goes along, secrets do not, and .deepspeed_env wins."""
+    environ = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2", "HF_TOKEN": "x", "HOME": "/"}
+    found = forwarded_environment(environ, {"NCCL_DEBUG"})
+    expected = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2", "TORCH_EXTENSIONS_DIR": default_extensions_dir()}
+    assert found == expected
+    assert default_extensions_dir().startswith(sys.prefix)
+    assert exported_variable_problems({"PYTHONPATH": "/a:/b c", "PYTHONX": "$(x)", "OTHER": "$(x)"}) != []
+    assert exported_variable_problems({"PYTHONPATH": "/a:/b c", "OTHER": "$(x)"}) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--enable_each_rank_log", "a;touch x"], "a remote shell would interpret"),
+        (["--venv_script=$(x)"], "a remote shell would interpret"),
+        (["--hostfile=h"], "give --hostfile to megasdc launch itself"),
+        (["--no_ssh"], "use launch/no_ssh.sh"),
+        (["--master_port", "many"], "--master_port"),
+    ],
+)
+def test_launcher_options_that_cannot_be_right(arguments: list[str], problem: str) -> None:
+    """They are refused before anything starts."""
+    with pytest.raises(LaunchError) as caught:
+        parse_launcher_args(arguments)
+    assert problem in str(caught.value)
+
+
+def test_launcher_options_that_the_front_needs_too() -> None:
+    """Ports and address are read; the value of --launcher_args may hold spaces."""
+    options = parse_launcher_args(["--ssh_port", "2222", "--master_port=5", "--launcher_args", "-x a b", "--quiet"])
+    assert (options.ssh_port, options.master_port, options.master_addr) == (2222, 5, "")
+
+
+def command_for(slots: dict[str, list[int]], hostfile: Path | None, backend: str = "pdsh") -> list[str]:
+    placement = Placement(slots, remote=hostfile is not None)
+    options = {"include": "", "exclude": "", "num_gpus": None, "backend": backend, "master_addr": None}
+    return runner_command(placement, COMMAND, "id", hostfile=hostfile, launcher_args=["--quiet"], **options)
+
+
+def test_command_is_explicit() -> None:
+    """One host still goes through SSH; a local run names its ranks and can find no hostfile by accident."""
+    assert "--force_multi" in command_for({"a": [0]}, Path("h"))
+    assert "--force_multi" not in command_for({"a": [0], "b": [0]}, Path("h"))
+    local = command_for({"localhost": [0, 1]}, None)
+    assert local[local.index("--num_gpus") + 1] == "2"
+    assert not Path(local[local.index("--hostfile") + 1]).exists()
+    assert "localhost:2,3" in command_for({"localhost": [2, 3]}, None)
+    assert "--module" not in command_for({"a": [0], "b": [0]}, Path("h"), "slurm")
+
+
+def test_backends() -> None:
+    """An unknown backend, a missing program and a filter that a backend cannot express are told."""
+    assert "DeepSpeed has pdsh, openmpi" in backend_problems("ssh", filtered=False)[0]
+    assert "srun is not on PATH" in backend_problems("slurm", filtered=False)[0]

@@ -1,0 +1,76 @@
+"""From records and the launcher's exit code to the true exit code and the story."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasdc.launcher.records import DoneRecord, LaunchRecords, StartedRecord
+from megasdc.launcher.verdict import describe_code, judge
+
+HOSTS = ["a", "a", "b", "b"]
+
+
+def records_of(codes: dict[int, int], times: dict[int, float] | None = None) -> LaunchRecords:
+    """All ranks started; those of ``codes`` are done."""
+    records = LaunchRecords({rank: StartedRecord(rank, HOSTS[rank], 1, 0.0) for rank in range(4)})
+    for rank, code in codes.items():
+        when = (times or {}).get(rank, 1.0)
+        records.done[rank] = DoneRecord(rank, HOSTS[rank], code, None, f"reason {rank}", when, f"reason {rank}")
+    return records
+
+
+SUCCESS = dict.fromkeys(range(4), 0)
+
+
+@pytest.mark.parametrize(
+    ("codes", "launcher_code", "expected", "line"),
+    [
+        (SUCCESS, 0, 0, "all 4 ranks are done"),
+        (SUCCESS, 1, 78, "the launcher ended with exit code 1, although every rank reported success"),
+        ({0: 0, 1: 0, 2: 0}, 0, 78, "rank 3 on b: no done record (killed or host lost; launcher said exit code 0)"),
+        (
+            {0: 79, 1: 79, 2: 79},
+            255,
+            78,
+            "rank 3 on b: no done record (killed or host lost; launcher said exit code 255",
+        ),
+        ({0: 79, 1: 79, 2: 79, 3: 79}, 79, 79, "rank 0 on a failed first with exit code 79 (PeerError)"),
+        ({0: 79, 2: 71}, 79, 71, "rank 2 on b failed first with exit code 71 (DataError): reason 2"),
+        ({0: 79}, 77, 77, "launcher said exit code 77 (StorageError)"),
+        ({}, -15, 78, "launcher said exit code -15 (a process was ended by SIGTERM)"),
+    ],
+)
+def test_exit_code_and_first_line(codes: dict[int, int], launcher_code: int, expected: int, line: str) -> None:
+    """0 only if launcher and every rank say so; consequences never hide the cause."""
+    verdict = judge(HOSTS, records_of(codes), launcher_code)
+    assert verdict.exit_code == expected
+    assert line in verdict.lines[0]
+
+
+def test_first_is_first_in_time_without_consequences() -> None:
+    """A PeerError that came earlier by its clock is still a consequence."""
+    verdict = judge(HOSTS, records_of({0: 72, 1: 71, 2: 79}, {0: 5.0, 1: 4.0, 2: 1.0}), 79)
+    assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 1, "a")
+    assert "after it failed: ranks 2 on b, 0 on a" in verdict.lines
+    assert "without a done record: rank 3 on b" in verdict.lines
+
+
+def test_rank_that_never_started_is_told_apart() -> None:
+    """No start record means the fault lies before the training script."""
+    verdict = judge(HOSTS, LaunchRecords(), 1, unreachable={"b": "b: cannot be reached"})
+    assert "never started" in verdict.lines[0]
+    assert "b: cannot be reached" in verdict.lines
+
+
+def test_stop_by_signal_is_not_success() -> None:
+    """A preempted run has not finished, also when all ranks saved."""
+    assert judge(HOSTS, records_of(SUCCESS), 1, stopped_by=15).exit_code == 143
+    assert judge(HOSTS, records_of({0: 72}), 1, stopped_by=15).exit_code == 72
+
+
+def test_codes_in_words() -> None:
+    """DeepSpeed returns 256 - signal."""
+    assert "SIGKILL" in describe_code(247)
+    assert "SIGSEGV" in describe_code(245)
+    assert "host lost" in describe_code(255)
+    assert describe_code(3) == "exit code 3"
