@@ -154,7 +154,9 @@ def launch(
     hostfile: Annotated[
         Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`; without: this host.")
     ] = None,
-    num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Ranks on each host.")] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option("--num-gpus", "--num-ranks", min=1, help="Ranks on each host.")
+    ] = None,
     include: Annotated[str, typer.Option("--include", help="Only these: NAME[:SLOT,...][@NAME...].")] = "",
     exclude: Annotated[str, typer.Option("--exclude", help="All but these; same form.")] = "",
     launcher: Annotated[
@@ -183,6 +185,22 @@ def launch(
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)
+
+
+@app.command("summary", epilog="Example: megasdc summary runs/smoke")
+def summary(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder (megasdc.logging.run_dir).")],
+    require_finished: Annotated[
+        bool, typer.Option("--require-finished", help="Exit code 1 if the run has not done all its steps.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a run came to: loss at begin and end, speed, checkpoints."""
+    from megasdc.report.summary import render, summarize
+
+    found = summarize(run_dir)
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
+    raise typer.Exit(int(require_finished and found.steps < found.planned_steps))
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Save, resume, manifest, verify: a checkpoint is whole on every node, or it is not there."""

@@ -33,7 +33,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizerBase
 
-from megasdc.config.sections import DataSection
+from megasdc.config.sections import DataSection, TokenizerSection
 from megasdc.data.manifest import Manifest, verify_prepared
 from megasdc.errors import DataError
 
@@ -76,11 +76,27 @@ def build_datasets(
             f"the model's vocabulary has {vocab_size} ids, the tokenizer of {section.path} has "
             f"{manifest.tokenizer.vocab_size}; enlarge the model's or prepare the data with another tokenizer"
         )
+    _check_tokenizer(section, manifest)
     cache = Path(cache_dir) if cache_dir is not None else Path(section.path) / CACHE_FOLDER
     train = TokenDataset(section, manifest, Split.train, num_train_samples, vocab_size, cache)
     if num_eval_samples == 0:
         return train, None
     return train, TokenDataset(section, manifest, Split.valid, num_eval_samples, vocab_size, cache)
+
+
+def _check_tokenizer(section: DataSection, manifest: Manifest) -> None:
+    """Refuse data that were prepared with another tokenizer than the configuration names.
+
+    A section that says nothing but defaults names none: the folder's own tokenizer is meant.
+    """
+    wanted = section.tokenizer.model_dump(mode="json")
+    used = manifest.settings.get("tokenizer")
+    if wanted in (used, TokenizerSection.model_validate({}).model_dump(mode="json")):
+        return
+    raise DataError(
+        f"megasdc.data.tokenizer is {wanted}, but {section.path} was prepared with {used}; "
+        "prepare the data again, point data.path elsewhere, or leave data.tokenizer out"
+    )
 
 
 class TokenDataset(torch.utils.data.Dataset):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.resume import find_checkpoint, load_checkpoint
+from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
 from megasdc.config import RunConfig
 from megasdc.data.loader import merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.engine.engine import StepResult
-from megasdc.errors import CheckpointError
 from megasdc.metrics.writer import MetricsWriter, cut_back
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.run import Run, StepHook
@@ -46,7 +45,6 @@ class Saver(StepHook):
         due = self.section.interval and run.step % self.section.interval == 0
         if not due and not run.is_last_step:
             return
-        start = time.perf_counter()
         saved = save_checkpoint(
             run.engine,
             self.folder,
@@ -58,11 +56,11 @@ class Saver(StepHook):
             events=run.events,
             keep_last=self.section.keep_last,
             keep_every=self.section.keep_every,
+            group=run.host_group,
         )
         if self.writer is not None:
-            seconds = time.perf_counter() - start
-            self.writer.write(run.step, {"checkpoint/save_s": seconds, "checkpoint/bytes": saved.num_bytes})
-            logger.info("step %d | saved %s in %.1f s", run.step, saved.path, seconds)
+            self.writer.write(run.step, {"checkpoint/save_s": saved.duration_s, "checkpoint/bytes": saved.size_bytes})
+            logger.info("step %d | saved %s in %.1f s", run.step, saved.path, saved.duration_s)
 
     def _shared_state(self, run: Run) -> dict[str, Any]:
         return {
@@ -71,7 +69,6 @@ class Saver(StepHook):
             "samples": run.samples,
             "skipped_steps": run.skipped_steps,
             "loader": merge_positions(gather_objects(run.loader.state_dict(), run.host_group)),
-            "model": self.config.megasdc.model.model_dump(mode="json"),
             "config": self.config.resolved(),
         }
 
@@ -97,29 +94,25 @@ def resume(run: Run, config: RunConfig) -> None:
     section = config.megasdc.checkpoint
     folder = checkpoint_folder(config)
     found = find_checkpoint(
-        folder, storage=section.storage, dims=run.dims, events=run.events, verify=section.verify, engine=run.engine
+        folder,
+        dims=run.dims,
+        storage=section.storage,
+        verify=section.verify,
+        resume=section.resume,
+        events=run.events,
+        group=run.host_group,
     )
-    if section.resume == "never" and found is not None:
-        raise CheckpointError(
-            f"megasdc.checkpoint.resume is never, but {folder} holds {found.path.name}; choose another run_dir or "
-            "checkpoint.folder, remove the folder, or set resume to auto"
-        )
     if found is None:
-        if section.resume == "must":
-            raise CheckpointError(f"megasdc.checkpoint.resume is must, but {folder} holds no complete checkpoint")
         dropped = cut_back(run.folder, 0) if run.dims.rank == 0 else 0
         if dropped:
             run.events.emit("resume", "metrics_cut_back", step=0, lines=dropped)
         return
-    loaded = load_checkpoint(
-        run.engine, found, dims=run.dims, model=config.megasdc.model.model_dump(mode="json"), events=run.events
-    )
+    loaded = load_checkpoint(run.engine, found, run.dims, events=run.events, group=run.host_group)
     state = loaded.shared_state
     run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
     run.skipped_steps = state["skipped_steps"]
     run.loader.consumed = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
     restore_rng(loaded.rank_state["rng"])
-    run.events.emit("resume", "checkpoint", step=run.step, path=str(found.path))
     if run.dims.rank == 0:
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)

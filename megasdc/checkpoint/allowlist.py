@@ -1,0 +1,99 @@
+"""May this file be opened? Pickles are read as text first, and only the classes listed here may occur in them.
+
+DeepSpeed loads with ``weights_only=False`` (0.19.8), so a pickle could run any code. A file is checked by disassembling
+it, and then read through torch's restricted unpickler with the same list, which runs nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasdc.errors import CheckpointError
+
+ALLOWED_GLOBALS: frozenset[str] = frozenset(
+    {
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    }
+)
+"""Classes in DeepSpeed's files besides those that torch itself takes for safe; none of them acts when created."""
+
+_ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
+
+
+def find_unsafe_classes(path: Path | str) -> list[str]:
+    """Names in a file's pickle that are not on the list; nothing of the file is executed.
+
+    Args:
+        path: a file written by ``torch.save``.
+
+    Raises:
+        CheckpointError: the file is not a whole file of ``torch.save``.
+    """
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is not a whole file of torch.save: {_first_line(error)}") from error
+    except Exception as error:  # the disassembler meets arbitrary bytes; whatever it trips over, the file is refused
+        raise CheckpointError(f"{path} has a pickle that cannot be read: {_first_line(error)}") from error
+    return sorted(set(found) - ALLOWED_GLOBALS)
+
+
+def check_pickle(path: Path | str) -> None:
+    """Refuse a file whose pickle names a class that is not on the list.
+
+    Raises:
+        CheckpointError: with the file and the classes; or the file is not one of ``torch.save``.
+    """
+    if unsafe := find_unsafe_classes(path):
+        grave = " and would run code when loaded" if any(name.split(".")[0] in _ESCAPES for name in unsafe) else ""
+        raise CheckpointError(
+            f"{path} holds {', '.join(unsafe)}, which a checkpoint must not hold{grave}; it was not opened. "
+            "Get the file again from where it came from, or resume from another checkpoint."
+        )
+
+
+def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+    """Check a file and load it through torch's restricted unpickler.
+
+    Args:
+        path: a file written by ``torch.save``.
+        map_location: as in ``torch.load``.
+        mmap: map tensors instead of reading them; enough to learn whether the file can be loaded.
+
+    Raises:
+        CheckpointError: the file is unsafe or damaged.
+    """
+    check_pickle(path)
+    try:
+        with _allowed_classes():
+            return torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap)
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _allowed_classes() -> Iterator[None]:
+    """Let torch's restricted unpickler create the classes on the list."""
+    classes = []
+    for name in sorted(ALLOWED_GLOBALS):
+        module, _, attribute = name.rpartition(".")
+        classes.append(getattr(importlib.import_module(module), attribute))
+    with torch.serialization.safe_globals(classes):
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    """An error's kind and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

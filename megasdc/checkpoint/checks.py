@@ -1,0 +1,73 @@
+"""Is a file of a checkpoint what the manifest says? Without an engine and without other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megasdc.checkpoint.allowlist import check_pickle
+from megasdc.checkpoint.files import hash_file
+from megasdc.checkpoint.manifest import FileRecord, Manifest
+from megasdc.errors import CheckpointError
+
+
+def check_file(
+    folder: Path,
+    record: FileRecord,
+    manifest: Manifest,
+    *,
+    checksums: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Compare one file with its record, and its pickle with the allow-list.
+
+    Args:
+        folder: folder of the checkpoint.
+        record: what the manifest says.
+        manifest: to tell whether the content is that of another file.
+        checksums: whether to read the whole file; otherwise its size and its pickle are checked.
+        progress: called with the number of bytes of each piece read.
+
+    Returns:
+        What is wrong, one sentence an entry, each starting with the file's name; empty if nothing is.
+    """
+    path = folder / record.name
+    try:
+        size = path.stat().st_size
+        if size != record.size_bytes:
+            state = "truncated" if size < record.size_bytes else "too long"
+            return [f"{record.name} is {state}: {size} bytes, written were {record.size_bytes}"]
+        if checksums and (found := hash_file(path, progress)) != record.xxh3_128:
+            same = [other.name for other in manifest.files if other.xxh3_128 == found]
+            detail = f"it has the content of {same[0]}" if same else f"checksum {found}, written was {record.xxh3_128}"
+            return [f"{record.name} was changed: {detail}"]
+        if path.suffix == ".pt":
+            check_pickle(path)
+    except FileNotFoundError:
+        return [f"{record.name} is missing"]
+    except OSError as error:
+        return [f"{record.name} cannot be read: {error}"]
+    except CheckpointError as error:
+        return [f"{record.name} is refused: {error}"]
+    return []
+
+
+def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that DeepSpeed could take for its own and that the manifest does not name.
+
+    DeepSpeed finds files by pattern, and a further one changes which it opens.
+    """
+    known = {record.name for record in manifest.files}
+    return [
+        f"{path.name} is not in the manifest: it does not belong to this checkpoint"
+        for path in sorted(folder.glob("*.pt"))
+        if path.name not in known
+    ]
+
+
+def check_identity(folder: Path, manifest: Manifest) -> list[str]:
+    """Whether the manifest is that of the folder it is in."""
+    expected = f"step_{manifest.step:08d}"
+    if folder.name != expected:
+        return [f"manifest.json is of {expected}, the folder is {folder.name}: files of two checkpoints are mixed"]
+    return []

@@ -1,0 +1,186 @@
+"""How does an engine get a checkpoint's state, on all ranks or on none?
+
+DeepSpeed's load (0.19.8) is not collective: a rank that cannot read its file raises after its parameters were changed
+while the others go on. So everything that can be known before is compared before - names, layout, data types, shapes,
+classes of the optimizer - and every file is opened once on trial; the ranks agree; only then is the engine touched, and
+they agree again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
+from megasdc.checkpoint.places import Place, Problem, describe_error, find_place, raise_together
+from megasdc.checkpoint.resume import Chosen
+from megasdc.checkpoint.save import describe_engine
+from megasdc.checkpoint.writer import describe_tensors
+from megasdc.errors import CheckpointError
+from megasdc.events import EventLog
+from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What was saved beside the engine's own state.
+
+    Attributes:
+        shared_state: the same on all ranks.
+        rank_state: of this rank.
+        step: optimizer step after which it was saved, first is 1.
+        client_state: further top-level keys of DeepSpeed's file of this stage.
+    """
+
+    shared_state: dict[str, Any]
+    rank_state: dict[str, Any]
+    step: int
+    client_state: dict[str, Any]
+
+
+def load_checkpoint(
+    engine: Any,
+    chosen: Chosen,
+    dims: ParallelDims,
+    *,
+    events: EventLog | None = None,
+    node: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> LoadedState:
+    """Load a checkpoint into an engine of the same layout and model.
+
+    Args:
+        engine: the PipelineEngine.
+        chosen: what ``find_checkpoint`` returned.
+        dims: layout and place of this rank.
+        events: where the load is reported, by rank 0.
+        node: name of this rank's node; null means the host's name.
+        group: group of all ranks, on the host; null means the default group.
+
+    Raises:
+        CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
+            on all ranks, and unless the message says so before any parameter was changed.
+        StorageError: a file cannot be read; on all ranks.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    place = find_place(chosen.manifest.storage, node, group)
+    what = f"{chosen.path} cannot be loaded, nothing was changed"
+    shared_state: dict[str, Any] = {}
+    rank_state: dict[str, Any] = {}
+    problem: Problem | None = None
+    try:
+        expected = expected_files(engine, chosen.path, place.rank)
+        _compare(engine, chosen, dims, expected)
+        shared_state = json.loads((chosen.path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+        for name in expected:
+            load_checked(chosen.path / name, mmap=True)
+        rank_state = load_checked(chosen.path / rank_state_file(place.rank))
+    except (CheckpointError, ValueError) as error:
+        problem = Problem(str(error), storage=False)
+    except OSError as error:
+        problem = describe_error(error, f"read {error.filename or chosen.path}")
+    raise_together(problem, place, what, group)
+    client_state = _load_engine(engine, chosen, place, group)
+    if events is not None and place.rank == 0:
+        events.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
+    return LoadedState(shared_state, rank_state, chosen.step, client_state)
+
+
+def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, str] | None]:
+    """Names of the files that a rank of this engine opens.
+
+    Args:
+        engine: the PipelineEngine.
+        folder: folder of the checkpoint.
+        rank: global rank of this process.
+
+    Returns:
+        For a layer's file the data type and shape of each tensor that the engine has there; null for other files.
+    """
+    module = engine.module
+    files: dict[str, dict[str, str] | None] = {
+        Path(engine._get_ckpt_name(str(folder), ".")).name: None,
+        Path(engine._get_zero_ckpt_name(str(folder), ".")).name: None,
+        rank_state_file(rank): None,
+    }
+    for index, layer in enumerate(module.forward_funcs):
+        if hasattr(layer, "load_state_dict"):
+            files[Path(module.ckpt_layer_path(str(folder), index)).name] = describe_tensors(layer.state_dict())
+    return files
+
+
+def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str, dict[str, str] | None]) -> None:
+    """Compare the engine with the manifest.
+
+    Raises:
+        CheckpointError: they differ; the message holds both values.
+    """
+    manifest = chosen.manifest
+    saved = manifest.layout
+    if (saved.tensor, saved.pipeline, saved.data) != (dims.tensor, dims.pipeline, dims.data):
+        raise CheckpointError(f"it was saved with {saved}, this run has {dims}")
+    now = describe_engine(engine)
+    for key in ("num_layers", "optimizer", "inner_optimizer", "num_param_groups"):
+        if manifest.engine.get(key) != now[key]:
+            raise CheckpointError(f"it was saved with {key} {manifest.engine.get(key)}, this run has {now[key]}")
+    records = manifest.by_name()
+    if missing := sorted(expected.keys() - records.keys()):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"it has no {', '.join(missing[:3])}{more}: this run has other layers or another precision than the one "
+            "that saved it"
+        )
+    for name, tensors in expected.items():
+        if tensors is not None and tensors != records[name].tensors:
+            raise CheckpointError(f"{name} is of another model: {_first_difference(tensors, records[name].tensors)}")
+
+
+def _first_difference(here: dict[str, str], saved: dict[str, str] | None) -> str:
+    """The first tensor by name that two layers do not have alike."""
+    saved = saved or {}
+    for name in sorted(here.keys() | saved.keys()):
+        if here.get(name) != saved.get(name):
+            return f"saved {name} is {saved.get(name, 'absent')}, this run's is {here.get(name, 'absent')}"
+    raise AssertionError("the two layers are alike")
+
+
+class _CheckedReader:
+    """Stands in for DeepSpeed's checkpoint engine during one load: every file goes through the allow-list."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Load one file through torch's restricted unpickler."""
+        return load_checked(path, map_location)
+
+
+def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Let DeepSpeed load, and raise on all ranks if it failed on one."""
+    problem: Problem | None = None
+    client_state: dict[str, Any] = {}
+    inner = engine.checkpoint_engine
+    engine.checkpoint_engine = _CheckedReader(inner)
+    try:
+        loaded, client_state = engine.load_checkpoint(str(chosen.path), tag=".")
+        steps = chosen.manifest.engine["global_steps"]
+        if loaded is None:
+            problem = Problem("DeepSpeed found no checkpoint there", storage=False)
+        elif engine.global_steps != steps:
+            problem = Problem(f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False)
+    except Exception as error:  # every rank must hear of it: the others would go on
+        problem = describe_error(error, "load it into the engine")
+    finally:
+        engine.checkpoint_engine = inner
+    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used", group)
+    return client_state

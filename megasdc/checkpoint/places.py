@@ -1,0 +1,123 @@
+"""Which ranks share a checkpoint folder, who speaks for it, and how do all ranks agree that something went wrong?"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import uuid
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.distributed as dist
+
+from megasdc.errors import CheckpointError, StorageError
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+
+Storage = Literal["shared", "node_local"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The checkpoint folder that a rank sees.
+
+    Attributes:
+        rank: this rank.
+        node: name of this rank's node.
+        nodes: global ranks of each node.
+        ranks: global ranks that see the same folder, ascending.
+        save_id: new for every call of ``find_place``, the same on all ranks.
+    """
+
+    rank: int
+    node: str
+    nodes: dict[str, list[int]]
+    ranks: list[int]
+    save_id: str
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank writes what is written once a folder."""
+        return self.rank == self.ranks[0]
+
+    def share(self, count: int) -> range:
+        """Which of ``count`` things this rank does when the ranks of the folder divide them."""
+        return range(self.ranks.index(self.rank), count, len(self.ranks))
+
+    def writes_model(self, dims: ParallelDims) -> bool:
+        """Whether this rank writes the weights of its pipeline stage and tensor rank into the folder.
+
+        Of all ranks that hold the same weights and see the same folder it is the first.
+        """
+        peers = (replace(dims, rank=rank) for rank in self.ranks)
+        same = [peer.rank for peer in peers if (peer.pp_rank, peer.tp_rank) == (dims.pp_rank, dims.tp_rank)]
+        return self.rank == same[0]
+
+
+def find_place(storage: Storage, node: str | None, group: dist.ProcessGroup | None) -> Place:
+    """Learn which ranks share this rank's checkpoint folder.
+
+    Args:
+        storage: ``shared``: all ranks see one folder; ``node_local``: the ranks of a node do.
+        node: this rank's node; null means the host's name.
+        group: group of all ranks, on the host; null means the default group.
+
+    Collective: the group.
+    """
+    rank = dist.get_rank()
+    own = node or socket.gethostname()
+    answers = gather_objects((own, uuid.uuid4().hex), group)
+    nodes: dict[str, list[int]] = {}
+    for other, (name, _) in enumerate(answers):
+        nodes.setdefault(name, []).append(other)
+    ranks = list(range(len(answers))) if storage == "shared" else nodes[own]
+    return Place(rank, own, nodes, ranks, answers[0][1])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What went wrong on one rank; ``storage`` says that the disk is to blame and not the checkpoint."""
+
+    text: str
+    storage: bool
+
+
+def describe_error(error: BaseException, doing: str) -> Problem:
+    """Turn an exception into a problem that can be sent to the other ranks.
+
+    Args:
+        error: the exception.
+        doing: what was attempted, such as ``write /data/x.pt``.
+    """
+    # torch's file writer reports every failed write as a RuntimeError of inline_container.cc, without an errno.
+    failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
+    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    full = " (no space left on the device?)" if failed_write else ""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = " (the disk is full)"
+    return Problem(f"cannot {doing}: {type(error).__name__}: {text}{full}", isinstance(error, OSError) or failed_write)
+
+
+def raise_together(problem: Problem | None, place: Place, what: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has a problem.
+
+    Args:
+        problem: this rank's; null means none.
+        place: this rank's place.
+        what: how the message starts.
+        group: group of all ranks.
+
+    Raises:
+        StorageError: a disk is to blame, on all ranks.
+        CheckpointError: something else is, on all ranks.
+
+    Collective: the group.
+    """
+    answers = gather_objects((place.node, problem), group)
+    failed = [(rank, node, found) for rank, (node, found) in enumerate(answers) if found is not None]
+    if not failed:
+        return
+    rank, node, first = min(failed, key=lambda entry: (not entry[2].storage, entry[0]))
+    others = f"; {len(failed) - 1} other ranks failed too" if len(failed) > 1 else ""
+    kind = StorageError if first.storage else CheckpointError
+    raise kind(f"{what}: rank {rank} on {node}: {first.text}{others}")

@@ -1,0 +1,184 @@
+"""Which checkpoint does a run go on from? The newest that is whole on every node; all ranks agree on it.
+
+Every rank reads the manifest in the folder that it sees and checks a share of the files; the answers are gathered, so
+that all ranks come to the same verdict. DeepSpeed itself would load some damaged checkpoints without a word, and others
+on some ranks only.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
+from megasdc.checkpoint.files import list_steps, rank_state_file, remove_leftovers, step_folder
+from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
+from megasdc.errors import CheckpointError
+from megasdc.events import EventLog
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint to resume from.
+
+    Attributes:
+        path: its folder, as this rank sees it.
+        step: optimizer step, first is 1.
+        manifest: of the folder that this rank sees.
+        skipped: newer checkpoints by step, each with the reasons why it cannot be used.
+    """
+
+    path: Path
+    step: int
+    manifest: Manifest
+    skipped: dict[int, list[str]]
+
+
+def find_checkpoint(
+    folder: Path | str,
+    *,
+    dims: ParallelDims,
+    storage: Storage = "shared",
+    verify: bool = True,
+    resume: Literal["auto", "never", "must"] = "auto",
+    events: EventLog | None = None,
+    node: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Chosen | None:
+    """Choose the newest checkpoint that is complete and unchanged on every node.
+
+    What killed saves have left is removed first. Each checkpoint passed over is an event of rank 0 with its reasons.
+
+    Args:
+        folder: the checkpoint folder.
+        dims: layout and place of this rank.
+        storage: whether all ranks see one folder, or the ranks of each node one.
+        verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
+        resume: auto: null if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
+        events: where skipped checkpoints are reported, by rank 0.
+        node: name of this rank's node; null means the host's name.
+        group: group of all ranks, on the host; null means the default group.
+
+    Returns:
+        The same choice on all ranks; null if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are checkpoints but none can be used, the newest usable one has another layout, or
+            ``resume`` forbids what was found; on all ranks.
+        StorageError: the folder cannot be read or cleaned; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    path, place = Path(folder), find_place(storage, node, group)
+    steps = _list_together(path, place, events, group)
+    if resume == "never":
+        if steps:
+            raise CheckpointError(
+                f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
+                "use another folder, or resume auto"
+            )
+        return None
+    skipped: dict[int, list[str]] = {}
+    for step in steps:
+        manifest, problems = _examine(path / step_folder(step), place, storage, dims, verify, group)
+        if not problems:
+            assert manifest is not None, "a checkpoint without problems has a manifest"
+            return Chosen(path / step_folder(step), step, manifest, skipped)
+        skipped[step] = problems
+        if place.rank == 0:
+            logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
+            if events is not None:
+                events.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
+    if skipped:
+        reasons = "\n".join(f"  - step {step}: {'; '.join(problems)}" for step, problems in skipped.items())
+        raise CheckpointError(
+            f"none of the {len(skipped)} checkpoints in {path} can be used:\n{reasons}\n"
+            "Restore one of them, or start in another folder."
+        )
+    if resume == "must":
+        raise CheckpointError(f"there is no checkpoint in {path} but megasdc.checkpoint.resume is must")
+    return None
+
+
+def _list_together(path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None) -> list[int]:
+    """Clean every folder and return the steps found on any node, newest first."""
+    cleaned: list[str] = []
+    steps: list[int] = []
+    problem: Problem | None = None
+    if place.leader:
+        try:
+            cleaned, steps = remove_leftovers(path), list_steps(path)
+        except OSError as error:
+            problem = describe_error(error, f"look into {path}")
+    raise_together(problem, place, "checkpoints cannot be listed", group)
+    answers = gather_objects((place.node, cleaned, steps), group)
+    if place.rank == 0 and events is not None:
+        for name, lines, _ in answers:
+            for line in lines:
+                events.emit("clean", "checkpoint", message=line, node=name)
+    return sorted({step for _, _, found in answers for step in found}, reverse=True)
+
+
+def _examine(
+    folder: Path,
+    place: Place,
+    storage: Storage,
+    dims: ParallelDims,
+    verify: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[Manifest | None, list[str]]:
+    """Check a checkpoint with all ranks; return this rank's manifest and everybody's problems.
+
+    Raises:
+        CheckpointError: the checkpoint is whole but of another layout; on all ranks.
+    """
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(folder)
+        problems = _check_share(folder, manifest, place, storage, verify)
+    except CheckpointError as error:
+        problems = [str(error)]
+    found = (manifest.save_id, manifest.layout) if manifest else None
+    answers = gather_objects((place.node, found, problems), group)
+    prefix = storage == "node_local"
+    everybody = [f"{name}: {line}" if prefix else line for name, _, lines in answers for line in lines]
+    problems = list(dict.fromkeys(everybody))  # ranks that read the same manifest say the same
+    identities = {identity[0] for _, identity, _ in answers if identity}
+    if len(identities) > 1:
+        problems.append(f"the nodes hold files of {len(identities)} different saves of this step")
+    if not problems and manifest is not None:
+        wanted = (dims.tensor, dims.pipeline, dims.data)
+        layout = manifest.layout
+        if (layout.tensor, layout.pipeline, layout.data) != wanted:
+            raise CheckpointError(
+                f"{folder} was saved with {layout} ({manifest.world_size} ranks), this run has {dims} "
+                f"({dims.world_size} ranks): start with the saved layout"
+            )
+    return manifest, problems
+
+
+def _check_share(folder: Path, manifest: Manifest, place: Place, storage: Storage, verify: bool) -> list[str]:
+    """Check what every rank checks, and this rank's share of the files."""
+    problems = check_identity(folder, manifest)
+    if manifest.storage != storage:
+        problems.append(f"manifest.json is of {manifest.storage} storage, megasdc.checkpoint.storage is {storage}")
+    if not has_marker(folder, manifest):
+        problems.append("the marker is missing: not every node finished the save")
+    same_size = manifest.world_size == sum(len(ranks) for ranks in place.nodes.values())
+    if same_size and rank_state_file(place.rank) not in manifest.by_name():
+        problems.append(f"{rank_state_file(place.rank)} is on another node: rank {place.rank} ran there when it saved")
+    if place.leader:
+        problems += find_unexpected(folder, manifest)
+    by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
+    for index in place.share(len(by_size)):
+        problems += check_file(folder, by_size[index], manifest, checksums=verify)
+    return problems

@@ -1,0 +1,62 @@
+"""Which checkpoints are kept? The newest few, and every k-th step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megasdc.checkpoint.files import delete_folder, list_steps, step_folder
+from megasdc.checkpoint.manifest import has_marker, read_manifest
+from megasdc.errors import CheckpointError
+
+
+def plan_retention(steps: Iterable[int], newest: int, keep_last: int, keep_every: int) -> list[int]:
+    """Choose the checkpoints to delete.
+
+    Args:
+        steps: complete checkpoints.
+        newest: the one just saved; never chosen, nor is any of a later step.
+        keep_last: how many are kept, ``newest`` among them; 0: all.
+        keep_every: checkpoints whose step is a multiple are kept too; 0: none.
+
+    Returns:
+        Steps to delete, ascending.
+    """
+    if keep_last == 0:
+        return []
+    past = sorted(step for step in steps if step <= newest)
+    kept = {newest, *past[-keep_last:]}
+    return [step for step in past if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def apply_retention(folder: Path, newest: int, keep_last: int, keep_every: int) -> tuple[list[int], list[str]]:
+    """Delete the checkpoints that need not be kept; those that are not complete are neither counted nor touched.
+
+    Args:
+        folder: the checkpoint folder.
+        newest: see ``plan_retention``, as are the other arguments.
+        keep_last: see ``plan_retention``.
+        keep_every: see ``plan_retention``.
+
+    Returns:
+        The steps deleted, and one line for each that could not be.
+    """
+    if keep_last == 0:
+        return [], []
+    complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
+    deleted, failed = [], []
+    for step in plan_retention(complete, newest, keep_last, keep_every):
+        try:
+            delete_folder(folder / step_folder(step))
+            deleted.append(step)
+        except OSError as error:
+            failed.append(f"{folder / step_folder(step)} cannot be deleted: {error}")
+    return deleted, failed
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint was committed, by its manifest and marker alone."""
+    try:
+        return has_marker(folder, read_manifest(folder))
+    except CheckpointError:
+        return False

@@ -1,0 +1,287 @@
+"""How is a checkpoint written so that it is either whole or not there?
+
+All files go into a folder with a temporary name. When every rank has said that its files are on the disk, the
+manifest is written and one rename gives the folder its name; only then does ``latest`` move and are old checkpoints
+deleted. With a folder on every node, each node renames its own, and after all have, each gets a marker: a checkpoint
+without it does not count. Any failure is told to all ranks and removes the temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.checkpoint.allowlist import check_pickle
+from megasdc.checkpoint.files import (
+    LATEST_FILE,
+    SHARED_STATE_FILE,
+    TEMPORARY_PREFIX,
+    commit_folder,
+    delete_folder,
+    rank_state_file,
+    step_folder,
+    sync_path,
+    write_durably,
+)
+from megasdc.checkpoint.manifest import (
+    FORMAT_VERSION,
+    FileRecord,
+    Layout,
+    Manifest,
+    describe_file,
+    has_marker,
+    installed_versions,
+    read_manifest,
+    sorted_records,
+    write_manifest,
+    write_marker,
+)
+from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
+from megasdc.checkpoint.retention import apply_retention
+from megasdc.checkpoint.writer import wrapped_writer
+from megasdc.errors import CheckpointError, MegasdcError
+from megasdc.events import EventLog
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What a save came to, the same on all ranks except for ``path``.
+
+    Attributes:
+        path: folder of the checkpoint.
+        step: optimizer step, first is 1.
+        size_bytes: bytes written, over all ranks.
+        duration_s: wall-clock time of the save.
+        deleted: steps whose checkpoints were deleted.
+    """
+
+    path: Path
+    step: int
+    size_bytes: int
+    duration_s: float
+    deleted: list[int]
+
+
+def save_checkpoint(
+    engine: Any,
+    folder: Path | str,
+    step: int,
+    *,
+    dims: ParallelDims,
+    storage: Storage = "shared",
+    shared_state: dict[str, Any],
+    rank_state: dict[str, Any],
+    client_state: dict[str, Any] | None = None,
+    events: EventLog | None = None,
+    keep_last: int = 0,
+    keep_every: int = 0,
+    node: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> SaveResult:
+    """Save one checkpoint as ``folder/step_NNNNNNNN``, through DeepSpeed.
+
+    Args:
+        engine: the PipelineEngine.
+        folder: the checkpoint folder; created if absent.
+        step: optimizer step, first is 1. A checkpoint of the same step is replaced.
+        dims: layout and place of this rank.
+        storage: whether all ranks see one folder, or the ranks of each node one.
+        shared_state: plain values for JSON, the same on all ranks.
+        rank_state: plain values and tensors of this rank.
+        client_state: further top-level keys of DeepSpeed's file of each stage, the same on all ranks.
+        events: where the save is reported, by rank 0.
+        keep_last: newest checkpoints kept; 0: all.
+        keep_every: checkpoints whose step is a multiple are kept too; 0: none.
+        node: name of this rank's node; null means the host's name.
+        group: group of all ranks, on the host; null means the default group.
+
+    Raises:
+        StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.
+        CheckpointError: the states cannot be saved, or could not be loaded again, on all ranks.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    started = time.monotonic()
+    place = find_place(storage, node, group)
+    job = _Job(engine, Path(folder), step, dims, storage, place, group)
+    try:
+        records = job.write(shared_state, rank_state, client_state or {})
+        job.commit(records)
+    except MegasdcError as error:  # raised by all ranks together
+        if events is not None and place.rank == 0:
+            events.emit("error", "checkpoint_save", step=step, message=str(error))
+        raise
+    deleted, failed = apply_retention(job.folder, step, keep_last, keep_every) if place.leader else ([], [])
+    answers = gather_objects((deleted, failed), group)
+    result = SaveResult(
+        path=job.final,
+        step=step,
+        size_bytes=sum(record.size_bytes for record in records),
+        duration_s=time.monotonic() - started,
+        deleted=sorted({gone for steps, _ in answers for gone in steps}),
+    )
+    if events is not None and place.rank == 0:
+        events.emit(
+            "save",
+            "checkpoint",
+            step=step,
+            path=str(result.path),
+            size_bytes=result.size_bytes,
+            duration_s=round(result.duration_s, 3),
+        )
+        for gone in result.deleted:
+            events.emit("delete", "checkpoint", step=gone, reason=f"keep_last {keep_last}, keep_every {keep_every}")
+        for line in (line for _, lines in answers for line in lines):
+            events.emit("warning", "checkpoint_not_deleted", step=step, message=line)
+    return result
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save: where it goes and who takes part."""
+
+    engine: Any
+    folder: Path
+    step: int
+    dims: ParallelDims
+    storage: Storage
+    place: Place
+    group: dist.ProcessGroup | None
+
+    @property
+    def temporary(self) -> Path:
+        """Folder that is written into."""
+        return self.folder / f"{TEMPORARY_PREFIX}{step_folder(self.step)}"
+
+    @property
+    def final(self) -> Path:
+        """The name that the folder gets."""
+        return self.folder / step_folder(self.step)
+
+    def write(
+        self, shared_state: dict[str, Any], rank_state: dict[str, Any], client_state: dict[str, Any]
+    ) -> list[FileRecord]:
+        """Write every rank's files under the temporary name; return all ranks' records."""
+        if self.engine.checkpoint_engine.is_decoupled():
+            raise CheckpointError(
+                "DeepSpeed's key checkpoint.writer asks for files written in the background, but a checkpoint is "
+                "complete only when all files are on the disk: remove the key"
+            )
+        self._agree(self._prepare() if self.place.leader else None)
+        with wrapped_writer(
+            self.engine, writes_model=self.place.writes_model(self.dims), every_node=self.storage == "node_local"
+        ) as writer:
+            self.engine.save_checkpoint(str(self.temporary), tag=".", client_state=client_state, save_latest=False)
+            writer.save(rank_state, str(self.temporary / rank_state_file(self.place.rank)))
+        problem, records = writer.problem, []
+        try:
+            if problem is None and self.place.leader:
+                write_durably(self.temporary / SHARED_STATE_FILE, json.dumps(shared_state, indent=1) + "\n")
+                writer.written[self.temporary / SHARED_STATE_FILE] = None
+            if problem is None:
+                records = [self._describe(path, tensors) for path, tensors in writer.written.items()]
+        except CheckpointError as error:
+            problem = Problem(str(error), storage=False)
+        except (OSError, TypeError, ValueError) as error:
+            problem = describe_error(error, f"finish {self.temporary}")
+        self._agree(problem)
+        return sorted_records(record for answer in gather_objects(records, self.group) for record in answer)
+
+    def commit(self, records: list[FileRecord]) -> None:
+        """Make the written folder the checkpoint of its step, on all nodes."""
+        manifest = self._manifest(records)
+        self._agree(_attempt(self._rename, manifest) if self.place.leader else None)
+        self._agree(_attempt(self._publish, manifest) if self.place.leader else None)
+
+    def _prepare(self) -> Problem | None:
+        try:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.mkdir(parents=True)
+        except OSError as error:
+            return describe_error(error, f"create {self.temporary}")
+        return None
+
+    def _describe(self, path: Path, tensors: dict[str, str] | None) -> FileRecord:
+        if path.suffix == ".pt":
+            check_pickle(path)
+        return describe_file(path.parent, path.name, rank=self.place.rank, node=self.place.node, tensors=tensors)
+
+    def _manifest(self, records: list[FileRecord]) -> Manifest:
+        mine = set(self.place.ranks)
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            state="complete",
+            step=self.step,
+            save_id=self.place.save_id,
+            time=time.time(),
+            layout=Layout(tensor=self.dims.tensor, pipeline=self.dims.pipeline, data=self.dims.data),
+            world_size=self.dims.world_size,
+            storage=self.storage,
+            nodes=self.place.nodes,
+            node=self.place.node if self.storage == "node_local" else None,
+            engine=describe_engine(self.engine),
+            versions=installed_versions(),
+            files=[record for record in records if record.rank in mine],
+        )
+
+    def _rename(self, manifest: Manifest) -> None:
+        write_manifest(self.temporary, manifest)
+        sync_path(self.temporary)
+        commit_folder(self.temporary, self.final)
+
+    def _publish(self, manifest: Manifest) -> None:
+        if self.storage == "node_local":
+            write_marker(self.final, manifest)
+        write_durably(self.folder / LATEST_FILE, self.final.name + "\n")
+
+    def _agree(self, problem: Problem | None) -> None:
+        """Go on if no rank has a problem; else clean up and raise on all ranks."""
+        what = f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
+        try:
+            raise_together(problem, self.place, what, self.group)
+        except MegasdcError:
+            if self.place.leader:
+                self._clean_up()
+            gather_objects(None, self.group)  # nobody leaves before the folders are clean
+            raise
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        if self.storage == "shared":
+            return
+        with contextlib.suppress(CheckpointError, OSError):  # a node that renamed while another failed
+            manifest = read_manifest(self.final)
+            if manifest.save_id == self.place.save_id and not has_marker(self.final, manifest):
+                delete_folder(self.final)
+
+
+def _attempt(action: Callable[[Manifest], None], manifest: Manifest) -> Problem | None:
+    """Do something on the disk and return what went wrong."""
+    try:
+        action(manifest)
+    except OSError as error:
+        return describe_error(error, "commit the checkpoint")
+    return None
+
+
+def describe_engine(engine: Any) -> dict[str, Any]:
+    """What must be equal in the engine that saves and the engine that loads, and the steps taken."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return {
+        "optimizer": type(engine.optimizer).__name__,
+        "inner_optimizer": type(inner).__name__,
+        "num_param_groups": len(engine.optimizer.param_groups),
+        "num_layers": len(engine.module._layer_specs),
+        "global_steps": int(engine.global_steps),
+    }

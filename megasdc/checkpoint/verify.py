@@ -1,0 +1,153 @@
+"""Is a checkpoint on this machine whole, and what is in it? Without an engine and without a process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
+from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What a check of one checkpoint found.
+
+    Attributes:
+        path: its folder.
+        step: optimizer step; null if the manifest cannot be read.
+        problems: what is wrong, one sentence an entry.
+        num_files: files in the manifest.
+        size_bytes: their bytes.
+    """
+
+    path: str
+    step: int | None
+    problems: list[str]
+    num_files: int
+    size_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def find_folders(path: Path | str) -> list[Path]:
+    """Checkpoints that a path means: itself, or all in it, newest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
+    if steps := list_steps(folder):
+        return [folder / step_folder(step) for step in reversed(steps)]
+    if not any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is empty: there is no checkpoint in it")
+    return [folder]
+
+
+def verify_checkpoint(
+    path: Path | str, *, checksums: bool = True, progress: bool = False, workers: int | None = None
+) -> CheckpointReport:
+    """Check every file of one checkpoint: presence, size, checksum, pickle.
+
+    Args:
+        path: folder of the checkpoint, such as ``checkpoints/step_00000100``.
+        checksums: read the files; otherwise sizes and pickles alone.
+        progress: draw a bar on standard error where it is a terminal.
+        workers: threads that read; null: one a CPU, at most 8. Checksums are computed outside the interpreter's lock.
+
+    Returns:
+        The report; a damaged checkpoint is not an exception.
+    """
+    folder = Path(path)
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return CheckpointReport(str(folder), None, [str(error)], 0, 0)
+    problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
+    if not has_marker(folder, manifest):
+        problems.append("the marker is missing: not every node finished the save")
+    bar = _progress_bar() if progress else nullcontext()
+    with bar as shown, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+        advance: Callable[[int], None] | None = None
+        if shown is not None:
+            task = shown.add_task(folder.name, total=manifest.size_bytes)
+            advance = lambda count: shown.advance(task, count)  # noqa: E731 - bound to this bar
+        answers = pool.map(
+            lambda record: check_file(folder, record, manifest, checksums=checksums, progress=advance), manifest.files
+        )
+        problems += [line for lines in answers for line in lines]
+    return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes)
+
+
+def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
+    """What a checkpoint holds, from its manifest alone; files are not opened.
+
+    Args:
+        path: folder of the checkpoint.
+
+    Returns:
+        Plain values: step, time, layout, nodes, optimizer, versions, number of parameters, and files by kind.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    manifest = read_manifest(Path(path))
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "time": datetime.fromtimestamp(manifest.time, UTC).isoformat(timespec="seconds"),
+        "layout": manifest.layout.model_dump(),
+        "world_size": manifest.world_size,
+        "storage": manifest.storage,
+        "nodes": manifest.nodes,
+        "node": manifest.node,
+        "engine": manifest.engine,
+        "versions": manifest.versions,
+        "num_layers": len({record.name.split("-")[0] for record in manifest.files if record.tensors is not None}),
+        "num_files": len(manifest.files),
+        "size_bytes": manifest.size_bytes,
+        "size_bytes_by_kind": _sizes_by_kind(manifest),
+        "tensors": {record.name: record.tensors for record in manifest.files if record.tensors is not None},
+    }
+
+
+def _sizes_by_kind(manifest: Manifest) -> dict[str, int]:
+    """Bytes of weights, optimizer shards, stages and states of ranks."""
+    sizes = {"layers": 0, "optimizer": 0, "stages": 0, "ranks": 0, "other": 0}
+    for record in manifest.files:
+        if record.name.startswith("layer_"):
+            kind = "layers"
+        elif record.name.endswith("_optim_states.pt"):
+            kind = "optimizer"
+        elif record.name.startswith("mp_rank_"):
+            kind = "stages"
+        else:
+            kind = "ranks" if record.name.startswith("rank_") else "other"
+        sizes[kind] += record.size_bytes
+    return sizes
+
+
+def _progress_bar() -> Progress:
+    """A bar in bytes on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)

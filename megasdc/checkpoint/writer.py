@@ -1,0 +1,100 @@
+"""How is DeepSpeed's save made safe? Its file writer is wrapped while it saves.
+
+``engine.save_checkpoint`` (0.19.8) waits for all ranks at its end. A rank whose write fails must reach that barrier, or
+the others wait for it until their timeout; so the wrapper keeps the first error instead of raising it, and writes
+nothing after it. It also notes which files the rank has written, and waits until each is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasdc.checkpoint.files import sync_path
+from megasdc.checkpoint.places import Problem, describe_error
+
+
+class RecordingWriter:
+    """Stands in for DeepSpeed's checkpoint engine during one save.
+
+    Args:
+        inner: the engine that does the writing.
+
+    Attributes:
+        problem: the first thing that went wrong; null means nothing.
+        written: data types and shapes by path for files of layers, null for other files.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.problem: Problem | None = None
+        self.written: dict[Path, dict[str, str] | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create a folder, or keep the error."""
+        if self.problem is None:
+            try:
+                self._inner.makedirs(path, exist_ok=exist_ok)
+            except OSError as error:
+                self.problem = describe_error(error, f"create {path}")
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Write one file and wait for the disk, or keep the error; after an error nothing is written."""
+        if self.problem is not None:
+            return
+        target = Path(path)
+        try:
+            self._inner.save(state_dict, path)
+            sync_path(target)
+        except Exception as error:  # whatever it is, this rank must reach the others and tell them
+            self.problem = describe_error(error, f"write {target}")
+            return
+        self.written[target] = describe_tensors(state_dict) if target.name.startswith("layer_") else None
+
+
+def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
+    """Data type and shape of each tensor of a state dict, such as ``float32[64, 64]``."""
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@contextlib.contextmanager
+def wrapped_writer(engine: Any, *, writes_model: bool, every_node: bool) -> Iterator[RecordingWriter]:
+    """Put a recording writer into a PipelineEngine and take it out again.
+
+    DeepSpeed writes the weights on the first replica only. With a folder on every node, the first rank of each stage
+    and tensor rank on a node is made to write them there too: ``save_non_zero_checkpoint`` opens the file of the stage,
+    and the grid's ``data_parallel_id`` the files of its layers. Its two recovery scripts are left out: they cannot read
+    checkpoints of a pipeline engine.
+
+    Args:
+        engine: the PipelineEngine.
+        writes_model: whether this rank writes the weights of its stage.
+        every_node: whether every node has a folder of its own.
+    """
+    grid, module = engine.grid, engine.module
+    before = (engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id)
+    parallel_write = module.checkpoint_parallel_write_pipeline
+    writer = RecordingWriter(engine.checkpoint_engine)
+    engine.checkpoint_engine = writer
+    engine._copy_recovery_script = lambda save_path: None
+    if every_node:
+        engine.save_non_zero_checkpoint = writes_model
+        module.checkpoint_parallel_write_pipeline = False
+        grid.data_parallel_id = 0 if writes_model else 1
+    try:
+        yield writer
+    finally:
+        engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id = before
+        module.checkpoint_parallel_write_pipeline = parallel_write
+        del engine._copy_recovery_script

@@ -1,0 +1,129 @@
+"""How do tests train whole runs? Small prepared text, a config file, ranks from the fork server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import run_distributed
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
+    "llama": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "max_positions": 64,
+        "position_embedding": "rope",
+        "normalization": "RMSNorm",
+        "activation": "silu",
+        "gated_mlp": True,
+        "bias": False,
+        "tie_embeddings": False,
+    },
+}
+
+
+def prepare_text(folder: Path) -> Path:
+    """Tokenize a few modules of the standard library into ``folder/data`` and return that folder."""
+    from megasdc.config.sections import DataSection
+    from megasdc.data.prepare import prepare
+
+    texts = folder / "texts"
+    texts.mkdir()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq"):
+        source = library / f"{name}.py"
+        if source.exists():
+            (texts / f"{name}.txt").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    section = DataSection.model_validate(
+        {
+            "path": str(folder / "data"),
+            "split": [8, 1, 1],
+            "sources": [{"kind": "files", "path": str(texts)}],
+            "tokenizer": {"vocab_size": 500, "train_characters": 200_000},
+        }
+    )
+    prepare(section, folder / "data", workers=1, progress=False)
+    return folder / "data"
+
+
+def write_config(path: Path, data: Path, run_dir: Path, **changes: Any) -> Path:
+    """Write a config file; ``changes`` are dotted paths with ``__`` for the dots, ``megasdc.`` left out."""
+    config: dict[str, Any] = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "megasdc": {
+            "model": dict(MODELS["gpt"]),
+            "data": {"path": str(data), "sequence_length": 32},
+            "parallel": {"timeout_s": 60.0},
+            "training": {"steps": 6, "eval_interval": 3, "eval_samples": 4},
+            "checkpoint": {"interval": 2, "keep_last": 0},
+            "logging": {"run_dir": str(run_dir), "interval": 1},
+        },
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        place = config if parents and parents[0] == "deepspeed" else config["megasdc"]
+        for parent in parents[1:] if place is config else parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def pretrain_rank(config: str, overrides: list[str]) -> tuple[int, str | None]:
+    """Body of a rank: train as the entry script does; returns exit code and message."""
+    from megasdc.train.main import pretrain
+
+    code, error, _ = pretrain(config, overrides)
+    sys.stderr.flush()
+    return code, None if error is None else str(error)
+
+
+def train_run(config: Path, world_size: int, *overrides: str, **options: Any) -> list[Any]:
+    """Train on gloo ranks and return (exit code, message) of each."""
+    return run_distributed(pretrain_rank, world_size, str(config), list(overrides), init=False, **options)
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics that do not depend on time: loss, rate, norms, counters, evaluation."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in row.items() if k == "step" or k.startswith(("train/", "eval/"))} for row in rows]
+    return [row for row in kept if len(row) > 1]
+
+
+def state_of(checkpoint: Path) -> dict[str, str]:
+    """A digest of everything in a checkpoint that decides how a run goes on, by file and key."""
+    digests: dict[str, str] = {}
+    for path in sorted(checkpoint.glob("*.pt")):
+        _walk(path.name, torch.load(path, map_location="cpu", weights_only=False), digests)
+    return {name: value for name, value in digests.items() if "ds_config" not in name and "ds_version" not in name}
+
+
+def _walk(name: str, value: Any, digests: dict[str, str]) -> None:
+    if isinstance(value, torch.Tensor):
+        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digests[name] = f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _walk(f"{name}/{key}", item, digests)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _walk(f"{name}/{index}", item, digests)
+    elif isinstance(value, int | float | str | bool | None):
+        digests[name] = repr(value)
+
+
+def events_of(run_dir: Path, kind: str, name: str) -> list[dict[str, Any]]:
+    """Events of all ranks of one kind and name."""
+    from megasdc.events import read_events
+
+    return [{"rank": e.rank, "step": e.step, **e.fields} for e in read_events(run_dir, kind=kind, name=name)]

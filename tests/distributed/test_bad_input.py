@@ -1,0 +1,137 @@
+"""Does bad input end every rank with its documented code and a message that names place, value and remedy?"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import prepare_text, train_run, write_config
+
+pytestmark = pytest.mark.distributed
+
+PEER = 79
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text; tests that damage it copy it first."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _truncate(folder: Path) -> None:
+    content = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(content[:-100])
+
+
+def _empty(folder: Path) -> None:
+    (folder / "train.idx").write_bytes(b"")
+
+
+def _foreign_ids(folder: Path) -> None:
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[: len(content) // 2] = b"\xff" * (len(content) // 2)
+    (folder / "train.bin").write_bytes(content)
+
+
+def _other_tokenizer(folder: Path) -> None:
+    model = next(iter((folder / "tokenizer").glob("*.model")))
+    content = bytearray(model.read_bytes())
+    content[-1] ^= 1
+    model.write_bytes(content)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("missing", shutil.rmtree, r"data/manifest.json is missing.*prepare-data"),
+    ("truncated", _truncate, r"train.bin has \d+ bytes, its manifest says \d+"),
+    ("empty", _empty, r"train.idx has 0 bytes, its manifest says \d+"),
+    ("foreign_ids", _foreign_ids, r"train.bin, sample position \d+, token \d+: id 65535 is not in \[0, 500\)"),
+    ("other_tokenizer", _other_tokenizer, r"tokenizer/\S+ has checksum"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES, ids=[name for name, _, _ in DAMAGES])
+def test_damaged_data_end_with_the_data_code(
+    tmp_path: Path, data: Path, name: str, damage: Callable[[Path], Any], message: str
+) -> None:
+    """Missing, truncated, empty and foreign data end with code 71 (or 79 on a rank that only lost its peer)."""
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    damage(copy)
+    results = train_run(write_config(tmp_path / "c.json", copy, tmp_path / "run"), 2)
+    assert {code for code, _ in results} <= {71, PEER}
+    _matches(results, 71, message)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def _matches(results: list[Any], code: int, message: str) -> None:
+    import re
+
+    texts = [text for got, text in results if got == code]
+    assert texts, results
+    assert all(re.search(message, text, re.DOTALL) for text in texts), texts
+
+
+CONFIG_PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
+    ("positions", {"data__sequence_length": 65}, r"sequence_length.*65.*max_positions.*64"),
+    ("batch", {"deepspeed__train_batch_size": 5}, r"train_batch_size: got 5.*data-parallel size 2"),
+    ("layout", {"parallel__tensor": 3}, r"tensor"),
+    ("layers", {"model__num_layers": 3, "parallel__pipeline": 2}, r"num_layers.*3.*2"),
+    ("unknown_key", {"training__stepz": 5}, r"megasdc.training.stepz: unknown key.*megasdc.training.steps"),
+    ("wrong_type", {"training__steps": "ten"}, r'megasdc.training.steps: got "?ten'),
+    ("megatron", {"model__megatron": {"qk_layernrom": True}}, r"qk_layernrom.*qk_layernorm"),
+    ("heads", {"model__num_attention_heads": 3}, r"num_attention_heads"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), CONFIG_PROBLEMS, ids=[name for name, _, _ in CONFIG_PROBLEMS])
+def test_wrong_config_ends_with_the_config_code(
+    tmp_path: Path, data: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    """What does not fit is refused by all ranks with code 70 before anything is written."""
+    results = train_run(write_config(tmp_path / "c.json", data, tmp_path / "run", **changes), 2)
+    assert {code for code, _ in results} == {70}
+    _matches(results, 70, message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_the_data_were_not_made_with(tmp_path: Path, data: Path) -> None:
+    """A configuration that names another tokenizer than the data's is refused with code 71 and both."""
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run", data__tokenizer={"vocab_size": 600})
+    results = train_run(config, 1)
+    _matches(results, 71, r"600.*500")
+
+
+def test_an_unwritable_run_folder(tmp_path: Path, data: Path) -> None:
+    """A run folder that cannot be made ends with code 77 and its name."""
+    (tmp_path / "file").write_text("")
+    results = train_run(write_config(tmp_path / "c.json", data, tmp_path / "file" / "run"), 2)
+    assert {code for code, _ in results} == {77}
+    _matches(results, 77, r"file/run is not writable")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"model__hidden_size": 64}, r"hidden_size|model"), ({"parallel__tensor": 2}, r"TP1.*TP2|layout")],
+    ids=["other_size", "other_layout"],
+)
+def test_resume_with_another_model_or_layout(tmp_path: Path, data: Path, changes: dict[str, Any], message: str) -> None:
+    """A checkpoint of another model or layout is refused by all ranks with code 72, and stays as it is."""
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run")
+    assert train_run(config, 2, "megasdc.training.stop_step=2") == [(0, None)] * 2
+    before = sorted((path.name, path.stat().st_size) for path in (tmp_path / "run/checkpoints").rglob("*"))
+    other = write_config(tmp_path / "other.json", data, tmp_path / "run", **changes)
+    results = train_run(other, 2)
+    assert {code for code, _ in results} == {72}
+    _matches(results, 72, message)
+    assert before == sorted((path.name, path.stat().st_size) for path in (tmp_path / "run/checkpoints").rglob("*"))
+
+
+def test_resume_never_protects_a_run(tmp_path: Path, data: Path) -> None:
+    """With resume "never" a folder that holds a checkpoint is refused with code 72 and a remedy."""
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run")
+    assert train_run(config, 1, "megasdc.training.stop_step=2") == [(0, None)]
+    results = train_run(config, 1, "megasdc.checkpoint.resume=never")
+    _matches(results, 72, r"step 2.*never.*another folder")
