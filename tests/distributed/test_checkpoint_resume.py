@@ -1,0 +1,170 @@
+"""Does a resumed run go on as if it had never stopped, and only from a checkpoint that is its own?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_model import Run
+from harness import run_distributed
+
+from megasdc.checkpoint.files import list_steps
+from megasdc.errors import CheckpointError
+from megasdc.events import EventLog, read_events
+
+pytestmark = pytest.mark.distributed
+
+
+def _uninterrupted(folder: str, layout: dict[str, Any]) -> tuple[list[float], str]:
+    run = Run(**layout)
+    run.train(2)
+    run.save(folder)
+    return run.train(3), run.digest()
+
+
+def _resumed(folder: str, layout: dict[str, Any]) -> tuple[list[float], str]:
+    run = Run(**layout, seed=99)  # other initial weights: the result must come from the checkpoint
+    loaded = run.resume(folder)
+    assert loaded is not None
+    assert loaded.step == 2
+    assert loaded.shared_state == {"positions": [4]}
+    return run.train(3), run.digest()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"dtype": "fp32"}),
+        (2, {"pipeline": 2, "dtype": "bf16"}),
+        pytest.param(2, {"dtype": "bf16"}, marks=pytest.mark.full),
+        pytest.param(2, {"tensor": 2, "dtype": "fp32"}, marks=pytest.mark.full),
+        pytest.param(8, {"tensor": 2, "pipeline": 2, "dtype": "fp32"}, marks=pytest.mark.full),
+        pytest.param(8, {"tensor": 2, "pipeline": 2, "dtype": "bf16"}, marks=pytest.mark.full),
+    ],
+)
+def test_resume_is_bit_identical(tmp_path: Path, ranks: int, layout: dict[str, Any]) -> None:
+    """Weights, optimizer, LR, counters, RNG and losses after a resume equal those of a run that never stopped."""
+    expected = run_distributed(_uninterrupted, ranks, str(tmp_path / "run"), layout)
+    assert run_distributed(_resumed, ranks, str(tmp_path / "run"), layout) == expected
+
+
+def _refusals(folder: str) -> dict[str, str]:
+    run = Run()
+    run.train(1)
+    run.save(folder)
+    found = {}
+    others = {
+        "layout": {"pipeline": 2},
+        "width": {"width": 16},
+        "layers": {"layers": 5},
+        "precision": {"dtype": "bf16"},
+    }
+    for name, change in others.items():
+        other = Run(**change, seed=7)
+        before = other.digest()
+        try:
+            other.resume(folder)
+        except CheckpointError as error:
+            found[name] = str(error)
+        assert other.digest() == before, f"{name}: the engine was changed"
+    for resume in ("never", "must"):
+        try:
+            run.resume(folder if resume == "never" else folder + "_empty", resume=resume)
+        except CheckpointError as error:
+            found[resume] = str(error)
+    assert run.resume(folder + "_empty") is None
+    return found
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Other layout, width, depth or precision: CheckpointError with both values on all ranks, engine untouched."""
+    first, second = run_distributed(_refusals, 2, str(tmp_path / "run"))
+    assert first == second
+    assert "TP1 x PP1 x DP2" in first["layout"]
+    assert "TP1 x PP2 x DP1" in first["layout"]
+    assert "float32[8, 8]" in first["width"] or "float32[8]" in first["width"]
+    assert "float32[16" in first["width"]
+    assert "num_layers 4, this run has 5" in first["layers"]
+    assert "DeepSpeedZeroOptimizer" in first["precision"]
+    assert "BF16_Optimizer" in first["precision"]
+    assert "never" in first["never"]
+    assert "must" in first["must"]
+
+
+def _save_often(folder: str, run_dir: str) -> list[list[int]]:
+    run = Run()
+    events = EventLog(run_dir, torch.distributed.get_rank())
+    deleted = []
+    for _ in range(5):
+        run.train(1)
+        deleted.append(run.save(folder, keep_last=2, keep_every=2, events=events).deleted)
+    again = run.save(folder, keep_last=1, events=events)  # the same step once more replaces it
+    assert again.size_bytes > 0
+    deleted.append(again.deleted)
+    return deleted
+
+
+def test_retention_keeps_the_newest_and_every_kth(tmp_path: Path) -> None:
+    """keep_last and keep_every decide what stays; each deletion is an event; `latest` names the newest."""
+    deleted = run_distributed(_save_often, 2, str(tmp_path / "run"), str(tmp_path))[0]
+    assert deleted == [[], [], [1], [], [3], [2, 4]]
+    assert list_steps(tmp_path / "run") == [5]
+    assert (tmp_path / "run" / "latest").read_text().strip() == "step_00000005"
+    assert not list((tmp_path / "run").glob(".tmp*"))
+    assert [event.step for event in read_events(tmp_path, kind="delete")] == [1, 3, 2, 4]
+    assert len(list(read_events(tmp_path, kind="save", name="checkpoint"))) == 6
+
+
+NODE_OF_RANK = ("a", "b", "a", "b")
+"""With TP1 x PP2 x DP2 each node holds one replica, so node b needs weights that DeepSpeed writes on node a only."""
+
+
+def _node_local(root: str) -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    node = NODE_OF_RANK[rank]
+    folder = Path(root) / node
+    options: dict[str, Any] = {"storage": "node_local", "node": node}
+    run = Run(pipeline=2)
+    events = EventLog(root, rank)
+    run.train(1)
+    run.save(folder, **options)
+    expected = run.digest()
+    run.train(1)
+    run.save(folder, **options)
+    found: dict[str, Any] = {"files": sorted(path.name for path in (folder / "step_00000001").iterdir())}
+    torch.distributed.barrier()
+    marker = folder / "step_00000002" / "complete"
+    if rank == 1:
+        marker.unlink()
+    torch.distributed.barrier()
+    other = Run(pipeline=2, seed=5)
+    loaded = other.resume(folder, events=events, **options)
+    assert loaded is not None
+    found["without marker"] = (loaded.step, other.digest() == expected)
+    torch.distributed.barrier()
+    if rank == 3:
+        (folder / "step_00000002").rename(folder / "elsewhere")
+    torch.distributed.barrier()
+    loaded = other.resume(folder, events=events, **options)
+    assert loaded is not None
+    found["missed"] = loaded.step
+    return found
+
+
+def test_node_local_resumes_from_what_every_node_has(tmp_path: Path) -> None:
+    """Each node holds all that its ranks load; a node without the last save, or without its marker, sets all back."""
+    answers = run_distributed(_node_local, 4, str(tmp_path))
+    for rank, answer in enumerate(answers):
+        assert answer["without marker"] == (1, True)
+        assert answer["missed"] == 1
+        names = set(answer["files"])
+        assert {"manifest.json", "complete", "megasdc.json", f"rank_{rank:05d}_state.pt"} <= names
+        assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= names
+        assert {f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(4)} <= names
+        assert len([name for name in names if name.endswith("_optim_states.pt")]) == 2
+    reasons = [event.fields["reasons"] for event in read_events(tmp_path, kind="skip", name="checkpoint")]
+    assert "b: the marker is missing" in reasons[0][0]
+    assert "b: " in reasons[1][0]
+    assert "manifest.json is missing" in reasons[1][0]
