@@ -151,7 +151,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not text.endswith("}\n"):
+            raise ValueError("its end is missing")
+        content = json.loads(text)
         claimed = content.pop("checksum")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the save did not finish, or the file was removed") from error
