@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from megasdc import __version__
-from megasdc.errors import ConfigError, MegasdcError
+from megasdc.errors import CheckpointError, ConfigError, MegasdcError
 
 app = typer.Typer(
     name="megasdc",
@@ -201,6 +201,42 @@ def summary(
     found = summarize(run_dir)
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
     raise typer.Exit(int(require_finished and found.steps < found.planned_steps))
+
+
+CheckpointFolder = Annotated[
+    Path, typer.Argument(help="Folder of one checkpoint (step_NNNNNNNN), or of several: all are looked at.")
+]
+
+
+@app.command("verify-checkpoint", epilog="Example: megasdc verify-checkpoint runs/smoke/checkpoints")
+def verify_checkpoint(
+    folder: CheckpointFolder,
+    checksums: Annotated[
+        bool, typer.Option("--checksums/--no-checksums", help="Read every file; without: sizes and pickles alone.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Check every file of a checkpoint against its manifest; exit code 0 if it is whole, 72 if it is damaged."""
+    from megasdc.checkpoint import verify
+
+    reports = [
+        verify.verify_checkpoint(path, checksums=checksums, progress=not as_json)
+        for path in verify.find_folders(folder)
+    ]
+    if as_json:
+        typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
+    else:
+        typer.echo("\n".join(report.render() for report in reports))
+    raise typer.Exit(0 if all(report.ok for report in reports) else CheckpointError.exit_code)
+
+
+@app.command("inspect-checkpoint", epilog="Example: megasdc inspect-checkpoint runs/smoke/checkpoints/step_00000100")
+def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
+    """Say what a checkpoint holds, from its manifest alone: step, layout, versions, sizes."""
+    from megasdc.checkpoint import verify
+
+    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder)]
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
 
 
 def main() -> None:

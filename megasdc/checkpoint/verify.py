@@ -47,6 +47,12 @@ class CheckpointReport:
         """All of it as plain values."""
         return {"ok": self.ok, **asdict(self)}
 
+    def render(self) -> str:
+        """The same for people: one line, and one for each problem."""
+        state = "whole" if self.ok else f"DAMAGED, {len(self.problems)} problems"
+        head = f"{self.path}: {state}, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB"
+        return "\n".join([head, *(f"  - {problem}" for problem in self.problems)])
+
 
 def find_folders(path: Path | str) -> list[Path]:
     """Checkpoints that a path means: itself, or all in it, newest first.
@@ -106,7 +112,7 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
         path: folder of the checkpoint.
 
     Returns:
-        Plain values: step, time, layout, nodes, optimizer, versions, number of parameters, and files by kind.
+        Plain values: step, time, layout, nodes, engine, versions, sizes by kind of file, and the tensors of each layer.
 
     Raises:
         CheckpointError: the manifest cannot be read.
@@ -123,12 +129,28 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
         "node": manifest.node,
         "engine": manifest.engine,
         "versions": manifest.versions,
-        "num_layers": len({record.name.split("-")[0] for record in manifest.files if record.tensors is not None}),
         "num_files": len(manifest.files),
         "size_bytes": manifest.size_bytes,
         "size_bytes_by_kind": _sizes_by_kind(manifest),
         "tensors": {record.name: record.tensors for record in manifest.files if record.tensors is not None},
     }
+
+
+def render_inspection(found: dict[str, Any]) -> str:
+    """The result of ``inspect_checkpoint`` for people, one line a fact; single tensors are left out."""
+    layout = found["layout"]
+    lines = {
+        "step": found["step"],
+        "saved": found["time"],
+        "layout": f"TP{layout['tensor']} x PP{layout['pipeline']} x DP{layout['data']}",
+        "storage": found["storage"] if found["node"] is None else f"{found['storage']} (node {found['node']})",
+        "nodes": ", ".join(f"{name}: ranks {ranks}" for name, ranks in found["nodes"].items()),
+        "engine": ", ".join(f"{key} {value}" for key, value in found["engine"].items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "files": f"{found['num_files']}, {found['size_bytes'] / 1e6:.1f} MB",
+        "of that": ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in found["size_bytes_by_kind"].items()),
+    }
+    return "\n".join([found["path"], *(f"  {name:9} {value}" for name, value in lines.items())])
 
 
 def _sizes_by_kind(manifest: Manifest) -> dict[str, int]:

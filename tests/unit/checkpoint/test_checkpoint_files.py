@@ -1,0 +1,270 @@
+"""Are a checkpoint's names, manifest, pickles and retention right, without an engine?"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from megasdc.checkpoint import files
+from megasdc.checkpoint.allowlist import check_pickle, find_unsafe_classes, load_checked
+from megasdc.checkpoint.manifest import (
+    FORMAT_VERSION,
+    Layout,
+    Manifest,
+    describe_file,
+    has_marker,
+    installed_versions,
+    read_manifest,
+    write_manifest,
+    write_marker,
+)
+from megasdc.checkpoint.retention import plan_retention
+from megasdc.checkpoint.verify import inspect_checkpoint, verify_checkpoint
+from megasdc.cli import app
+from megasdc.determinism import capture_rng, restore_rng
+from megasdc.errors import CheckpointError
+
+
+class Malicious:
+    """Touches a file when unpickled without care."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch '{self.target}'",))
+
+
+class Harmless:
+    """A class that is not on the list and does nothing."""
+
+
+def make_checkpoint(folder: Path, step: int = 2, storage: str = "shared") -> Path:
+    """Write a checkpoint with two files and its manifest."""
+    path = folder / files.step_folder(step)
+    path.mkdir(parents=True)
+    torch.save({"weight": torch.arange(1000.0)}, path / "layer_00-model_00-model_states.pt")
+    torch.save({"consumed": 3}, path / files.rank_state_file(0))
+    names = sorted(entry.name for entry in path.iterdir())
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        state="complete",
+        step=step,
+        save_id="0123",
+        time=time.time(),
+        layout=Layout(tensor=1, pipeline=1, data=1),
+        world_size=1,
+        storage=storage,  # type: ignore[arg-type]
+        nodes={"n": [0]},
+        node=None if storage == "shared" else "n",
+        engine={"optimizer": "X", "global_steps": step},
+        versions=installed_versions(),
+        files=[describe_file(path, name, rank=0, node="n") for name in names],
+    )
+    write_manifest(path, manifest)
+    return path
+
+
+def test_a_manifest_comes_back_and_any_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Every single changed bit of a manifest, and every cut, is refused."""
+    path = make_checkpoint(tmp_path)
+    manifest = read_manifest(path)
+    assert manifest.step == 2
+    assert manifest.versions["torch"] == torch.__version__.split("+")[0] or manifest.versions["torch"]
+    data = (path / "manifest.json").read_bytes()
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1 << (position % 8)
+        (path / "manifest.json").write_bytes(changed)
+        with pytest.raises(CheckpointError):
+            read_manifest(path)
+    for length in range(0, len(data), 7):
+        (path / "manifest.json").write_bytes(data[:length])
+        with pytest.raises(CheckpointError):
+            read_manifest(path)
+
+
+def test_a_checksum_is_xxh3_of_all_bytes(tmp_path: Path) -> None:
+    """A file's checksum equals the library's over the whole content, also past one piece of reading."""
+    data = random.Random(1).randbytes((1 << 22) + 17)
+    (tmp_path / "x").write_bytes(data)
+    assert files.hash_file(tmp_path / "x") == xxhash.xxh3_128_hexdigest(data)
+
+
+def test_a_marker_counts_for_its_own_save_only(tmp_path: Path) -> None:
+    """A node-local checkpoint is incomplete without a marker, and with the marker of another save."""
+    path = make_checkpoint(tmp_path, storage="node_local")
+    manifest = read_manifest(path)
+    assert not has_marker(path, manifest)
+    write_marker(path, manifest)
+    assert has_marker(path, manifest)
+    (path / "complete").write_text("another save\n")
+    assert not has_marker(path, manifest)
+    assert "marker" in verify_checkpoint(path).problems[0]
+
+
+def test_a_malicious_pickle_is_named_and_never_run(tmp_path: Path) -> None:
+    """The classes of a harmful file are named; neither the check nor the load runs it, in torch's old format either."""
+    target, bad = tmp_path / "executed", tmp_path / "bad.pt"
+    torch.save({"a": torch.ones(2), "b": Malicious(target)}, bad)
+    assert find_unsafe_classes(bad) == ["posix.system"]
+    with pytest.raises(CheckpointError, match=r"bad\.pt holds posix\.system.*would run code"):
+        load_checked(bad)
+    torch.save(Malicious(target), bad, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="not a whole file"):
+        load_checked(bad)
+    bad.write_bytes(pickle.dumps(Malicious(target)))
+    with pytest.raises(CheckpointError):
+        load_checked(bad)
+    assert not target.exists()
+    torch.load(io.BytesIO(_zip_of(tmp_path, target)), weights_only=False)
+    assert target.exists(), "the file of this test must be harmful when it is loaded without care"
+
+
+def _zip_of(folder: Path, target: Path) -> bytes:
+    torch.save(Malicious(target), folder / "loaded.pt")
+    return (folder / "loaded.pt").read_bytes()
+
+
+def test_a_pickle_that_hides_its_classes_is_refused(tmp_path: Path) -> None:
+    """Opcodes that torch does not write (STACK_GLOBAL, INST) are refused, not passed over."""
+    target, good = tmp_path / "executed", tmp_path / "good.pt"
+    torch.save({"a": 1}, good)
+    command = f"touch '{target}'"
+    hidden = {
+        "protocol 4": pickle.dumps(Malicious(target), protocol=4),
+        "INST": b"(S'" + command.replace("'", "\\'").encode() + b"'\nios\nsystem\n.",
+    }
+    for name, content in hidden.items():
+        bad = tmp_path / f"{name}.pt"
+        with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w") as copy:
+            for entry in source.infolist():
+                copy.writestr(entry, content if entry.filename.endswith("data.pkl") else source.read(entry))
+        with pytest.raises(CheckpointError):
+            check_pickle(bad)
+        with pytest.raises(CheckpointError):
+            load_checked(bad)
+    assert not target.exists()
+
+
+def test_an_unlisted_class_is_refused_and_a_listed_one_loads(tmp_path: Path) -> None:
+    """Only DeepSpeed's own record classes pass; they come back as they were."""
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    torch.save(Harmless(), tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="Harmless"):
+        check_pickle(tmp_path / "x.pt")
+    torch.save({"f": fragment_address(numel=3, start=4)}, tmp_path / "y.pt")
+    assert load_checked(tmp_path / "y.pt")["f"] == fragment_address(numel=3, start=4)
+
+
+@given(
+    steps=st.sets(st.integers(1, 60), min_size=1),
+    keep_last=st.integers(0, 5),
+    keep_every=st.integers(0, 7),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_retention_never_deletes_what_must_stay(
+    steps: set[int], keep_last: int, keep_every: int, data: st.DataObject
+) -> None:
+    """The newest, later ones, the last n up to it and every k-th stay; everything else goes, unless all are kept."""
+    newest = data.draw(st.sampled_from(sorted(steps)))
+    past = sorted(step for step in steps if step <= newest)
+    must_stay = {
+        step
+        for place, step in enumerate(reversed(past), 1)
+        if keep_last == 0 or place <= keep_last or (keep_every and step % keep_every == 0)
+    }
+    assert plan_retention(steps, newest, keep_last, keep_every) == sorted(set(past) - must_stay - {newest})
+
+
+def test_leftovers_are_removed_and_a_displaced_checkpoint_returns(tmp_path: Path) -> None:
+    """Temporary files and folders go; a checkpoint whose replacement never came gets its name back."""
+    make_checkpoint(tmp_path, 1)
+    make_checkpoint(tmp_path, 2)
+    (tmp_path / ".tmp_step_00000003").mkdir()
+    (tmp_path / ".tmp_latest.77").write_text("x")
+    (tmp_path / "step_00000002").rename(tmp_path / ".tmp_replaced_step_00000002")
+    (tmp_path / "notes.txt").write_text("not ours")
+    done = files.remove_leftovers(tmp_path)
+    assert len(done) == 3
+    assert files.list_steps(tmp_path) == [1, 2]
+    assert verify_checkpoint(tmp_path / "step_00000002").ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_00000001", "step_00000002"]
+    assert files.remove_leftovers(tmp_path / "absent") == []
+
+
+def test_a_failed_atomic_write_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk refuses, the file is as before and no temporary file stays."""
+    files.write_durably(tmp_path / "latest", "old")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        files.write_durably(tmp_path / "latest", "new")
+    assert (tmp_path / "latest").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_random_state_continues_where_it_was(tmp_path: Path) -> None:
+    """Draws after a restore equal those after the capture, through a file loaded with weights_only."""
+
+    def draw() -> list[Any]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()]
+
+    random.gauss(0, 1)
+    np.random.normal()  # leaves a second normal number in NumPy's state
+    torch.save(capture_rng(), tmp_path / "rng.pt")
+    expected = draw()
+    draw()
+    restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert draw() == expected
+
+
+def test_a_random_state_of_other_devices_is_refused() -> None:
+    """A state with more CUDA devices than here is an error with both numbers, and changes nothing."""
+    state = capture_rng()
+    before = torch.get_rng_state()
+    state["cuda"] = [*state["cuda"], torch.zeros(16, dtype=torch.uint8)]
+    with pytest.raises(ValueError, match=f"of {len(state['cuda'])} CUDA devices"):
+        restore_rng(state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_verify_and_inspect_commands(tmp_path: Path) -> None:
+    """Exit code 0 for whole checkpoints, 72 for a damaged one or none, with the file named; --json parses."""
+    runner = CliRunner()
+    path = make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path, 7)
+    assert runner.invoke(app, ["verify-checkpoint", str(tmp_path)]).exit_code == 0
+    shown = runner.invoke(app, ["inspect-checkpoint", str(path), "--json"])
+    assert json.loads(shown.stdout)[0] == json.loads(json.dumps(inspect_checkpoint(path)))
+    assert "TP1 x PP1 x DP1" in runner.invoke(app, ["inspect-checkpoint", str(path)]).stdout
+    name = files.rank_state_file(0)
+    data = bytearray((path / name).read_bytes())
+    data[-100] ^= 4
+    (path / name).write_bytes(data)
+    damaged = runner.invoke(app, ["verify-checkpoint", str(tmp_path), "--json"])
+    assert damaged.exit_code == 72
+    reports = {report["step"]: report for report in json.loads(damaged.stdout)}
+    assert reports[7]["ok"]
+    assert name in reports[2]["problems"][0]
+    assert isinstance(runner.invoke(app, ["verify-checkpoint", str(tmp_path / "absent")]).exception, CheckpointError)
