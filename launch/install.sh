@@ -3,7 +3,8 @@
 #
 #   source launch/install.sh [extra]      sets MEGASDC_VENV and puts it on PATH
 #
-# The environment is .venv in the repository, or $MEGASDC_VENV. Extras: test.
+# The environment is .venv in the repository, or $MEGASDC_VENV. Extras: test. Where the repository's path has a space
+# the environment is in the user's cache folder, since PyTorch's compiler calls break at spaces (torch 2.13).
 # torch is taken by the package index that pip is configured with; without one, and without an NVIDIA GPU,
 # from PyTorch's index of CPU builds (a plain PyPI install would fetch gigabytes of CUDA libraries).
 
@@ -11,7 +12,16 @@ megasdc_install() {
     local root extra venv stamp wanted python
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" || return 1
     extra="${1:-}"
-    venv="${MEGASDC_VENV:-$root/.venv}"
+    venv="$root/.venv"
+    if [[ "$root" = *[[:space:]]* ]]; then
+        venv="${XDG_CACHE_HOME:-$HOME/.cache}/megasdc/venv-$(printf '%s' "$root" | cksum | cut -d' ' -f1)"
+    fi
+    venv="${MEGASDC_VENV:-$venv}"
+    if [[ "$venv" = *[[:space:]]* ]]; then
+        echo "install: the environment's path has a space, at which PyTorch's compiler calls break: $venv" >&2
+        echo "install: set MEGASDC_VENV to a path without" >&2
+        return 1
+    fi
     python="${PYTHON:-python3}"
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "install: $python is older than Python 3.11; set PYTHON to a newer one" >&2
@@ -21,7 +31,10 @@ megasdc_install() {
         echo "install: g++ is not on PATH; DeepSpeed compiles a small library with it (Debian: apt-get install g++)" >&2
         return 1
     fi
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
+    if [ ! -x "$venv/bin/python" ]; then
+        mkdir -p "$(dirname "$venv")"
+        "$python" -m venv "$venv" || return 1
+    fi
     export MEGASDC_VENV="$venv"
     export PATH="$venv/bin:$PATH"
     export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"
@@ -31,8 +44,8 @@ megasdc_install() {
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         return 0
     fi
-    echo "install: pinned packages into $venv"
-    local quiet=(--quiet --disable-pip-version-check)
+    echo "install: pinned packages into $venv (about 1.5 GB, a minute or two)"
+    local quiet=(--quiet --quiet --disable-pip-version-check)
     if ! "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "2.13.0")' 2>/dev/null; then
         local index=()
         if ! command -v nvidia-smi >/dev/null && ! megasdc_index_is_configured "$venv/bin/python"; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ class MetricsWriter:
 
         Args:
             step: optimizer step, first is 1.
-            values: by name; every name is declared in ``METRICS``.
+            values: by name; every name is declared in ``METRICS``. NaN and Inf, which JSON does not have, become null.
 
         Raises:
             ValueError: a name is not declared.
@@ -39,7 +40,8 @@ class MetricsWriter:
         unknown = sorted(set(values) - set(METRICS))
         if unknown:
             raise ValueError(f"metrics {unknown} are not declared in megasdc.metrics.names")
-        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         self._file.flush()
         if self.monitor is not None and self.monitor.enabled:
             self.monitor.write_events([(name, value, step) for name, value in values.items()])

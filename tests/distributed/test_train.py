@@ -175,3 +175,117 @@ def test_metrics_are_cut_back_on_resume(tmp_path: Path, data: Path) -> None:
     steps = [row["step"] for row in metrics_of(tmp_path / "a") if "train/loss" in row]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert events_of(tmp_path / "a", "resume", "metrics_cut_back")
+
+
+def _pretrain_with_bad_gradient(config: str, step: int, value: float) -> tuple[int, str | None]:
+    """Train with one gradient element of one rank replaced, before the reduction, in one step or from it on."""
+    from megasdc.engine.engine import TrainingEngine
+
+    original = TrainingEngine._run_backward
+
+    def poisoned(self: Any, buffer_id: int) -> None:
+        original(self, buffer_id)
+        if self.dims.rank == 0 and (self.step_number == step or (step < 0 and self.step_number >= -step)):
+            from megasdc.optim.zero1 import accumulated_gradient
+
+            gradient = accumulated_gradient(self.optimizer, next(self.module.parameters()))
+            assert gradient is not None
+            gradient.view(-1)[0] = value
+
+    TrainingEngine._INSTRUCTION_MAP = {
+        kind: poisoned if function is original else function
+        for kind, function in TrainingEngine._INSTRUCTION_MAP.items()
+    }
+    return pretrain_rank(config, [])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_skipped_step_is_told(tmp_path: Path, data: Path, precision: str, value: float) -> None:
+    """A step whose gradient is not finite is skipped on all ranks, told and counted, and training goes on."""
+    from harness import run_distributed
+
+    changes = {"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", **changes)
+    _ok(run_distributed(_pretrain_with_bad_gradient, 2, str(config), 3, value, init=False))
+    skips = events_of(tmp_path / "a", "skip", "optimizer_step")
+    assert {(event["rank"], event["step"]) for event in skips} == {(0, 3), (1, 3)}
+    rows = [row for row in metrics_of(tmp_path / "a") if "train/loss" in row]
+    assert [row["train/skipped_steps"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+
+
+def test_too_many_skipped_steps_end_the_run(tmp_path: Path, data: Path) -> None:
+    """Past the limit of skipped steps in a row all ranks end with code 74."""
+    from harness import run_distributed
+
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", training__max_skipped_steps=2)
+    results = run_distributed(_pretrain_with_bad_gradient, 2, str(config), -2, float("nan"), init=False)
+    assert {code for code, _ in results} == {74}
+    assert all("skipped 2 steps in a row, up to step 3" in text for _, text in results)
+
+
+def test_time_limit_saves_and_ends_well(tmp_path: Path, data: Path) -> None:
+    """When the time is up the run ends after the step with a checkpoint and exit code 0."""
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", training__time_limit_s=0.001)
+    _ok(train_run(config, 2))
+    assert (tmp_path / "a" / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_tensorboard_gets_the_metrics(tmp_path: Path, data: Path) -> None:
+    """With DeepSpeed's tensorboard key the numbers of metrics.jsonl are in the event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = {"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "run"}
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", deepspeed__tensorboard=board)
+    _ok(train_run(config, 2))
+    accumulator = EventAccumulator(str(tmp_path / "board" / "run"))
+    accumulator.Reload()
+    shown = {event.step: event.value for event in accumulator.Scalars("train/loss")}
+    written = {row["step"]: row["train/loss"] for row in metrics_of(tmp_path / "a") if "train/loss" in row}
+    assert shown == pytest.approx(written, rel=1e-6)
+
+
+def test_given_layer_counts_and_llama_stages(tmp_path: Path, data: Path) -> None:
+    """Stages with given counts of layers train the same model as one rank."""
+    model = {**MODELS["llama"], "num_layers": 3}
+    one = write_config(tmp_path / "one.json", data, tmp_path / "one", model=model)
+    two = write_config(
+        tmp_path / "two.json", data, tmp_path / "two", model=model, parallel__pipeline=2, parallel__partition=[2, 1]
+    )
+    _ok(train_run(one, 1))
+    _ok(train_run(two, 2))
+    losses = [
+        [row["train/loss"] for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in ("one", "two")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.full
+def test_random_kills_never_change_the_result(tmp_path: Path, data: Path) -> None:
+    """20 SIGKILLs of random ranks at random moments, some inside saves, each resumed: the end is bit-identical."""
+    import random
+
+    from harness import run_distributed
+
+    whole = write_config(tmp_path / "whole.json", data, tmp_path / "whole", training__steps=40)
+    parts = write_config(tmp_path / "parts.json", data, tmp_path / "parts", training__steps=40)
+    _ok(train_run(whole, 2))
+    chance = random.Random(7)
+    for _ in range(20):
+        rank, delay = chance.randrange(2), chance.uniform(0.5, 3.0)
+        run_distributed(
+            _pretrain_killed_after, 2, str(parts), rank, delay, init=False, expect_exit={rank: -9}, grace_s=5.0
+        )
+    _ok(train_run(parts, 2))
+    assert _final(tmp_path / "parts", 40) == _final(tmp_path / "whole", 40)
+
+
+def _pretrain_killed_after(config: str, rank: int, delay_s: float) -> tuple[int, str | None]:
+    """Train while a timer kills one rank; a rank that is done first waits for its end."""
+    if int(os.environ["RANK"]) == rank:
+        threading.Thread(target=lambda: (time.sleep(delay_s), os.kill(os.getpid(), signal.SIGKILL))).start()
+    result = pretrain_rank(config, [])
+    if int(os.environ["RANK"]) == rank:
+        time.sleep(60)
+    return result

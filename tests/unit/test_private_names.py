@@ -1,0 +1,53 @@
+"""Are the private names of DeepSpeed, Megatron-core and torch that megasdc builds on still there?"""
+
+from __future__ import annotations
+
+import inspect
+
+
+def test_names_of_deepspeed():
+    """Every overridden or called private name of the pinned DeepSpeed exists where it is expected."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe import schedule
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.module import PipelineModule
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for name in (
+        "_exec_forward_pass",
+        "_exec_backward_pass",
+        "_exec_reduce_tied_grads",
+        "_exec_reduce_grads",
+        "_exec_optimizer_step",
+        "_aggregate_total_loss",
+        "_reduce_outputs",
+        "_bcast_pipe_scalar",
+        "_loss_stage_global_rank",
+    ):
+        assert callable(getattr(PipelineEngine, name)), name
+    kinds = set(PipelineEngine._INSTRUCTION_MAP)
+    assert {
+        schedule.ForwardPass,
+        schedule.BackwardPass,
+        schedule.ReduceTiedGrads,
+        schedule.ReduceGrads,
+        schedule.OptimizerStep,
+    } <= kinds
+    for name in ("_partition_layers", "_set_bounds"):
+        assert callable(getattr(PipelineModule, name)), name
+    for name in ("_get_ckpt_name", "_get_zero_ckpt_name"):
+        assert callable(getattr(DeepSpeedEngine, name)), name
+    assert "averaged_gradients" in inspect.getsource(DeepSpeedZeroOptimizer)
+    assert "fp32_groups_gradients_flat" in inspect.getsource(BF16_Optimizer)
+    assert "_hp_grad" in inspect.getsource(BF16_Optimizer)
+
+
+def test_names_of_torch_and_megatron():
+    """The timeout setter and the modules whose device is substituted are there."""
+    from megatron.core import utils
+    from megatron.core.tensor_parallel import layers, mappings
+    from torch.distributed import distributed_c10d
+
+    assert callable(distributed_c10d._set_pg_timeout)
+    assert all(hasattr(module, "torch") for module in (layers, mappings, utils))
