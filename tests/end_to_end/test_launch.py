@@ -44,11 +44,11 @@ class Launches:
         self.config = folder / "config with space.json"
         self.config.write_text(json.dumps(config_dict(folder / "data", self.run_dir)))
 
-    def command(self, *options: str, names: Sequence[str] = HOSTS[:2], script: Path = WORKER) -> list[str]:
+    def command(self, *options: str, names: Sequence[str] = HOSTS[:2], python: str = sys.executable) -> list[str]:
         """Return a launch command for the named hosts."""
         hostfile = self.cluster.hostfile(names)
-        chosen = ["--hostfile", str(hostfile), "--config", str(self.config), "--script", str(script)]
-        return [sys.executable, "-m", "megasdc", "launch", *chosen, *options]
+        chosen = ["--hostfile", str(hostfile), "--config", str(self.config), "--script", str(WORKER)]
+        return [python, "-m", "megasdc", "launch", *chosen, *options]
 
     def start(self, behaviour: str, *options: str, **kwargs: Any) -> subprocess.Popen[str]:
         """Start a launch from node1 and return without waiting."""
@@ -102,8 +102,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def launches(cluster: Cluster, tmp_path: Path) -> Launches:
-    """A fresh configuration and run folder on the shared hosts, in a path with a space."""
-    return Launches(cluster, tmp_path / "work folder")
+    """A fresh configuration and run folder on the shared hosts, in a path that a shell would misread."""
+    return Launches(cluster, tmp_path / "work ;touch injected")
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -149,7 +149,10 @@ def test_excluded_host_takes_no_part(launches: Launches) -> None:
 
 
 def test_arguments_and_environment_arrive_unchanged(launches: Launches) -> None:
-    """Neither an override nor a folder name runs a command on a host, and the user's variables reach ranks."""
+    """Nothing named on the command line runs on a host, paths may hold spaces, and the user's variables reach ranks."""
+    environment = launches.folder / "my venv"
+    environment.symlink_to(sys.prefix)
+    injected = launches.folder.parent / "injected"
     code, said = launches.run(
         "environment",
         "--set",
@@ -157,17 +160,19 @@ def test_arguments_and_environment_arrive_unchanged(launches: Launches) -> None:
         "--set",
         "megasdc.model.preset=null",
         "--set",
-        f"megasdc.checkpoint.folder=c;touch {launches.folder}/injected $(touch {launches.folder}/injected) 'q\"",
+        f"megasdc.checkpoint.folder=c;touch {injected} $(touch {injected}) 'q\"",
+        python=str(environment / "bin" / "python"),
         env={"NCCL_DEBUG_FILE": "/tmp/a b;$HOME", "OMP_NUM_THREADS": "3", "SECRET_TOKEN": "x"},
     )
     assert code == 0, said
     found = json.loads((launches.run_dir / "environment_1.json").read_text())
-    assert f"megasdc.checkpoint.folder=c;touch {launches.folder}/injected" in found["argv"][-1]
+    assert f"megasdc.checkpoint.folder=c;touch {injected} $(" in found["argv"][-1]
     assert found["cwd"] == str(launches.folder)
     assert found["environ"]["NCCL_DEBUG_FILE"] == "/tmp/a b;$HOME"
     assert found["environ"]["OMP_NUM_THREADS"] == "3"
     assert "SECRET_TOKEN" not in found["environ"]
-    assert not (launches.folder / "injected").exists()
+    assert not injected.exists()
+    assert not (launches.cluster.home("node2") / "injected").exists()
 
 
 def test_node_local_records_are_gathered(launches: Launches) -> None:

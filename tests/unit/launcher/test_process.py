@@ -1,0 +1,52 @@
+"""The front ends a launcher that cannot go on, and passes signals on once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from megasdc.launcher import process as process_module
+from megasdc.launcher.process import LauncherProcess
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+PATIENT = "import time; time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the records at every poll."""
+    monkeypatch.setattr(process_module, "LOOK_S", 0.5)
+
+
+def launched(program: str, said: list[str]) -> LauncherProcess:
+    return LauncherProcess([sys.executable, "-c", program], os.environ, stdout=None, say=said.append)
+
+
+def test_ranks_that_wait_for_a_failed_one_are_ended() -> None:
+    """A rank that hangs on another host would otherwise keep the launcher for ever."""
+    said: list[str] = []
+    process = launched(PATIENT, said)
+    assert process.wait(lambda: True, failure_grace_s=0.5) == -signal.SIGTERM
+    assert process.stopped_by is None
+    assert "others still run" in said[0]
+    process.close()
+
+
+def test_second_signal_kills() -> None:
+    """The first is passed on to a launcher that ignores it, the second ends it; handlers are given back."""
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    process = launched(STUBBORN, said)
+
+    def send() -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    assert process.wait(send, failure_grace_s=60) == -signal.SIGKILL
+    assert process.stopped_by == signal.SIGTERM
+    assert ["passed on" in said[0], "killing" in said[1]] == [True, True]
+    process.close()
+    assert signal.getsignal(signal.SIGTERM) is before
