@@ -9,6 +9,7 @@ Exit codes are listed in the README.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -26,11 +27,16 @@ def main() -> int:
 
     rank = int(os.environ.get("RANK", "0"))
     run_dir = _run_dir(arguments.config, arguments.set)
+    # A folder that cannot be written must not hide what training has to say; the launcher front misses the record.
     if run_dir is not None:
-        write_started(run_dir, rank)
+        with contextlib.suppress(OSError):
+            write_started(run_dir, rank)
     code, error, _ = pretrain(arguments.config, arguments.set)
     if run_dir is not None:
-        write_done(run_dir, rank, code, error)
+        try:
+            write_done(run_dir, rank, code, error)
+        except OSError as problem:
+            print(f"rank {rank}: no record of the end could be written: {problem}", file=sys.stderr)
     return code
 
 

@@ -34,13 +34,6 @@ def reduced_gradients(optimizer: Any) -> list[Tensor]:
     return [gradient for group in optimizer.averaged_gradients.values() if group for gradient in group]
 
 
-def master_shards(optimizer: Any) -> list[Tensor]:
-    """Return the flat fp32 shards of the parameters that this rank owns, one a parameter group."""
-    if is_bf16_optimizer(optimizer):
-        return list(optimizer.fp32_groups_flat_partition)
-    return list(optimizer.single_partition_of_fp32_groups)
-
-
 @torch.no_grad()
 def scale_gradients(optimizer: Any, factor: Tensor) -> None:
     """Multiply all reduced gradients by a scalar on the device.

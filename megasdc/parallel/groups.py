@@ -31,7 +31,10 @@ def init_process_group(timeout_s: float) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500")
-    backend = get_accelerator().communication_backend_name() if torch.cuda.is_available() else "gloo"
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before Megatron-core asks for the current device
+    backend = get_accelerator().communication_backend_name() if on_cuda else "gloo"
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=False,

@@ -11,22 +11,10 @@ from typing import Any
 
 import torch
 from harness import run_distributed
+from tiny import LLAMA_STYLE
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
-    "llama": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "max_positions": 64,
-        "position_embedding": "rope",
-        "normalization": "RMSNorm",
-        "activation": "silu",
-        "gated_mlp": True,
-        "bias": False,
-        "tie_embeddings": False,
-    },
-}
+_GPT: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
+MODELS: dict[str, dict[str, Any]] = {"gpt": _GPT, "llama": {**_GPT, **LLAMA_STYLE}}
 
 
 def prepare_text(folder: Path) -> Path:

@@ -20,9 +20,7 @@ GLOBAL_BATCH = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 GPT: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 64}
-LLAMA: dict[str, Any] = {
-    **GPT,
-    "num_query_groups": 2,
+LLAMA_STYLE: dict[str, Any] = {
     "position_embedding": "rope",
     "normalization": "RMSNorm",
     "activation": "silu",
@@ -30,6 +28,7 @@ LLAMA: dict[str, Any] = {
     "bias": False,
     "tie_embeddings": False,
 }
+LLAMA: dict[str, Any] = {**GPT, **LLAMA_STYLE, "num_query_groups": 2}
 
 
 def make_engine(
