@@ -1,0 +1,193 @@
+"""What exactly will be started? A request, checked on this host, becomes a plan: hosts, ranks, environment, needs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megasdc.config import RunConfig, check_layout, load_config
+from megasdc.errors import LaunchError
+from megasdc.launcher import command, environment
+from megasdc.launcher.checks import HostNeeds
+from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
+from megasdc.launcher.rank import RankCommand
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE
+from megasdc.launcher.remote import Transport
+
+DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+FAILURE_GRACE_S = 60.0
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What the user asks for; the names are those of ``megasdc launch``.
+
+    Attributes:
+        config_path: the run's JSON file.
+        hostfile: DeepSpeed's hostfile; None runs on this host alone.
+        num_gpus: ranks on each host; None means all slots of the hostfile.
+        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, only these.
+        exclude: the same form, all but these.
+        backend: launcher backend.
+        launcher_args: further options for DeepSpeed's launcher.
+        overrides: texts ``a.b.c=value``.
+        script: the training script.
+        failure_grace_s: seconds that other ranks get after one has failed.
+    """
+
+    config_path: Path
+    hostfile: Path | None = None
+    num_gpus: int | None = None
+    include: str = ""
+    exclude: str = ""
+    backend: str = "pdsh"
+    launcher_args: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    script: Path = DEFAULT_SCRIPT
+    failure_grace_s: float = FAILURE_GRACE_S
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A request that was checked on this host: hosts, ranks, environment, and what every host needs."""
+
+    request: LaunchRequest
+    launch_id: str
+    placement: Placement
+    transport: Transport
+    needs: HostNeeds
+    rank: RankCommand
+    run_dir: Path
+    master_addr: str | None
+
+    def command(self) -> list[str]:
+        """Return the command that starts all ranks."""
+        request = self.request
+        return command.runner_command(
+            self.placement,
+            self.rank,
+            self.launch_id,
+            hostfile=request.hostfile,
+            include=request.include,
+            exclude=request.exclude,
+            num_gpus=request.num_gpus,
+            backend=request.backend,
+            master_addr=self.master_addr,
+            launcher_args=request.launcher_args,
+        )
+
+
+def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
+    """Check everything that can be checked without leaving this host.
+
+    Args:
+        request: what to start.
+        tell: told what the user should know.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: the configuration or its layout is wrong.
+        LaunchError: hostfile, filters, options or environment are wrong; all problems at once.
+    """
+    config = load_config(request.config_path, request.overrides)
+    problems: list[str] = []
+    options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args))
+    placement = _collect_error(problems, lambda: _place(request))
+    cwd = Path.cwd()
+    files = environment.env_files(os.environ, cwd)
+    if request.hostfile is not None:
+        filtered = bool(request.include or request.exclude or request.num_gpus is not None)
+        problems += command.backend_problems(request.backend, filtered)
+        problems += environment.exported_variable_problems({**os.environ, "PYTHONPATH (working folder)": str(cwd)})
+        for file in files:
+            problems += environment.env_file_problems(file)
+    if problems or placement is None or options is None:
+        raise LaunchError("\n".join(problems))
+    check_layout(config, len(placement.host_of_rank))
+    _tell_left_out(request, placement, tell)
+    launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
+    rank = _rank_command(request, cwd, {**forwarded, LAUNCH_ID_VARIABLE: launch_id}, options)
+    return LaunchPlan(
+        request,
+        launch_id,
+        placement,
+        Transport(placement.remote and request.backend != "slurm", options.ssh_port),
+        _needs(request, config, rank, options.master_port),
+        rank,
+        cwd / config.megasdc.logging.run_dir,
+        options.master_addr or os.environ.get("MASTER_ADDR"),
+    )
+
+
+def _collect_error(problems: list[str], call: Callable[[], T]) -> T | None:
+    """Return the call's result, or add its problems to the list and return None."""
+    try:
+        return call()
+    except LaunchError as error:
+        problems.append(str(error))
+        return None
+
+
+def _place(request: LaunchRequest) -> Placement:
+    if request.hostfile is not None:
+        pool = read_hostfile(request.hostfile)
+        return place_on_hosts(pool, include=request.include, exclude=request.exclude, num_gpus=request.num_gpus)
+    if request.include or request.exclude:
+        raise LaunchError("--include and --exclude choose from a hostfile; give --hostfile")
+    return place_on_this_host(request.num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _tell_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> None:
+    """Name the hosts of the hostfile that take no part."""
+    if request.hostfile is None:
+        return
+    left_out = [host for host in read_hostfile(request.hostfile) if host not in placement.slots]
+    if left_out:
+        tell(f"left out: {', '.join(left_out)}")
+
+
+def _rank_command(
+    request: LaunchRequest, cwd: Path, variables: dict[str, str], options: command.LauncherOptions
+) -> RankCommand:
+    arguments = ["--config", str(request.config_path.absolute())]
+    for override in request.overrides:
+        arguments += ["--set", override]
+    return RankCommand(
+        cwd=str(cwd),
+        script=str(request.script.absolute()),
+        arguments=arguments,
+        environment=variables,
+        path=[str(Path(sys.executable).parent)],
+        fallback={"MASTER_PORT": str(options.master_port)},
+    )
+
+
+def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int) -> HostNeeds:
+    cwd = Path(rank.cwd)
+    sections = config.megasdc
+    folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
+    inherited = os.environ.get("PYTHONPATH", "")
+    extensions = rank.environment.get(environment.EXTENSIONS_VARIABLE, environment.default_extensions_dir())
+    return HostNeeds(
+        cwd=rank.cwd,
+        python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
+        path=rank.path,
+        readable=[rank.script, rank.arguments[1], str(cwd / sections.data.path)],
+        writable=[str(cwd / folder) for folder in folders],
+        master_port=master_port,
+        extensions_dir=extensions,
+        cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
+        gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
+    )
