@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -68,6 +69,10 @@ def launch(tmp_path: Path) -> Iterator[LocalLaunch]:
             child.kill()
         found.process.kill()
         found.process.wait()
+    if (found.run_dir / "done").exists():
+        for started in found.records().started.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(started.pid, signal.SIGKILL)  # a test that failed after its front was killed
 
 
 def gone(pids: list[int]) -> bool:
