@@ -20,13 +20,14 @@ from megasdc.errors import CheckpointError
 
 ALLOWED_GLOBALS: frozenset[str] = frozenset(
     {
+        "_io.BytesIO",  # Transformer Engine's extra state
         "deepspeed.utils.tensor_fragment.fragment_address",
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     }
 )
-"""Classes in DeepSpeed's files besides those that torch itself takes for safe; none of them acts when created."""
+"""Classes in a checkpoint's files besides those that torch itself takes for safe; none of them acts when created."""
 
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 

@@ -9,7 +9,7 @@ they agree again.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
             on all ranks, and unless the message says so before any parameter was changed.
-        StorageError: a file cannot be read; on all ranks.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -85,7 +84,7 @@ def load_checkpoint(
     except (CheckpointError, ValueError) as error:
         problem = Problem(str(error), storage=False)
     except OSError as error:
-        problem = describe_error(error, f"read {error.filename or chosen.path}")
+        problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     raise_together(problem, place, what, group)
     client_state = _load_engine(engine, chosen, place, group)
     if events is not None and place.rank == 0:
@@ -156,12 +155,14 @@ class _CheckedReader:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self.last: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Load one file through torch's restricted unpickler."""
+        self.last = path
         return load_checked(path, map_location)
 
 
@@ -170,7 +171,7 @@ def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessG
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
-    engine.checkpoint_engine = _CheckedReader(inner)
+    reader = engine.checkpoint_engine = _CheckedReader(inner)
     try:
         loaded, client_state = engine.load_checkpoint(str(chosen.path), tag=".")
         steps = chosen.manifest.engine["global_steps"]
@@ -179,7 +180,7 @@ def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessG
         elif engine.global_steps != steps:
             problem = Problem(f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False)
     except Exception as error:  # every rank must hear of it: the others would go on
-        problem = describe_error(error, "load it into the engine")
+        problem = replace(describe_error(error, f"load {reader.last or chosen.path} into the engine"), storage=False)
     finally:
         engine.checkpoint_engine = inner
     raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used", group)

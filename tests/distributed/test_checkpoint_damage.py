@@ -124,6 +124,10 @@ def _damage_one_by_one(folder: str, run_dir: str) -> dict[str, Any]:
         chosen = find_checkpoint(folder, dims=run.dims, events=events)
         assert chosen is not None
         found[name] = (chosen.step, chosen.skipped)
+        if name in (f"flip {KINDS[0]}", f"truncate {KINDS[0]}"):
+            unverified = find_checkpoint(folder, dims=run.dims, verify=False)
+            assert unverified is not None
+            assert unverified.step == (2 if name.startswith("flip") else 1)
     run.resume(folder)
     found["resumed from the one before"] = run.digest() == expected
     torch.distributed.barrier()

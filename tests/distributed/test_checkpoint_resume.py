@@ -11,6 +11,8 @@ from checkpoint_model import Run
 from harness import run_distributed
 
 from megasdc.checkpoint.files import list_steps
+from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.errors import CheckpointError
 from megasdc.events import EventLog, read_events
 
@@ -75,7 +77,30 @@ def _refusals(folder: str) -> dict[str, str]:
         except CheckpointError as error:
             found[resume] = str(error)
     assert run.resume(folder + "_empty") is None
+    chosen = find_checkpoint(folder, dims=run.dims)
+    assert chosen is not None
+    if torch.distributed.get_rank() == 1:
+        _fail_once(run.engine, "load_checkpoint")
+    for case in ("one rank fails", "file gone"):
+        try:
+            load_checkpoint(run.engine, chosen, run.dims)
+        except CheckpointError as error:
+            found[case] = str(error)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 1:
+            (chosen.path / "rank_00001_state.pt").unlink(missing_ok=True)
+        torch.distributed.barrier()
     return found
+
+
+def _fail_once(place: Any, name: str) -> None:
+    original = getattr(place, name)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        setattr(place, name, original)
+        raise OSError("a read failed on this rank alone")
+
+    setattr(place, name, fail)
 
 
 def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -91,6 +116,10 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(tmp_path
     assert "BF16_Optimizer" in first["precision"]
     assert "never" in first["never"]
     assert "must" in first["must"]
+    assert "engine must not be used" in first["one rank fails"]
+    assert "rank 1" in first["one rank fails"]
+    assert "rank_00001_state.pt" in first["file gone"]
+    assert "nothing was changed" in first["file gone"]
 
 
 def _save_often(folder: str, run_dir: str) -> list[list[int]]:

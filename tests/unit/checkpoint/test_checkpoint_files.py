@@ -163,14 +163,16 @@ def test_a_pickle_that_hides_its_classes_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unlisted_class_is_refused_and_a_listed_one_loads(tmp_path: Path) -> None:
-    """Only DeepSpeed's own record classes pass; they come back as they were."""
+    """Only the record classes of DeepSpeed and Transformer Engine pass; they come back as they were."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     torch.save(Harmless(), tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="Harmless"):
         check_pickle(tmp_path / "x.pt")
-    torch.save({"f": fragment_address(numel=3, start=4)}, tmp_path / "y.pt")
-    assert load_checked(tmp_path / "y.pt")["f"] == fragment_address(numel=3, start=4)
+    torch.save({"f": fragment_address(numel=3, start=4), "extra": io.BytesIO(b"te")}, tmp_path / "y.pt")
+    loaded = load_checked(tmp_path / "y.pt")
+    assert loaded["f"] == fragment_address(numel=3, start=4)
+    assert loaded["extra"].read() == b"te"
 
 
 @given(
