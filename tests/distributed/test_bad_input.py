@@ -60,7 +60,8 @@ def test_damaged_data_end_with_the_data_code(
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
     damage(copy)
-    results = train_run(write_config(tmp_path / "c.json", copy, tmp_path / "run"), 2)
+    # A rank whose peer has failed waits for it up to the timeout here, where no launcher ends it.
+    results = train_run(write_config(tmp_path / "c.json", copy, tmp_path / "run", parallel__timeout_s=5.0), 2)
     assert {code for code, _ in results} <= {71, PEER}
     _matches(results, 71, message)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
