@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import os
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
 from megasdc.events import EventLog
+from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.pipeline import build_pipeline
 from megasdc.model.sizes import model_sizes
@@ -31,6 +32,8 @@ from megasdc.train.evaluate import Evaluator
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import Saver, resume
+from megasdc.train.signals import StopSignals
+from megasdc.train.startup import StartClock, StartReport
 from megasdc.train.stop import SkipWatch, StopWatch
 
 logger = logging.getLogger(__name__)
@@ -38,42 +41,38 @@ logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass
-class BuiltRun:
-    """A run and what looks in between its steps."""
-
-    run: Run
-    hooks: list[StepHook]
-
-
-def build_run(config: RunConfig, started_at: float) -> BuiltRun:
+def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
     Args:
         config: the checked configuration.
-        started_at: when this process started, on the clock of ``time.monotonic``.
+        clock: told where each part of the start ends.
+        signals: what this rank was sent since it started.
 
     Returns:
-        The run, at the step it goes on from, and its hooks in their order.
+        The run with its hooks, at the step it goes on from.
 
     Raises:
         MegasdcError: with the class that says what is wrong.
 
     Collective: all ranks of the world.
     """
+    clock.mark("imports")
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     manifest = verify_prepared(sections.data.path)
     folder = prepare_run_folder(Path(sections.logging.run_dir))
     set_threads(sections.parallel.threads)
+    clock.mark("checks")
     groups.init_process_group(sections.parallel.timeout_s)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
+    clock.mark("groups")
     events = EventLog(folder, dims.rank)
     if dims.rank == 0:
-        write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size)
-    engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size)
+    engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifest)
+    clock.mark("data")
     host_group = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
     groups.set_all_timeouts(sections.parallel.timeout_s)
     split = TimeSplit(engine.device) if dims.rank == 0 else None
@@ -89,8 +88,15 @@ def build_run(config: RunConfig, started_at: float) -> BuiltRun:
         steps=sections.training.steps,
         host_group=host_group,
     )
-    resume(run, config)
-    return BuiltRun(run, _build_hooks(config, run, eval_loader, manifest, split, started_at))
+    hook_states = resume(run, config)
+    if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
+        write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
+    clock.mark("resume")
+    run.hooks = _build_hooks(config, run, eval_loader, manifest, split, clock, signals)
+    for hook in run.hooks:
+        if state := hook_states.get(type(hook).__name__):
+            hook.load_state_dict(state)
+    return run
 
 
 def _build_hooks(
@@ -99,7 +105,8 @@ def _build_hooks(
     eval_loader: EvalLoader | None,
     manifest: Manifest,
     split: TimeSplit | None,
-    started_at: float,
+    clock: StartClock,
+    signals: StopSignals,
 ) -> list[StepHook]:
     sections = config.megasdc
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
@@ -121,22 +128,25 @@ def _build_hooks(
     )
     # A step's findings first, then what is measured, then the decision to stop, then what is kept.
     return [
+        StartReport(clock),
         SkipWatch(sections.training.max_skipped_steps),
-        StopWatch(sections.training.time_limit_s, started_at, sections.training.stop_step),
+        StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
         *evaluator,
         Reporter(
             interval=sections.logging.interval,
             flops_per_token=sizes.flops_per_token(sections.data.sequence_length),
             split=split,
             writer=writer,
-            peak=sections.logging.peak_tflops,
+            peak=sections.logging.peak_tflops or _known_peak(config.precision),
             progress=sections.logging.progress_bar,
         ),
         Saver(config, writer),
     ]
 
 
-def build_training_engine(config: RunConfig, layout: Layout, dims: ParallelDims, vocab_size: int) -> TrainingEngine:
+def build_training_engine(
+    config: RunConfig, layout: Layout, dims: ParallelDims, vocab_size: int, clock: StartClock
+) -> TrainingEngine:
     """Build the model's stage of this rank and its engine.
 
     Args:
@@ -144,6 +154,7 @@ def build_training_engine(config: RunConfig, layout: Layout, dims: ParallelDims,
         layout: sizes that depend on the number of ranks.
         dims: place of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
+        clock: told when the model and when the engine is built.
 
     Collective: all ranks of the world.
     """
@@ -156,15 +167,17 @@ def build_training_engine(config: RunConfig, layout: Layout, dims: ParallelDims,
         seed=sections.training.seed,
         dtype=DTYPES[config.precision],
     )
-    deepspeed = deepspeed_config(config, layout)
-    return build_engine(
+    clock.mark("model")
+    engine = build_engine(
         pipeline,
-        deepspeed,
+        deepspeed_config(config, layout),
         parameter_groups(pipeline),
         dims=dims,
         streams=streams,
         masks_tokens=sections.data.mask_end_of_document,
     )
+    clock.mark("engine")
+    return engine
 
 
 def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
@@ -200,6 +213,13 @@ def _build_loaders(
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)
 
 
+def _known_peak(precision: str) -> float | None:
+    """Peak of this rank's device where it is in the table; the table is of 16-bit arithmetic on GPUs."""
+    if precision == "fp32" or not torch.cuda.is_available():
+        return None
+    return peak_tflops(torch.cuda.get_device_name())
+
+
 def prepare_run_folder(folder: Path) -> Path:
     """Create the run folder.
 
@@ -208,9 +228,8 @@ def prepare_run_folder(folder: Path) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe_{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise StorageError(
             f"megasdc.logging.run_dir: {folder} is not writable ({error.strerror}); choose another folder"

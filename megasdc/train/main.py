@@ -65,8 +65,9 @@ def _train(config: RunConfig, started_at: float) -> None:
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.run import train
+    from megasdc.train.startup import StartClock
 
-    built = build_run(config, started_at)
+    built = build_run(config, StartClock(started_at))
     run = built.run
     if run.dims.rank == 0:
         logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)

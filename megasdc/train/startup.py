@@ -1,0 +1,67 @@
+"""How long did a rank take from its start to its first step, and which part took how long?"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from megasdc.engine.engine import StepResult
+from megasdc.train.run import Run, StepHook
+
+
+class StartClock:
+    """Marks where the parts of a rank's start end.
+
+    Args:
+        started_at: when training's own code began, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.process_started_boot_s = process_start_boot_s()
+        self.phases: dict[str, float] = {}
+        self._last_boot_s = self.process_started_boot_s
+
+    def mark(self, phase: str) -> None:
+        """Say that a part has ended; it began where the part before it ended, the first with the process."""
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.phases[phase] = now - self._last_boot_s
+        self._last_boot_s = now
+
+
+class StartReport(StepHook):
+    """Writes the event ``start/phases`` after the first step of this process, on every rank.
+
+    Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, and ``phases``,
+    seconds by part in their order.
+
+    Args:
+        clock: has marked every part but the first step.
+    """
+
+    def __init__(self, clock: StartClock) -> None:
+        self.clock: StartClock | None = clock
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Write the event once."""
+        if self.clock is None:
+            return
+        self.clock.mark("first_step")
+        run.events.emit(
+            "start",
+            "phases",
+            step=result.step,
+            process_started_boot_s=self.clock.process_started_boot_s,
+            phases=self.clock.phases,
+        )
+        self.clock = None
+
+
+def process_start_boot_s() -> float:
+    """When this process was started, on ``CLOCK_BOOTTIME``, to 10 ms.
+
+    Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields count from its closing bracket.
+    """
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
