@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +25,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+bench_app = typer.Typer(
+    help="Measure: each benchmark states its bar, its machine and its interval.",
+    epilog="Example: megasdc bench train --against plain --blocks 30",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
 
 Overrides = Annotated[
     list[str] | None,
@@ -237,6 +244,63 @@ def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
 
     found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder)]
     typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
+
+
+@bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
+def bench_training(
+    against: Annotated[
+        Literal["plain", "hf", "launch", "all"],
+        typer.Option("--against", help="A bare PipelineEngine loop, HF Llama + ZeRO-1, time to first step, or all."),
+    ] = "all",
+    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each loop.")] = 30,
+    steps_per_block: Annotated[int, typer.Option("--steps-per-block", help="Steps of a block.")] = 10,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 64.")] = 256,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 8,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 256,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 12032,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", help="Data-parallel ranks on this machine.")] = 2,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads of a rank.")] = 1,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision", help="Type of parameters.")] = "fp32",
+    launches: Annotated[int, typer.Option("--launches", min=1, help="Launches whose time counts.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the result, with every block, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare our training loop with other loops in alternating blocks; exit code 1 if a bar is missed.
+
+    Ratios are our time over theirs, wall and processor time, with an exact interval of the median. Run it on a machine
+    that does nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.options import TrainBenchOptions
+    from megasdc.bench.render import progress_bar, render
+    from megasdc.bench.train import AGAINST, bench_train
+
+    options = TrainBenchOptions(
+        blocks=blocks,
+        steps_per_block=steps_per_block,
+        hidden=hidden,
+        layers=layers,
+        sequence=sequence,
+        vocab=vocab,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        ranks=ranks,
+        threads=threads,
+        precision=precision,
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_train(options, AGAINST if against == "all" else (against,), launches, on_progress)
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render(result, Console())
+    raise typer.Exit(int(not result.passed))
 
 
 def main() -> None:

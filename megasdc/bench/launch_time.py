@@ -1,0 +1,187 @@
+"""How long from the launcher's command to the first step, and which part dominates?
+
+Starts DeepSpeed's real launcher on this machine with a small model and a little prepared text, several times. Each
+rank writes how long its parts took (``megasdc.train.startup``); the launcher's own part is from the command to the
+start of the last rank's process, both on the clock that counts from the machine's boot.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megasdc.bench.ranks import TAIL_CHARACTERS, base_environment
+from megasdc.bench.statistics import Estimate, estimate_median
+from megasdc.config import DataSection
+from megasdc.errors import MegasdcError
+from megasdc.events import read_events
+
+TIMEOUT_S = 600.0
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
+"""Modules of the standard library whose source is the text."""
+
+
+def prepare_text(folder: Path) -> Path:
+    """Tokenize a little text with a vocabulary trained on it.
+
+    Args:
+        folder: where; gets ``texts`` and ``data``.
+
+    Returns:
+        The folder of prepared data.
+
+    Raises:
+        MegasdcError: this Python comes without the source of its library.
+    """
+    from megasdc.data.prepare import prepare
+
+    texts = folder / "texts"
+    texts.mkdir()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    sources = [library / f"{name}.py" for name in TEXTS]
+    for source in filter(Path.exists, sources):
+        (texts / f"{source.stem}.txt").write_bytes(source.read_bytes())
+    if not any(texts.iterdir()):
+        raise MegasdcError(f"{library} holds none of {', '.join(TEXTS)} as source; use a Python with its library")
+    section = DataSection.model_validate(
+        {
+            "path": str(folder / "data"),
+            "split": [8, 1, 1],
+            "sources": [{"kind": "files", "path": str(texts)}],
+            "tokenizer": {"vocab_size": 1000, "train_characters": 200_000},
+        }
+    )
+    prepare(section, folder / "data", workers=1, progress=False)
+    return folder / "data"
+
+
+def measure_launches(
+    repeats: int, ranks: int, threads: int, folder: Path, on_progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """Launch a short run several times; a first one, which fills caches, is not counted.
+
+    Args:
+        repeats: launches that count.
+        ranks: ranks on this machine.
+        threads: CPU threads of a rank.
+        folder: a scratch folder.
+        on_progress: told how many launches are done, the one that does not count included.
+
+    Returns:
+        Estimates in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch that does
+        not count, ``dominates``, and the samples.
+
+    Raises:
+        MegasdcError: a launch failed.
+    """
+    build_operator()
+    data = prepare_text(folder)
+    samples = []
+    for repeat in range(repeats + 1):
+        samples.append(_launch_once(folder, f"run_{repeat}", data, ranks, threads))
+        on_progress(repeat + 1)
+    first, *counted = samples
+    phases = {name: estimate_median([sample[name] for sample in counted]) for name in counted[0]}
+    total: Estimate = estimate_median([sum(sample.values()) for sample in counted])
+    return {
+        "total": total,
+        "phases": phases,
+        "first_launch_s": sum(first.values()),
+        "dominates": max(phases, key=lambda name: phases[name].median),
+        "samples": counted,
+    }
+
+
+def build_operator() -> None:
+    """Compile DeepSpeed's CPU operator if need be, in a process of its own; done before, it takes some seconds.
+
+    Raises:
+        MegasdcError: it cannot be compiled.
+    """
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=base_environment(1), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MegasdcError(f"DeepSpeed's CPU operator could not be compiled:\n{done.stderr[-TAIL_CHARACTERS:]}")
+
+
+def _launch_once(folder: Path, name: str, data: Path, ranks: int, threads: int) -> dict[str, float]:
+    """Launch, wait for the end, and return the seconds of each part of the rank that was last to its first step."""
+    config = folder / f"{name}.json"
+    config.write_text(json.dumps(_config(data, folder / name, ranks, threads)), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(_free_port()),
+        str(SCRIPT),
+        "--config",
+        str(config),
+    ]
+    log = folder / f"{name}.log"
+    commanded_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    with open(log, "wb") as output:
+        done = subprocess.run(
+            command,
+            env=base_environment(threads),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    events = list(read_events(folder / name, kind="start", name="phases"))
+    if done.returncode or len(events) != ranks:
+        text = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
+        raise MegasdcError(
+            f"the launched run ended with exit code {done.returncode}, and {len(events)} of {ranks} ranks came to "
+            f"their first step:\n{text}"
+        )
+    return slowest_start(commanded_s, [event.fields for event in events])
+
+
+def slowest_start(commanded_s: float, starts: list[dict[str, Any]]) -> dict[str, float]:
+    """Parts of the rank that was last to its first step.
+
+    Args:
+        commanded_s: when the launcher was started, seconds from boot.
+        starts: fields of each rank's event ``start/phases``.
+
+    Returns:
+        Seconds by part in their order, first the launcher's; they add up to the whole.
+    """
+    last = max(starts, key=lambda fields: fields["process_started_boot_s"] + sum(fields["phases"].values()))
+    return {"launcher": last["process_started_boot_s"] - commanded_s, **last["phases"]}
+
+
+def _config(data: Path, run_dir: Path, ranks: int, threads: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": 2 * ranks,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "megasdc": {
+            "model": {"preset": "gpt2-1m"},
+            "data": {"path": str(data), "sequence_length": 128},
+            "parallel": {"threads": threads, "timeout_s": 300.0},
+            "training": {"steps": 2},
+            "logging": {"run_dir": str(run_dir)},
+        },
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])

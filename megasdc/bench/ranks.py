@@ -1,0 +1,172 @@
+"""How does a benchmark start its ranks? One process each, rank 0 on a terminal of its own, messages through a pipe.
+
+Rank 0 gets a pseudo-terminal as its standard error, so that our loop shows the progress bar that it shows to a user,
+and pays for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import MegasdcError
+
+TAIL_CHARACTERS = 3000
+GRACE_S = 5.0
+
+
+class Messages:
+    """Sends JSON lines to the process that started the ranks.
+
+    Args:
+        descriptor: where to; null sends nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._file = None if descriptor is None else os.fdopen(descriptor, "w", encoding="utf-8")
+
+    def send(self, **message: Any) -> None:
+        """Send one message."""
+        if self._file is not None:
+            self._file.write(json.dumps(message) + "\n")
+            self._file.flush()
+
+
+def run_ranks(
+    module: str,
+    request: dict[str, Any],
+    ranks: int,
+    threads: int,
+    folder: Path,
+    on_message: Callable[[dict[str, Any]], None],
+) -> None:
+    """Start the ranks on this machine and wait until all have ended well.
+
+    Args:
+        module: run with ``python -m``.
+        request: its first argument, as JSON.
+        ranks: how many.
+        threads: CPU threads of each.
+        folder: where their output goes.
+        on_message: called with each message of rank 0.
+
+    Raises:
+        MegasdcError: a rank failed; with the end of its output.
+    """
+    import torch.distributed as dist
+
+    # The store lives here: no port is guessed, and it outlives every rank.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    master, terminal = os.openpty()
+    reading, writing = os.pipe()
+    processes: list[subprocess.Popen[bytes]] = []
+    log = folder / "rank_0.log"
+    drain = threading.Thread(target=_drain, args=(master, log), daemon=True)
+    try:
+        for rank in range(ranks):
+            arguments = [sys.executable, "-m", module, json.dumps(request)] + ([str(writing)] if rank == 0 else [])
+            output = open(folder / f"rank_{rank}.log", "wb")  # noqa: SIM115 - given to the process
+            with output:
+                processes.append(
+                    subprocess.Popen(
+                        arguments,
+                        env=rank_environment(rank, ranks, threads, store.port),
+                        stdin=subprocess.DEVNULL,
+                        stdout=terminal if rank == 0 else output,
+                        stderr=terminal if rank == 0 else output,
+                        pass_fds=(writing,) if rank == 0 else (),
+                    )
+                )
+        os.close(terminal)
+        os.close(writing)
+        drain.start()
+        threading.Thread(target=_end_all_after_failure, args=(processes,), daemon=True).start()
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            for line in lines:
+                on_message(json.loads(line))
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    drain.join(GRACE_S)
+    _raise_if_failed(codes, folder)
+
+
+def rank_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
+    """What a launcher would set for a rank, on top of this process's environment."""
+    return {
+        **base_environment(threads),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TERM": "xterm",
+        "COLUMNS": "120",
+    }
+
+
+def base_environment(threads: int) -> dict[str, str]:
+    """This process's environment with the threads, and with this Python environment's own tools first on PATH.
+
+    DeepSpeed's CPU operator is compiled again, for half a minute, whenever another ``ninja`` than the last one is
+    found first.
+    """
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
+        "TORCH_EXTENSIONS_DIR": extensions_dir(),
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+def extensions_dir() -> str:
+    """The folder of DeepSpeed's compiled operators: the user's choice, else one for each Python environment."""
+    return os.environ.get("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+
+
+def _drain(master: int, log: Path) -> None:
+    """Copy what rank 0 writes to its terminal into a file until the terminal is closed."""
+    with open(log, "wb") as file:
+        while True:
+            try:
+                data = os.read(master, 65536)
+            except OSError:  # Linux reports the last writer's leaving as EIO
+                break
+            if not data:
+                break
+            file.write(data)
+            file.flush()
+    os.close(master)
+
+
+def _end_all_after_failure(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Once a rank has failed, give the others a moment and end them, so that nobody waits for it for ever."""
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            time.sleep(GRACE_S)
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+            return
+        time.sleep(0.2)
+
+
+def _raise_if_failed(codes: list[int], folder: Path) -> None:
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if not failed:
+        return
+    # A rank that was ended from here, or lost its peer, says less than the one that failed by itself.
+    first = next((rank for rank in failed if codes[rank] > 0), failed[0])
+    text = (folder / f"rank_{first}.log").read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
+    raise MegasdcError(f"rank {first} of the benchmark ended with exit code {codes[first]} (all: {codes}):\n{text}")

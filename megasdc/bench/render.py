@@ -1,0 +1,112 @@
+"""How does a result of ``megasdc bench train`` look on a terminal? Tables, and one line a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megasdc.bench.statistics import Estimate
+from megasdc.bench.train import SLACK, Comparison, TrainBenchResult
+from megasdc.bench.train import Progress as OnProgress
+
+NAMES = {"plain": "plain PipelineEngine loop", "hf": "HF Llama + DeepSpeed ZeRO-1"}
+PHASES = {
+    "launcher": "deepspeed command until the rank's process starts",
+    "imports": "Python, PyTorch, DeepSpeed, Megatron-core; configuration",
+    "checks": "layout, prepared data, run folder",
+    "groups": "process groups, DeepSpeed's CPU operator",
+    "model": "model",
+    "engine": "engine and optimizer",
+    "data": "data index and loaders",
+    "resume": "looking for a checkpoint",
+    "first_step": "hooks and first step",
+}
+
+
+def render(result: TrainBenchResult, console: Console) -> None:
+    """Print a result.
+
+    Args:
+        result: what was measured.
+        console: where.
+    """
+    machine, options = result.machine, result.options
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    console.print(
+        f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before"
+    )
+    console.print(f"Python {machine['python']}, {versions}")
+    console.print(
+        f"{options.ranks} gloo ranks x {options.threads} thread(s), DP{options.ranks}, ZeRO-1, {options.precision}; "
+        f"Llama-like H={options.hidden} L={options.layers} S={options.sequence} vocabulary {options.vocab}; "
+        f"{options.tokens_per_step:,} tokens a step = {options.ranks} x {options.accumulation} micro-batches of "
+        f"{options.micro_batch}; blocks of {options.steps_per_block} steps"
+    )
+    for comparison in result.comparisons:
+        _render_comparison(comparison, console)
+    if result.launch is not None:
+        _render_launch(result.launch, console)
+
+
+def _render_comparison(comparison: Comparison, console: Console) -> None:
+    table = Table(title=f"megasdc against {NAMES[comparison.against]}, {comparison.parameters:,} parameters")
+    for column in ("time, ours / theirs", "median", "interval of the median", "coverage", "pairs", "bar", "verdict"):
+        table.add_column(column)
+    for name, ratio in comparison.ratios.items():
+        table.add_row(
+            name,
+            f"{ratio.median:.4f}",
+            f"{ratio.low:.4f} - {ratio.high:.4f}",
+            f"{100 * ratio.coverage:.1f} %",
+            str(ratio.count),
+            f"median <= {comparison.bar}, upper end <= {comparison.bar + SLACK:.2f}",
+            "pass" if ratio.passes(comparison.bar, SLACK) else "FAIL",
+        )
+    console.print(table)
+    (ours, theirs), (our_step, their_step) = comparison.tokens_per_s, comparison.step_s
+    console.print(f"tokens/s {ours:,.0f} : {theirs:,.0f}; step {our_step:.4f} s : {their_step:.4f} s (medians)")
+    losses = " -> ".join(f"{a:.4f} : {b:.4f}" for a, b in (comparison.first_losses, comparison.last_losses))
+    console.print(f"loss {losses}")
+    if comparison.against == "plain":
+        bits = "equal" if comparison.difference is None else f"FAIL, first difference: {comparison.difference}"
+        console.print(f"bits of all losses, parameters and optimizer states: {bits}")
+
+
+def _render_launch(launch: dict[str, Any], console: Console) -> None:
+    total: Estimate = launch["total"]
+    table = Table(title="seconds from the launcher's command to the first step, slowest rank")
+    for column in ("part", "what", "median", "interval of the median", "share"):
+        table.add_column(column)
+    for name, value in launch["phases"].items():
+        share = f"{100 * value.median / total.median:.1f} %"
+        table.add_row(name, PHASES.get(name, ""), f"{value.median:.2f}", f"{value.low:.2f} - {value.high:.2f}", share)
+    table.add_row("total", "", f"{total.median:.2f}", f"{total.low:.2f} - {total.high:.2f}", "", style="bold")
+    console.print(table)
+    console.print(
+        f"{total.count} launches, interval of the median with coverage {100 * total.coverage:.0f} %; one before them, "
+        f"not counted: {launch['first_launch_s']:.2f} s. What dominates: {launch['dominates']}"
+    )
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console) -> Iterator[OnProgress]:
+    """Show a bar while something is measured; yields what to call with (what, done, total).
+
+    Refreshed only on calls, so that it takes no processor time from what is measured.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+            bar.refresh()
+
+        yield show

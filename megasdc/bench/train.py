@@ -1,0 +1,170 @@
+"""Is our training loop as fast as it should be? ``megasdc bench train``: comparisons, bars and a verdict.
+
+``plain``: our engine and loop with everything a default run has around them, against DeepSpeed's ``PipelineEngine`` in
+a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
+DeepSpeed ZeRO-1. ``launch``: seconds from the launcher's command to the first step; it has no bar.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.bench.launch_time import build_operator, measure_launches
+from megasdc.bench.machine import describe_machine
+from megasdc.bench.options import TrainBenchOptions
+from megasdc.bench.ranks import run_ranks
+from megasdc.bench.statistics import Cost, Estimate, estimate_median, ratios
+
+AGAINST = ("plain", "hf", "launch")
+BARS = {"plain": 1.01, "hf": 1.0}
+"""Largest median of our time over the other loop's."""
+SLACK = 0.01
+"""How far the interval's upper end may lie above the bar."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our loop against another one.
+
+    Args:
+        against: ``plain`` or ``hf``.
+        bar: largest median ratio that passes.
+        ratios: ours over the other's, by quantity ``wall`` and ``cpu``.
+        tokens_per_s: median over blocks of our loop and of the other, all ranks.
+        step_s: median seconds of a step of our loop and of the other.
+        parameters: of each model.
+        first_losses: ours and the other's, nats.
+        last_losses: the same after all steps.
+        difference: first tensor whose bits differ; null where all are equal, and against Hugging Face.
+        costs: (ours, the other's) of each pair of blocks.
+    """
+
+    against: str
+    bar: float
+    ratios: dict[str, Estimate]
+    tokens_per_s: tuple[float, float]
+    step_s: tuple[float, float]
+    parameters: int
+    first_losses: tuple[float, float]
+    last_losses: tuple[float, float]
+    difference: str | None
+    costs: list[tuple[Cost, Cost]] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether both ratios are within the bar, and the bits are equal where they have to be."""
+        return self.difference is None and all(ratio.passes(self.bar, SLACK) for ratio in self.ratios.values())
+
+
+@dataclass(frozen=True)
+class TrainBenchResult:
+    """Everything that was measured.
+
+    Args:
+        machine: date, processor, versions.
+        options: sizes.
+        comparisons: by ``plain`` and ``hf``, those that were asked for.
+        launch: seconds to the first step; null if not asked for.
+    """
+
+    machine: dict[str, Any]
+    options: TrainBenchOptions
+    comparisons: list[Comparison]
+    launch: dict[str, Any] | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison passed."""
+        return all(comparison.passed for comparison in self.comparisons)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON holds it, with verdicts."""
+        return {
+            "passed": self.passed,
+            "machine": self.machine,
+            "options": asdict(self.options),
+            "slack": SLACK,
+            "comparisons": [{"passed": one.passed, **asdict(one)} for one in self.comparisons],
+            "launch": None
+            if self.launch is None
+            else {
+                **self.launch,
+                "total": asdict(self.launch["total"]),
+                "phases": {name: asdict(value) for name, value in self.launch["phases"].items()},
+            },
+        }
+
+
+def bench_train(
+    options: TrainBenchOptions,
+    against: tuple[str, ...] = AGAINST,
+    launches: int = 5,
+    on_progress: Progress = lambda what, done, total: None,
+) -> TrainBenchResult:
+    """Measure, with all ranks on this machine.
+
+    Args:
+        options: sizes.
+        against: some of ``plain``, ``hf``, ``launch``.
+        launches: launches that count.
+        on_progress: told what is measured, how much is done, and of how much.
+
+    Raises:
+        MegasdcError: a rank or a launch failed.
+    """
+    machine = describe_machine()
+    on_progress("DeepSpeed's CPU operator", 0, 1)
+    build_operator()
+    comparisons = []
+    launch = None
+    for what in against:
+        with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
+            folder = Path(scratch)
+            if what == "launch":
+                on_progress("launch", 0, launches + 1)
+                launch = measure_launches(
+                    launches,
+                    options.ranks,
+                    options.threads,
+                    folder,
+                    lambda done: on_progress("launch", done, launches + 1),
+                )
+            else:
+                comparisons.append(_compare(options, what, folder, on_progress))
+    return TrainBenchResult(machine, options, comparisons, launch)
+
+
+def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> Comparison:
+    """Run one comparison in ranks of its own."""
+    found: dict[str, Any] = {}
+
+    def take(message: dict[str, Any]) -> None:
+        if message["kind"] == "progress":
+            on_progress(f"against {against}", message["done"], message["total"])
+        else:
+            found.update(message)
+
+    request = {"options": asdict(options), "against": against, "folder": str(folder)}
+    on_progress(f"against {against}", 0, options.blocks)
+    run_ranks("megasdc.bench.train_rank", request, options.ranks, options.threads, folder, take)
+    costs = [(Cost(**ours), Cost(**other)) for ours, other in found["costs"]]
+    walls = [estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    tokens = options.steps_per_block * options.tokens_per_step
+    return Comparison(
+        against=against,
+        bar=BARS[against],
+        ratios=ratios(costs),
+        tokens_per_s=(tokens / walls[0], tokens / walls[1]),
+        step_s=(walls[0] / options.steps_per_block, walls[1] / options.steps_per_block),
+        parameters=found["parameters"],
+        first_losses=tuple(found["first_losses"]),
+        last_losses=tuple(found["last_losses"]),
+        difference=found["difference"],
+        costs=costs,
+    )

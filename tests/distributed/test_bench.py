@@ -1,0 +1,103 @@
+"""A sample of `megasdc bench train`: it runs, and its numbers are those of its blocks, however large they are."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megasdc.bench.launch_time import measure_launches
+from megasdc.bench.options import TrainBenchOptions
+from megasdc.bench.ranks import run_ranks
+from megasdc.bench.render import render
+from megasdc.bench.train import bench_train
+from megasdc.cli import app
+from megasdc.errors import ConfigError, MegasdcError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+SMALL = {"blocks": 2, "steps_per_block": 2, "hidden": 64, "layers": 1, "sequence": 32, "vocab": 500}
+
+
+@pytest.mark.parametrize("against", ["plain", "hf"])
+def test_comparison(against):
+    """Both loops take the same steps; ratios, rates and verdict follow from the blocks; plain is bit-identical."""
+    told = []
+    result = bench_train(TrainBenchOptions(**SMALL), (against,), on_progress=lambda *call: told.append(call))
+    (found,) = result.comparisons
+    ours = np.array([pair[0].wall_s for pair in found.costs])
+    other = np.array([pair[1].wall_s for pair in found.costs])
+    assert len(found.costs) == 2 and (ours > 0).all() and all(cost.cpu_s > 0 for pair in found.costs for cost in pair)
+    assert found.ratios["wall"].median == pytest.approx(float(np.median(ours / other)))
+    assert found.tokens_per_s[0] == pytest.approx(2 * 2 * 2 * 32 / float(np.median(ours)))
+    assert told[-1] == (f"against {against}", 2, 2)
+    if against == "plain":
+        assert found.difference is None
+        assert found.first_losses[0] == found.first_losses[1] and found.last_losses[0] == found.last_losses[1]
+    else:
+        assert found.first_losses == pytest.approx([np.log(500)] * 2, abs=0.2)
+    printed = Console(record=True, width=160)
+    render(result, printed)
+    text = printed.export_text()
+    assert f"{found.ratios['wall'].median:.4f}" in text and f"{found.parameters:,} parameters" in text
+    assert json.loads(json.dumps(result.as_dict()))["passed"] == result.passed
+
+
+@pytest.mark.parametrize(("difference", "code"), [("rank 0: loss of step 3", 1), (None, 0)])
+def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
+    """The exit code is the verdict: 1 when bits differ, whatever the times; the file holds every block."""
+    from megasdc.bench import train
+
+    def answer(module, request, ranks, threads, folder, on_message):
+        cost = {"wall_s": 1.0, "cpu_s": 1.0}
+        on_message({"kind": "progress", "done": 1, "total": 1})
+        on_message(
+            {
+                "kind": "result",
+                "parameters": 5,
+                "costs": [[cost, cost]],
+                "first_losses": [1.0, 1.0],
+                "last_losses": [1.0, 1.0],
+                "difference": difference,
+            }
+        )
+
+    monkeypatch.setattr(train, "run_ranks", answer)
+    monkeypatch.setattr(train, "build_operator", lambda: None)
+    out = tmp_path / "result.json"
+    done = CliRunner().invoke(
+        app, ["bench", "train", "--against", "plain", "--blocks", "1", "--json", "--out", str(out)]
+    )
+    assert done.exit_code == code, done.output
+    written = json.loads(out.read_text())
+    assert written["passed"] is (code == 0) and len(written["comparisons"][0]["costs"]) == 1
+    assert {"date", "cpu", "cores", "versions"} <= written["machine"].keys()
+
+
+def test_a_failed_rank_is_reported(tmp_path):
+    """A rank that fails ends the benchmark with the end of its output, and leaves no process waiting."""
+    request = {"options": {"no_such_option": 1}, "against": "plain", "folder": str(tmp_path)}
+    with pytest.raises(MegasdcError, match="no_such_option"):
+        run_ranks("megasdc.bench.train_rank", request, 2, 1, tmp_path, lambda message: None)
+
+
+def test_wrong_options_are_refused():
+    """Sizes that cannot be are refused before anything starts, all of them at once."""
+    with pytest.raises(ConfigError) as error:
+        TrainBenchOptions(blocks=0, hidden=100)
+    assert len(error.value.problems) == 2
+
+
+@pytest.mark.end_to_end
+def test_time_to_first_step(tmp_path):
+    """The real launcher is run, and every part from the command to the first step is there."""
+    told = []
+    found = measure_launches(1, 2, 1, tmp_path, told.append)
+    parts = ["launcher", "imports", "checks", "groups", "model", "engine", "data", "resume", "first_step"]
+    assert list(found["phases"]) == parts and told == [1, 2]
+    assert all(value.median >= 0 for value in found["phases"].values())
+    assert found["total"].median == pytest.approx(sum(value.median for value in found["phases"].values()))
+    assert found["dominates"] in parts
