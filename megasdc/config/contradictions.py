@@ -106,7 +106,13 @@ def _model_problems(model: ModelSection) -> Iterator[Problem]:
             f'{_M}.backend: got "transformer_engine", which is not installed; install it on a machine with a GPU '
             '(pip install --no-build-isolation "transformer_engine[pytorch]") or set "torch".',
         )
-    for name, wrong in megatron_problems(model.megatron).items():
+    if model.backend == "transformer_engine" and model.attention_dropout > 0:
+        yield Problem(
+            (f"{_M}.attention_dropout", f"{_M}.backend"),
+            f'{_M}.attention_dropout: got {model.attention_dropout} with {_M}.backend "transformer_engine", whose '
+            'dropout masks depend on the layout; set attention_dropout 0 or backend "torch".',
+        )
+    for name, wrong in megatron_problems(model).items():
         path = f"{_M}.megatron.{name}"
         yield Problem((path,), f"{path}: got {model.megatron[name]!r}; {wrong}.".replace("?.", "?"))
 
@@ -121,6 +127,13 @@ def _tensor_problems(file: MegasdcSection) -> Iterator[Problem]:
     }
     for name, value in sizes.items():
         yield from _divisible(f"{_M}.{name}", value, f"{_P}.tensor", tensor, "tensor ranks need equal shares")
+    if model.backend == "transformer_engine" and tensor > 1 and model.megatron.get("qk_layernorm"):
+        yield Problem(
+            (f"{_M}.megatron.qk_layernorm", f"{_M}.backend", f"{_P}.tensor"),
+            f'{_M}.megatron.qk_layernorm: got true with {_M}.backend "transformer_engine" and {_P}.tensor {tensor}, '
+            'where the gradients of these norms are not summed over tensor ranks; set tensor 1, backend "torch", or '
+            "qk_layernorm false.",
+        )
     if file.parallel.sequence_parallel:
         if tensor == 1:
             yield Problem(
@@ -214,11 +227,24 @@ def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Ite
         )
     precision = precision_of(deepspeed)
     kind = deepspeed.get("data_types", {}).get("grad_accum_dtype")
-    if kind not in (None, "fp32", precision):
+    allowed = ("fp32", "bf16") if precision == "bf16" else (precision,)
+    if kind is not None and kind not in allowed:
         yield Problem(
             ("data_types.grad_accum_dtype", "bf16.enabled", "fp16.enabled"),
-            f'data_types.grad_accum_dtype: got "{kind}" with a model in {precision}; allowed: "fp32"'
-            + ("." if precision == "fp32" else f' or "{precision}".'),
+            f'data_types.grad_accum_dtype: got "{kind}" with a model in {precision}; allowed: '
+            + " or ".join(f'"{name}"' for name in allowed)
+            + ".",
+        )
+    # DeepSpeed then takes its ZeRO optimizer instead of BF16_Optimizer. Gradients of another type than the model's it
+    # keeps in param.grad_accum, where neither its sum of tied weights nor ours over tensor ranks sees them.
+    offload = deepspeed["zero_optimization"].get("offload_optimizer")
+    device = offload.get("device", "none") if offload else "none"
+    if precision == "bf16" and kind == "fp32" and device != "none":
+        yield Problem(
+            ("data_types.grad_accum_dtype", "zero_optimization.offload_optimizer", "bf16.enabled"),
+            f'data_types.grad_accum_dtype: "fp32" (given or by default) with a model in bf16 does not go with '
+            f'zero_optimization.offload_optimizer.device "{device}"; set grad_accum_dtype "bf16" or remove '
+            "offload_optimizer.",
         )
 
 

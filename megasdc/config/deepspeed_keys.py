@@ -157,6 +157,7 @@ REFUSED: dict[str, str] = {
     "data_types.param_dtype": "use bf16 or fp16",
     "data_types.buffer_dtype": "use bf16 or fp16",
     "data_types.keep_in_fp32_modules": "megasdc chooses what stays in fp32",
+    "checkpoint.writer": "checkpoints are written and verified by megasdc",
     **{f"zero_optimization.{key}": _STAGE3 for key in _STAGE3_KEYS},
     "zero_optimization.compute_grad_norm": "the gradient norm is always computed and reported",
     "zero_optimization.legacy_stage1": "DeepSpeed no longer reads it",

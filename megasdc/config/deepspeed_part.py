@@ -80,7 +80,10 @@ class Zero(Section):
     allgather_bucket_size: NonNegativeInt = 500_000_000
     overlap_comm: bool | None = None
     load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
+    elastic_checkpoint: Literal[False] = Field(
+        False,
+        description="megasdc's own checkpoints load under another number of replicas; DeepSpeed's way fails there",
+    )
     offload_optimizer: dict[str, Any] | None = None
     ignore_unused_parameters: bool = True
     round_robin_gradients: bool = False
@@ -150,11 +153,12 @@ class Checkpoint(Section):
 
     tag_validation: Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"] = "Warn"
     parallel_write: ParallelWrite = Field(default_factory=lambda: ParallelWrite.model_validate({}))
-    load_universal: bool = False
+    load_universal: Literal[False] = Field(
+        False, description="checkpoints are loaded and verified by megasdc, which reads no universal ones this way"
+    )
     use_node_local_storage: bool = Field(
         False, description="Follows megasdc.checkpoint.storage; left out: set from there."
     )
-    writer: dict[str, Any] | None = None
     checkpoint_serialization: bool = True
 
 
@@ -280,8 +284,9 @@ def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[s
     if part.get("steps_per_print") is None:
         part["steps_per_print"] = SILENT_STEPS_PER_PRINT
     part.setdefault("checkpoint", {}).setdefault("use_node_local_storage", node_local)
-    if precision_of(part) == "bf16" and part.get("data_types", {}).get("grad_accum_dtype") is None:
-        part.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    precision = precision_of(part)
+    if precision != "fp32" and part.get("data_types", {}).get("grad_accum_dtype") is None:
+        part.setdefault("data_types", {})["grad_accum_dtype"] = "fp32" if precision == "bf16" else "fp16"
     lr = _fill_optimizer(part.setdefault("optimizer", {}))
     _fill_scheduler(part.setdefault("scheduler", {}), lr, steps)
     return part

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from megasdc.config.sections import ModelSection
 
 _RECOMPUTE = "set pipeline.activation_checkpoint_interval instead"
 _DTYPE = "set bf16.enabled or fp16.enabled instead"
@@ -49,12 +52,32 @@ REFUSED_FIELDS: dict[str, str] = {
 }
 """Fields of TransformerConfig that a run must not set this way, with the remedy or reason."""
 
+TORCH_FIELDS = frozenset(
+    {
+        "activation_func_clamp_value",  # MLP, inside the gate
+        "deterministic_mode",  # VocabParallelEmbedding, how it looks up
+        "glu_linear_offset",  # MLP, inside the gate
+        "no_rope_freq",  # Attention, which layers rotate
+        "qk_layernorm",  # our layer_spec
+        "softmax_scale",  # Attention hands it to our TorchAttention
+    }
+)
+"""Fields that change what runs with backend torch (Megatron-core 0.16: read by the named module). Most others are read
+by modules that megasdc replaces, or need kernels that backend torch has not."""
 
-def megatron_problems(fields: dict[str, Any]) -> dict[str, str]:
+NEEDS: dict[str, tuple[str, Any]] = {
+    "activation_func_clamp_value": ("gated_mlp", True),
+    "glu_linear_offset": ("gated_mlp", True),
+    "no_rope_freq": ("position_embedding", "rope"),
+}
+"""Fields that, with backend torch, have effect only with this value of this field of `megasdc.model`."""
+
+
+def megatron_problems(model: ModelSection) -> dict[str, str]:
     """Check the names in `model.megatron`.
 
     Args:
-        fields: names and values; the values are checked by Megatron-core when the model is built.
+        model: with names and values; the values are checked by Megatron-core when the model is built.
 
     Returns:
         What is wrong, by name. Names that exist but have their own field in the config are wrong too. Without
@@ -62,13 +85,21 @@ def megatron_problems(fields: dict[str, Any]) -> dict[str, str]:
     """
     known = megatron_fields()
     wrong = {}
-    for name in fields:
+    for name in model.megatron:
         if name in REFUSED_FIELDS:
             wrong[name] = REFUSED_FIELDS[name]
         elif known and name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"did you mean {near[0]}?" if near else "see megatron/core/transformer/transformer_config.py"
             wrong[name] = f"Megatron-core's TransformerConfig has no such field; {hint}"
+        elif known and model.backend == "torch" and name not in TORCH_FIELDS:
+            wrong[name] = (
+                "it has no effect or is not supported with megasdc.model.backend torch, where these can be set: "
+                f"{', '.join(sorted(TORCH_FIELDS))}; remove it or choose another backend"
+            )
+        elif model.backend == "torch" and name in NEEDS and getattr(model, NEEDS[name][0]) != NEEDS[name][1]:
+            field, value = NEEDS[name]
+            wrong[name] = f"it has effect only with megasdc.model.{field} {json.dumps(value)}; set that or remove it"
     return wrong
 
 

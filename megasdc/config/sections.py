@@ -67,7 +67,7 @@ class ModelSection(Section):
     )
     megatron: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further fields of Megatron-core's TransformerConfig by name; applied last.",
+        description="Further fields of Megatron-core's TransformerConfig that have effect, by name; applied last.",
     )
 
 

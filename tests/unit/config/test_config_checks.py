@@ -1,6 +1,7 @@
 """Contradictions inside a file, and between a file and the number of ranks, are found before anything starts."""
 
 import copy
+import importlib.util
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,12 @@ def problem(deepspeed=None, **sections):
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
         ({"model": {"megatron": {"hidden_size": 4}}}, ["megatron.hidden_size: got 4", "megasdc.model.hidden_size"]),
         ({"model": {"megatron": {"qk_layernrm": True}}}, ["no such field", "did you mean qk_layernorm?"]),
+        ({"model": {"megatron": {"window_size": [8, 0]}}}, ["megatron.window_size: got", "no effect", "qk_layernorm"]),
+        ({"model": {"megatron": {"layernorm_zero_centered_gamma": True}}}, ["zero_centered_gamma: got", "no effect"]),
+        ({"model": {"megatron": {"embedding_init_method_std": 0.1}}}, ["embedding_init_method_std", "no effect"]),
+        ({"model": {"megatron": {"fp8": "hybrid"}}}, ["megatron.fp8: got 'hybrid'", "it is not supported"]),
+        ({"model": {"megatron": {"glu_linear_offset": 1.0}}}, ["only with megasdc.model.gated_mlp true"]),
+        ({"model": {"megatron": {"no_rope_freq": 2}}}, ['only with megasdc.model.position_embedding "rope"']),
     ],
 )
 def test_contradictions_of_our_sections(sections, parts):
@@ -78,7 +85,15 @@ def test_contradictions_of_our_sections(sections, parts):
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["switch one of them off"]),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["remove bfloat16"]),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, ['got "fp16"', '"fp32" or "bf16"']),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, ["model in fp32"]),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ["model in fp32", 'allowed: "fp32".']),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, ['got "fp32"', 'allowed: "fp16".']),
+        (
+            {"bf16": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ["grad_accum_dtype", 'device "cpu"', 'set grad_accum_dtype "bf16"'],
+        ),
+        ({"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal: got true", "allowed: false"]),
+        ({"zero_optimization": {"elastic_checkpoint": True}}, ["elastic_checkpoint: got true", "allowed: false"]),
+        ({"checkpoint": {"writer": {"type": "x"}}}, ["checkpoint.writer: got", "Remove the key"]),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16_master_weights_and_grads"]),
         ({"optimizer": {"params": {"bias_correction": True}}}, ["bias_correction"]),
         ({"optimizer": {"params": {"foreach": True, "fused": True}}}, ["foreach"]),
@@ -105,6 +120,51 @@ def test_transformer_engine_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = problem(model={"backend": "transformer_engine"})
     assert "pip install" in text and '"torch"' in text
+
+
+def test_every_useless_field_is_reported():
+    """All fields without effect are reported at once."""
+    with pytest.raises(ConfigError) as caught:
+        build(model={"megatron": {"mtp_num_layers": 1, "softmax_type": "learnable", "qk_layernorm": True}})
+    assert [text.split(":")[0].split(".")[-1] for text in caught.value.problems] == ["mtp_num_layers", "softmax_type"]
+
+
+class TestTransformerEngine:
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch):
+        found = importlib.util.find_spec
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name: True if name == "transformer_engine" else found(name)
+        )
+
+    def test_attention_dropout_is_refused(self):
+        """Its masks depend on the layout."""
+        text = problem(model={"backend": "transformer_engine", "attention_dropout": 0.1})
+        assert "attention_dropout: got 0.1" in text and "set attention_dropout 0" in text
+
+    def test_qk_layernorm_needs_one_tensor_rank(self):
+        """Without a sum over tensor ranks these norms would drift apart."""
+        model = {"backend": "transformer_engine", "megatron": {"qk_layernorm": True}}
+        assert "parallel.tensor 2" in problem(model=model, parallel={"tensor": 2})
+        assert build(model=model, parallel={"tensor": 1})
+        assert build(model={**model, "backend": "torch"}, parallel={"tensor": 2})
+
+    def test_further_fields_are_taken(self):
+        """Transformer Engine's own modules read fields that ours do not."""
+        assert build(model={"backend": "transformer_engine", "megatron": {"window_size": [8, 0]}})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"data_types": {"grad_accum_dtype": "bf16"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"elastic_checkpoint": False}, "checkpoint": {"load_universal": False}},
+    ],
+)
+def test_harmless_neighbours_of_refused_combinations(part):
+    """Offloading with gradients in the model's type, no offloading, and switches that are off are accepted."""
+    assert build({"bf16": {"enabled": True}, **part})
 
 
 def test_node_local_storage_reaches_deepspeed():
@@ -252,7 +312,8 @@ def test_megatron_field_names_are_those_of_the_class():
 
     from megatron.core.transformer import TransformerConfig
 
-    from megasdc.config.megatron_fields import REFUSED_FIELDS, megatron_fields
+    from megasdc.config.megatron_fields import NEEDS, REFUSED_FIELDS, TORCH_FIELDS, megatron_fields
 
     assert {field.name for field in dataclasses.fields(TransformerConfig)} <= megatron_fields()
-    assert set(REFUSED_FIELDS) <= megatron_fields()
+    assert set(REFUSED_FIELDS) | TORCH_FIELDS <= megatron_fields()
+    assert set(NEEDS) <= TORCH_FIELDS and not TORCH_FIELDS & set(REFUSED_FIELDS)

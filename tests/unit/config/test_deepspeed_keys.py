@@ -152,7 +152,7 @@ def test_filled_part_is_accepted_by_deepspeed_and_pytorch(deepspeed):
     parsed = ds_config.DeepSpeedConfig(dict(part))
     assert parsed.zero_optimization_stage == 1
     assert parsed.gradient_clipping == 1.0
-    assert parsed.grad_accum_dtype == ("fp32" if "bf16" in deepspeed else None)
+    assert parsed.grad_accum_dtype == ("fp32" if "bf16" in deepspeed else "fp16" if "fp16" in deepspeed else None)
     params = dict(part["optimizer"]["params"])
     assert params.pop("torch_adam") is True
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **params)
