@@ -32,8 +32,8 @@ FRONT_OPTIONS = {
     "-i": "give --include to megasdc launch itself",
     "--exclude": "give --exclude to megasdc launch itself",
     "-e": "give --exclude to megasdc launch itself",
-    "--num_gpus": "give --num-gpus to megasdc launch itself",
-    "--num_accelerators": "give --num-gpus to megasdc launch itself",
+    "--num_gpus": "give --num-ranks to megasdc launch itself",
+    "--num_accelerators": "give --num-ranks to megasdc launch itself",
     "--num_nodes": "name the hosts with --include",
     "--launcher": "give --launcher to megasdc launch itself",
     "--no_ssh": "use launch/no_ssh.sh, once on every host",
@@ -103,7 +103,7 @@ def backend_problems(backend: str, filtered: bool) -> list[str]:
         return [f"--launcher {backend}: {program} is not on PATH; install it on this host, or choose another backend"]
     if filtered and backend not in BACKENDS_WITH_FILTERS:
         return [
-            f"--launcher {backend} takes neither --include nor --exclude nor --num-gpus; "
+            f"--launcher {backend} takes neither --include nor --exclude nor --num-ranks; "
             "write a hostfile with the hosts that take part"
         ]
     return []

@@ -7,16 +7,33 @@ argument of ``megasdc.launcher.rank``, which no shell can misread.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from megasdc.errors import LaunchError
+
 SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 EXPANDED_IN_DOUBLE_QUOTES = re.compile(r"[\"$`\\\n]")
 EXPORTED_BY_DEEPSPEED = ("PYTHON", "MLFLOW", "MV2", "UCX")
-FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "KMP_", "MKL_", "DS_", "DEEPSPEED_", "CUBLAS_", "MEGASDC_")
+FORWARDED_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "DS_",
+    "DEEPSPEED_",
+    "CUBLAS_",
+    "MEGASDC_",
+    "WANDB_",
+)
+# A secret would be readable on command lines and in launch.json; `wandb login` on the host of rank 0 does without.
+NEVER_FORWARDED = ("WANDB_API_KEY",)
 FORWARDED_NAMES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "GOMP_CPU_AFFINITY",
@@ -30,6 +47,9 @@ FORWARDED_NAMES = (
 )
 FRONT_PID_VARIABLE = "MEGASDC_FRONT_PID"
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
+STOP_GRACE_VARIABLE = "MEGASDC_STOP_GRACE_S"
+DEFAULT_STOP_GRACE_S = 600.0
+DEEPSPEED_GRACE_S = 30.0
 ENV_LINE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
 
 
@@ -86,8 +106,29 @@ def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[s
     return {
         name: value
         for name, value in sorted(chosen.items())
-        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in fixed
+        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES)
+        and name not in fixed
+        and name not in NEVER_FORWARDED
     }
+
+
+def stop_grace_s(environ: Mapping[str, str]) -> float:
+    """Return the seconds that ranks have to save after SIGTERM or SIGUSR1.
+
+    Args:
+        environ: environment of the front.
+
+    Raises:
+        LaunchError: the value is no positive number.
+    """
+    text = environ.get(STOP_GRACE_VARIABLE, str(DEFAULT_STOP_GRACE_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"environment variable {STOP_GRACE_VARIABLE}={text}: need seconds, more than 0")
+    return seconds
 
 
 def default_extensions_dir() -> str:

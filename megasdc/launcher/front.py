@@ -28,7 +28,7 @@ from megasdc.launcher.verdict import Verdict, judge
 __all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_run"]
 
 GATHER_TIMEOUT_S = 30.0
-# DeepSpeed gives ranks 30 s to end after a signal, while its runner returns at once.
+# Records of other hosts may come a little after the launcher's end.
 STOP_GRACE_S = 35.0
 
 
@@ -146,6 +146,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     # For the runner itself: DeepSpeed's export of PYTHON variables, and the pattern by which it ends a launch.
     env = {**os.environ, **plan.rank.environment}
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
+    environment.stop_grace_s(os.environ)
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:

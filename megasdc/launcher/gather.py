@@ -3,6 +3,8 @@
     python -m megasdc.launcher.gather --hostfile H --launcher-code N --config F.json [--set a.b.c=value ...]
 
 The launch id comes from ``MEGASDC_LAUNCH_ID``; the run folder must be one that this host sees.
+Whether a stop was asked for is not known here, and not needed: 0 when every rank's record says 0, whatever the launcher
+returned, which after a signal is never 0.
 """
 
 from __future__ import annotations

@@ -116,12 +116,12 @@ def place_on_hosts(
     if include and exclude:
         raise LaunchError(f"got --include {include} and --exclude {exclude}; give one of them")
     if num_gpus is not None and (include or exclude):
-        raise LaunchError("--num-gpus cannot be combined with --include or --exclude; name the slots, as in node1:0,1")
+        raise LaunchError("--num-ranks cannot be combined with --include or --exclude; name the slots, as in node1:0,1")
     problems = []
     slots = {host: list(range(count)) for host, count in pool.items()}
     if num_gpus is not None:
         problems = [
-            f"--num-gpus {num_gpus}: {host} has {count} slots in the hostfile; need 1 to {count}"
+            f"--num-ranks {num_gpus}: {host} has {count} slots in the hostfile; need 1 to {count}"
             for host, count in pool.items()
             if not 0 < num_gpus <= count
         ]
@@ -176,8 +176,8 @@ def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None)
         if not all(device.isascii() and device.isdigit() for device in devices):
             raise LaunchError(f"got CUDA_VISIBLE_DEVICES={visible_devices}; DeepSpeed needs plain device numbers")
         if num_gpus is not None and not 0 < num_gpus <= len(devices):
-            raise LaunchError(f"got --num-gpus {num_gpus} with CUDA_VISIBLE_DEVICES={visible_devices}")
+            raise LaunchError(f"got --num-ranks {num_gpus} with CUDA_VISIBLE_DEVICES={visible_devices}")
         return Placement({LOCAL_HOST: [int(device) for device in devices[:num_gpus]]}, remote=False)
     if num_gpus is None or num_gpus < 1:
-        raise LaunchError(f"got --num-gpus {num_gpus}; without a hostfile say how many ranks this host runs, from 1")
+        raise LaunchError(f"got --num-ranks {num_gpus}; without a hostfile say how many ranks this host runs, from 1")
     return Placement({LOCAL_HOST: list(range(num_gpus))}, remote=False)

@@ -13,7 +13,7 @@ import psutil
 
 POLL_S = 0.2
 LOOK_S = 2.0
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 Say = Callable[[str], None]
 
@@ -21,7 +21,8 @@ Say = Callable[[str], None]
 class LauncherProcess:
     """DeepSpeed's launcher as a child process.
 
-    The first SIGINT or SIGTERM that this process receives is passed on, so that ranks can save; the second one kills.
+    The first SIGINT, SIGTERM or SIGUSR1 that this process receives is passed on, so that ranks can save; the
+    second one kills.
 
     Args:
         command: the launcher.
@@ -59,7 +60,8 @@ class LauncherProcess:
                 failed_at = now if has_failed() else None
             elif failed_at is not None and self.stopped_by is None and now - failed_at > failure_grace_s:
                 self._say(f"a rank failed {failure_grace_s:g} s ago and others still run; ending them")
-                self._forward(signal.SIGTERM)
+                # Not SIGTERM, which leaves ranks the long time of a stop on request.
+                self._forward(signal.SIGINT)
                 failed_at = now
         return self._process.wait()
 

@@ -1,28 +1,41 @@
 """DeepSpeed's runner (0.19.8) with what it lacks, in a process of its own.
 
 - Over pdsh, interpreter and working folder are quoted, so that paths may hold spaces.
-- Over pdsh, SIGINT or SIGTERM ends this launch, not every DeepSpeed job of that interpreter on the hosts.
-- On one host, SIGINT and SIGTERM are passed on to the ranks, which DeepSpeed would leave behind.
+- Over pdsh, a signal ends this launch, not every DeepSpeed job of that interpreter on the hosts, and pdsh stays until
+  the ranks have ended, so that what they say while they save has somewhere to go.
+- Elsewhere SIGINT, SIGTERM and SIGUSR1 are passed on to what was started, which DeepSpeed would leave behind.
+- Hosts run ``megasdc.launcher.node``, which gives ranks the time to save.
 - The runner ends when the front that started it is killed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import re
 import shlex
 import signal
+import subprocess
 import sys
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import psutil
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
-from megasdc.launcher.environment import FRONT_PID_VARIABLE
+from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 
 PR_SET_PDEATHSIG = 1
+LAUNCH_MODULE = "deepspeed.launcher.launch"
+NODE_MODULE = "megasdc.launcher.node"
+LOST_HOST_S = 15.0
+ERE_SPECIAL = re.compile(r"([][.^$*+?(){}|\\])")
+
+# What reaches this launch's processes on other hosts; empty unless pdsh starts them.
+_remote: dict[str, Any] = {}
 
 
 class QuotingPDSHRunner(PDSHRunner):
@@ -36,32 +49,66 @@ class QuotingPDSHRunner(PDSHRunner):
         folder = os.path.abspath(".")
         _replace(command, f"cd {folder};", f"cd {shlex.quote(folder)};")
         _replace(command, sys.executable, shlex.quote(sys.executable))
-        # The brackets keep the pattern from matching the shell that runs pkill.
-        pattern = f"[d]eepspeed.launcher.launch .*megasdc.launcher.rank {os.environ[LAUNCH_ID_VARIABLE]} "
+        _replace(command, LAUNCH_MODULE, *_node_words())
+        # From the start of the line: neither pdsh, ssh and the shells that hold the command, nor pkill itself.
+        python = ERE_SPECIAL.sub(r"\\\1", sys.executable)
+        launch_id = os.environ[LAUNCH_ID_VARIABLE]
+        pattern = f"^{python} -u -m {NODE_MODULE} .*megasdc.launcher.rank {launch_id} "
         pdsh = kill_command[: kill_command.index("pkill -f ")]
-        return command, [*pdsh, "pkill", "-f", shlex.quote(pattern)], environment
+        _remote.update(pdsh=pdsh, pattern=shlex.quote(pattern), environment=environment)
+        return command, kill_command, environment
 
 
-def _replace(command: list[str], old: str, new: str) -> None:
+def _replace(command: list[str], old: str, *new: str) -> None:
     """Replace one word in place; a word that is not there means another DeepSpeed, and is an error."""
-    command[command.index(old)] = new
+    place = command.index(old)
+    command[place : place + 1] = new
+
+
+def _node_words() -> list[str]:
+    return [NODE_MODULE, f"--stop_grace_s={stop_grace_s(os.environ):g}"]
+
+
+def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start what DeepSpeed would, with our module where it would run launch.py on this host."""
+    command = list(command)
+    if LAUNCH_MODULE in command:
+        _replace(command, LAUNCH_MODULE, *_node_words())
+    return subprocess.Popen(command, **options)
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
-    """Pass a signal on to the process that starts the ranks, and go on waiting for it; over pdsh DeepSpeed does so."""
+    """Pass a signal on to the process that starts the ranks, and go on waiting for it."""
     children = psutil.Process().children()
+    if children and _remote:
+        name = signal.Signals(number).name.removeprefix("SIG")
+        subprocess.Popen([*_remote["pdsh"], "pkill", f"-{name}", "-f", _remote["pattern"]], env=_remote["environment"])
+        grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else stop_grace_s(os.environ)
+        signal.alarm(math.ceil(grace + LOST_HOST_S))
+        return
     for child in children:
-        child.send_signal(number)
+        # srun only tells its state at the first SIGINT.
+        child.send_signal(signal.SIGTERM if number == signal.SIGINT and child.name() == "srun" else number)
     if not children:
         sys.exit(128 + number)
+
+
+def _give_up(_number: int, _frame: FrameType | None) -> None:
+    """End pdsh, which waits for ever for a host that was lost."""
+    for child in psutil.Process().children():
+        child.kill()
 
 
 def main() -> None:
     """Run DeepSpeed's launcher with this process's arguments."""
     if os.environ.get(FRONT_PID_VARIABLE) == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
+    signal.signal(signal.SIGALRM, _give_up)
+    # DeepSpeed's own handlers end pdsh at once, and its ranks' output with it.
+    runner.signal = SimpleNamespace(signal=lambda *_: None, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
+    runner.subprocess = SimpleNamespace(Popen=_popen, check_output=subprocess.check_output)
     runner.PDSHRunner = QuotingPDSHRunner
     runner.LAUNCHER_CLASSES["pdsh"] = QuotingPDSHRunner
     runner.main()

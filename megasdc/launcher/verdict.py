@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from megasdc.errors import ERRORS_BY_EXIT_CODE, LaunchError, PeerError
 from megasdc.launcher.records import DoneRecord, LaunchRecords
 
 MAX_RANKS_SHOWN = 8
+COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+BROKEN_COLLECTIVE = re.compile(
+    r"DistBackendError|NCCL communicator|ncclRemoteError|ncclInternalError|gloo/transport|ollective operation timeout"
+    r"|Connection (closed|reset) by peer"
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,7 @@ class Verdict:
     """The true end of a launch.
 
     Attributes:
-        exit_code: what the front returns; 0 only if the launcher returned 0 and every rank reported done with 0.
+        exit_code: what the front returns; 0 only if every rank reported done with 0.
         rank: the rank that failed first; None where there is none or it cannot be told.
         host: its host, as the hostfile names it.
         lines: the story for people, the cause first.
@@ -39,9 +45,11 @@ def judge(
 ) -> Verdict:
     """Decide how a launch ended.
 
-    Ranks that ended with PeerError are consequences; the earliest other failure is the cause. A rank without a done
-    record was killed or its host was lost, and is the cause where no rank reported one; a documented exit code that the
-    launcher passed on then stands, because a rank may end with one and still be unable to write (a full disk).
+    Ranks that ended with PeerError or in a broken collective are consequences; the earliest other failure is the cause.
+    A rank without a done record was killed or its host was lost, and is the cause where no rank reported one; a
+    documented exit code that the launcher passed on then stands, because a rank may end with one and still be unable to
+    write (a full disk). Success of every rank is success, after a stop on request too: a record is the last thing that
+    a rank leaves, and DeepSpeed's launcher returns 1 after every signal.
 
     Args:
         host_of_rank: host of each expected rank.
@@ -55,20 +63,19 @@ def judge(
     """
     expected = range(len(host_of_rank))
     failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)
-    causes = [done for done in failed if done.exit_code != PeerError.exit_code]
+    causes = [done for done in failed if not _is_consequence(done)]
     missing = [rank for rank in expected if rank not in records.done]
     notes = [*records.unreadable, *(unreachable or {}).values()]
     if causes:
         return _rank_failed(causes[0], host_of_rank, failed, missing, notes)
-    if stopped_by is not None:
+    if stopped_by is not None and not (failed and not missing):
         return _stopped(stopped_by, host_of_rank, missing, notes)
     if missing:
         return _ranks_missing(host_of_rank, records, missing, failed, launcher_code, notes)
     if failed:
         return _rank_failed(failed[0], host_of_rank, failed, missing, notes)
     if launcher_code != 0:
-        line = f"the launcher ended with {describe_code(launcher_code)}, although every rank reported success"
-        return Verdict(LaunchError.exit_code, None, None, [line, *notes])
+        notes.insert(0, f"the launcher ended with {describe_code(launcher_code)}, after every rank reported success")
     return Verdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
 
 
@@ -84,6 +91,15 @@ def describe_code(code: int) -> str:
             pass
     kind = ERRORS_BY_EXIT_CODE.get(code)
     return f"exit code {code}{f' ({kind.__name__})' if kind else ''}"
+
+
+def _is_consequence(done: DoneRecord) -> bool:
+    """Tell whether a rank failed because another one had gone; a broken collective says so where no PeerError does."""
+    if done.exit_code == PeerError.exit_code or done.error_class == PeerError.__name__:
+        return True
+    if done.exit_code != 1:
+        return False
+    return done.error_class in COLLECTIVE_ERRORS or bool(BROKEN_COLLECTIVE.search(done.message or ""))
 
 
 def _rank_failed(
@@ -127,12 +143,11 @@ def _ranks_missing(
 
 
 def _stopped(number: int, host_of_rank: Sequence[str], missing: list[int], notes: list[str]) -> Verdict:
-    line = f"stopped by {signal.Signals(number).name}; "
+    name = signal.Signals(number).name
     if missing:
-        line += f"without a done record: {_ranks(missing, host_of_rank)}"
-    else:
-        line += f"all {len(host_of_rank)} ranks ended by themselves"
-    return Verdict(128 + number, None, None, [line, *notes])
+        line = f"stopped by {name}; without a done record: {_ranks(missing, host_of_rank)}"
+        return Verdict(128 + number, None, None, [line, *notes])
+    return Verdict(0, None, None, [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes])
 
 
 def _ranks(ranks: Sequence[int], host_of_rank: Sequence[str]) -> str:

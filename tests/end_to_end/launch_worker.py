@@ -72,13 +72,14 @@ def sum_until_peer_lost(run_dir: Path) -> None:
 
 
 def sleep_until_signal(run_dir: Path) -> None:
-    """Wait; the first SIGTERM ends the wait as if a checkpoint had been saved."""
+    """Wait; the first SIGTERM or SIGUSR1 ends the wait as if a checkpoint had been saved."""
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
 
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, stop)
     (run_dir / f"asleep_{RANK}").touch()
     while not stopped:
         time.sleep(0.05)

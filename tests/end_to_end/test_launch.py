@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -183,15 +182,16 @@ def test_node_local_records_are_gathered(launches: Launches) -> None:
     assert "rank 1 on node2 failed first" in said
 
 
-def test_sigterm_lets_ranks_save(launches: Launches) -> None:
-    """SIGTERM to the front reaches the ranks of this launch, which end by themselves; the exit code is 143."""
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_stop_lets_ranks_save(launches: Launches, name: str) -> None:
+    """A stop on request reaches the ranks of this launch, which end by themselves; the exit code is 0."""
     process = launches.start("sleep")
     launches.wait_for("asleep_*", 2)
     front = launches.cluster.run("node1", ["pgrep", "-f", "-o", "megasdc launch"]).stdout.strip()
-    launches.cluster.run("node1", ["kill", "-TERM", front])
+    launches.cluster.run("node1", ["kill", f"-{name}", front])
     _, err = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "all 2 ranks ended by themselves" in err
+    assert process.returncode == 0, err
+    assert f"stopped by SIG{name}, all 2 ranks saved and are done" in err
     assert launches.done_codes() == {0: 0, 1: 0}
 
 

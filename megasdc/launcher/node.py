@@ -1,0 +1,84 @@
+"""DeepSpeed's launch.py (0.19.8) on one host, with time for ranks to save when a stop is asked for.
+
+DeepSpeed kills a rank 30 s after SIGTERM, and knows no SIGUSR1. Here SIGTERM and SIGUSR1 reach the ranks of this host
+at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them DeepSpeed's 30 s.
+Called as ``python -m megasdc.launcher.node --stop_grace_s=S`` with launch.py's own arguments after that.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+
+import psutil
+from deepspeed.launcher import launch
+
+from megasdc.launcher.environment import DEEPSPEED_GRACE_S
+
+GRACE_OPTION = "--stop_grace_s="
+POLL_S = 0.2
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+class PatientStop:
+    """Waits for the ranks of this host before DeepSpeed's own signal handler ends the rest.
+
+    Args:
+        grace_s: seconds that ranks have after SIGTERM or SIGUSR1.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._deadline: float | None = None
+
+    def register(self, number: int, handler: Handler) -> None:
+        """Stand in for ``signal.signal`` in launch.py, which registers one handler for SIGINT and SIGTERM."""
+        signal.signal(number, lambda got, frame: self._stop(got, frame, handler))
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGUSR1, lambda got, frame: self._stop(got, frame, handler))
+
+    def _stop(self, number: int, frame: FrameType | None, handler: Handler) -> None:
+        grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else self._grace_s
+        deadline = time.monotonic() + grace
+        if self._deadline is not None:
+            # The first call still waits; a later SIGINT shortens its time.
+            self._deadline = min(self._deadline, deadline)
+            return
+        self._deadline = deadline
+        # Only the ranks: a loader's worker that ends under a rank would fail its save.
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            try:
+                rank.send_signal(signal.SIGTERM)
+            except psutil.NoSuchProcess:
+                continue
+        while ranks and time.monotonic() < self._deadline:
+            ranks = psutil.wait_procs(ranks, timeout=POLL_S)[1]
+        for rank in ranks:
+            kill_tree(rank)
+        handler(number, frame)
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """Kill a process and everything that it started."""
+    try:
+        for victim in [*process.children(recursive=True), process]:
+            victim.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def main() -> None:
+    """Run launch.py with this process's arguments."""
+    option = sys.argv.pop(1)
+    stop = PatientStop(float(option.removeprefix(GRACE_OPTION)))
+    launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
+    launch.main()
+
+
+if __name__ == "__main__":
+    main()
