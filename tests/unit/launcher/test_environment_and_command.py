@@ -86,6 +86,12 @@ def test_deepspeed_env_files_are_those_of_deepspeed(tmp_path: Path) -> None:
     assert env_file_names([home / "mine"]) == {"NCCL_DEBUG"}
 
 
+def test_wandb_is_forwarded_without_its_secret() -> None:
+    """Command lines and launch.json are readable by others."""
+    found = forwarded_environment({"WANDB_PROJECT": "p", "WANDB_API_KEY": "secret"}, set())
+    assert (found.get("WANDB_PROJECT"), "WANDB_API_KEY" in found) == ("p", False)
+
+
 def test_forwarded_environment() -> None:
     """What ranks need goes along, secrets do not, and .deepspeed_env wins."""
     environ = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2", "HF_TOKEN": "x", "HOME": "/"}

@@ -15,7 +15,7 @@ from megasdc.launcher.node import PatientStop
 rank = "import signal, time; signal.signal(15, lambda *_: (time.sleep({save_s}), open('saved', 'w'), exit(0)));"
 child = subprocess.Popen([sys.executable, "-c", rank + "print('ready', flush=True); time.sleep(60)"])
 PatientStop({grace_s}).register(signal.SIGTERM, lambda *_: sys.exit(1))
-print(child.pid, flush=True)
+print('registered', flush=True)
 time.sleep(60)
 """
 
@@ -27,8 +27,10 @@ def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float
     program = PROGRAM.format(save_s=save_s, grace_s=grace_s)
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=str(tmp_path))
     assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.readline()
+    # DeepSpeed's import may log to standard output too.
+    waited_for = {"ready", "registered"}
+    while waited_for:
+        waited_for.discard(process.stdout.readline().strip())
     process.send_signal(number)
     assert process.wait(timeout=20) == 1
     process.stdout.close()
