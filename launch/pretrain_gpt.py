@@ -31,7 +31,7 @@ def main() -> int:
     if run_dir is not None:
         with contextlib.suppress(OSError):
             write_started(run_dir, rank)
-    code, error, _ = pretrain(arguments.config, arguments.set)
+    code, error = pretrain(arguments.config, arguments.set)
     if run_dir is not None:
         try:
             write_done(run_dir, rank, code, error)

@@ -75,7 +75,11 @@ class TrainingEngine(PipelineEngine):
         self.hooks = list(hooks)
         self.streams = streams
         self.masks_tokens = masks_tokens
-        self._partial_sums = [p for p in self.module.parameters() if getattr(p, "sequence_parallel", False)]
+        self._partial_sums = [
+            parameter
+            for parameter in self.module.parameters()
+            if getattr(parameter, "sequence_parallel", False) or getattr(parameter, "partial_over_tensor", False)
+        ]
         self._micro_batch_of_buffer: dict[int, int] = {}
         self._started = 0
         self._tokens: list[torch.Tensor] = []
@@ -134,10 +138,12 @@ class TrainingEngine(PipelineEngine):
         """
         self._begin()
         monitor_enabled, self.monitor.enabled = self.monitor.enabled, False
+        hooks, self.hooks = self.hooks, []  # what they see are training micro-batches
         try:
             loss = self.eval_batch(batches, num_micro_batches=num_micro_batches)
         finally:
             self.monitor.enabled = monitor_enabled
+            self.hooks = hooks
         self.module.train()
         return float(loss)
 
@@ -192,9 +198,7 @@ class TrainingEngine(PipelineEngine):
 
             group = parallel_state.get_tensor_model_parallel_group()
             for parameter in self._partial_sums:
-                gradient = accumulated_gradient(self.optimizer, parameter)
-                if gradient is not None:
-                    dist.all_reduce(gradient, group=group)
+                dist.all_reduce(accumulated_gradient(self.optimizer, parameter), group=group)
 
     def _run_reduce_grads(self) -> None:
         super()._exec_reduce_grads()

@@ -11,7 +11,7 @@ METRICS: dict[str, str] = {
     "train/tokens": "tokens used since the run began",
     "train/samples": "samples consumed since the run began",
     "train/skipped_steps": "steps that the optimizer did not take since the run began",
-    "speed/step_s": "mean seconds of a step since the last line",
+    "speed/step_s": "mean seconds of a step since the last line, evaluations and saves left out",
     "speed/tokens_per_s": "tokens used per second, all ranks",
     "speed/tflops_per_device": "model arithmetic per second and rank, TFLOP/s, recomputation not counted",
     "speed/mfu_ratio": "that over the device's peak; absent where the peak is not known",
@@ -24,19 +24,26 @@ METRICS: dict[str, str] = {
     "memory/device_peak_bytes": "peak allocated device memory of rank 0; absent on CPU",
     "eval/loss": "mean loss over the tokens of the validation samples, nats",
     "eval/perplexity": "exp of that",
+    "time/eval_s": "seconds that training stood still for the evaluation",
     "checkpoint/save_s": "seconds that training stood still for a checkpoint",
     "checkpoint/bytes": "size of the checkpoint",
 }
 
 PEAK_TFLOPS: dict[str, float] = {
     "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.4,
     "H200": 989.4,
     "B200": 2250.0,
 }
-"""Dense bf16 peak of one device by a part of its name. Source: NVIDIA's data sheets, without sparsity."""
+"""Dense bf16 and fp16 peak of one device by a part of its name, the longest that fits.
+
+Source: NVIDIA's data sheets, without sparsity.
+"""
 
 
 def peak_tflops(device_name: str) -> float | None:
     """Look up the peak of a device; null where the name is not known."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+    fitting = [part for part in PEAK_TFLOPS if part in device_name]
+    return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None

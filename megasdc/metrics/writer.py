@@ -74,7 +74,7 @@ def cut_back(run_dir: Path | str, step: int) -> int:
     if not path.exists():
         return 0
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".tmp")
         with open(temporary, "w", encoding="utf-8") as file:
@@ -83,3 +83,25 @@ def cut_back(run_dir: Path | str, step: int) -> int:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     return len(lines) - len(kept)
+
+
+def _step_of(line: str) -> float:
+    """Step of a line; infinite for one that was not written whole, so that it is dropped."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def set_aside(run_dir: Path | str) -> Path | None:
+    """Rename the metrics of an earlier run in the same folder, so that a new one does not mix with them.
+
+    Returns:
+        The new name; null if there were none.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    kept = path.with_name(f"metrics.until_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    os.replace(path, kept)
+    return kept

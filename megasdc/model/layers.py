@@ -16,6 +16,7 @@ from megasdc.model.modules import (
     SITE_ATTENTION_RESIDUAL,
     SITE_EMBEDDING,
     SITE_MLP_RESIDUAL,
+    HeadNorm,
     Norm,
     ResidualAdd,
     TorchAttention,
@@ -222,6 +223,6 @@ def layer_spec(context: LayerContext) -> Any:
         layer.input_layernorm = layer.pre_mlp_layernorm = Norm
         attention.core_attention = TorchAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = Norm
+            attention.q_layernorm = attention.k_layernorm = HeadNorm
     spec.submodules.self_attn_bda = spec.submodules.mlp_bda = ResidualAdd
     return spec

@@ -37,6 +37,17 @@ class Norm:
         return norm
 
 
+class HeadNorm(Norm):
+    """Makes the norm of queries or keys; each tensor rank applies it to its own heads: gradients are partial sums."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> nn.Module:  # type: ignore[misc]
+        """Return the norm over the last [hidden_size] elements, the width of one head."""
+        norm = super().__new__(cls, config, hidden_size, eps, **options)
+        for parameter in norm.parameters():
+            parameter.partial_over_tensor = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+        return norm
+
+
 class TorchAttention(nn.Module):
     """Causal attention on ``torch.nn.functional.scaled_dot_product_attention``.
 

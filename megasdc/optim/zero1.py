@@ -18,9 +18,18 @@ def is_bf16_optimizer(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_groups_gradients_flat")
 
 
-def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor | None:
-    """Where the micro-batches' gradient of one parameter accumulates before the reduction; null before the first."""
-    return parameter._hp_grad if is_bf16_optimizer(optimizer) else parameter.grad  # type: ignore[attr-defined]
+def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    """Where the micro-batches' gradient of one parameter accumulates before the reduction.
+
+    Raises:
+        RuntimeError: there is none: the optimizer accumulates elsewhere, and what was asked for would be lost.
+    """
+    gradient = parameter._hp_grad if is_bf16_optimizer(optimizer) else parameter.grad  # type: ignore[attr-defined]
+    if gradient is None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} has no accumulated gradient in {type(optimizer).__name__}"
+        )
+    return gradient
 
 
 def reduced_gradients(optimizer: Any) -> list[Tensor]:

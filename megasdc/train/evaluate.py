@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult
@@ -31,9 +32,12 @@ class Evaluator(StepHook):
         """Evaluate when it is due."""
         if run.step % self.interval and run.step < run.steps:
             return
+        start = time.perf_counter()
         loss = run.engine.evaluate(iter(self.loader), len(self.loader))
+        seconds = time.perf_counter() - start
+        run.paused_s += seconds
         run.results["eval/loss"] = loss
         if self.writer is not None:
-            values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+            values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "time/eval_s": seconds}
             self.writer.write(run.step, values)
             logger.info("step %d | eval loss %.4f | perplexity %.2f", run.step, loss, values["eval/perplexity"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import os
 import sys
@@ -11,21 +11,28 @@ import traceback
 from collections.abc import Sequence
 
 from megasdc.config import RunConfig, check_layout, find_warnings, load_config
-from megasdc.errors import MegasdcError, PeerError
+from megasdc.errors import HangError, MegasdcError, PeerError, StorageError
+from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger("megasdc")
 
+HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
+"""What a collective says when it was given up after the timeout (gloo, NCCL; torch 2.13)."""
 PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Socket closed",
-    "Timed out waiting",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
 )
-"""What a collective says when another rank has gone (gloo and NCCL, torch 2.13)."""
+"""What a collective says when another rank has gone (gloo, NCCL; torch 2.13)."""
+STORAGE_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
+)
 
 
-def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseException | None, RunConfig | None]:
+def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseException | None]:
     """Train as one rank of a run.
 
     Args:
@@ -33,49 +40,65 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
         overrides: texts ``a.b.c=value``.
 
     Returns:
-        The exit code, the error behind it if there is one, and the configuration if it could be read.
+        The exit code, and the error behind it if there is one.
 
     Collective: all ranks of the world.
     """
     started_at = time.monotonic()
+    signals = StopSignals()
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
-    config = None
     try:
         config = load_config(config_path, overrides)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)
-        _train(config, started_at)
-    except MegasdcError as error:
-        logger.error("%s", error)
-        return error.exit_code, error, config
+        _train(config, started_at, signals)
     except Exception as error:
-        if any(sign in str(error) for sign in PEER_SIGNS):
-            peer = PeerError(f"a collective failed because another rank has gone: {str(error).splitlines()[0]}")
-            logger.error("%s", peer)
-            return peer.exit_code, peer, config
-        logger.error("unexpected error\n%s", traceback.format_exc())
-        return 1, error, config
-    return 0, None, config
+        known = as_known_error(error)
+        if known is None:
+            logger.error("unexpected error\n%s", traceback.format_exc())
+            return 1, error
+        logger.error("%s", known)
+        return known.exit_code, known
+    finally:
+        signals.close()
+    return 0, None
 
 
-def _train(config: RunConfig, started_at: float) -> None:
+def as_known_error(error: Exception) -> MegasdcError | None:
+    """The documented error that an exception means; null where it means none."""
+    if isinstance(error, MegasdcError):
+        return error
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        return StorageError(f"{error.filename or 'a file of the run'} cannot be written or read: {error.strerror}")
+    text = str(error)
+    first_line = text.splitlines()[0] if text else ""
+    if any(sign in text for sign in HANG_SIGNS):
+        return HangError(
+            f"a collective was given up after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
+        )
+    lost = any(kind.__name__ in ("DistBackendError", "DistNetworkError") for kind in type(error).__mro__)
+    if lost or any(sign in text for sign in PEER_SIGNS):
+        return PeerError(f"a collective failed because another rank has gone: {first_line}")
+    return None
+
+
+def _train(config: RunConfig, started_at: float, signals: StopSignals) -> None:
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.run import train
     from megasdc.train.startup import StartClock
 
-    built = build_run(config, StartClock(started_at))
-    run = built.run
+    run = build_run(config, StartClock(started_at), signals)
     if run.dims.rank == 0:
         logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
-    train(run, built.hooks)
+    train(run)
     if run.dims.rank == 0:
         reason = run.stop_reason or "all steps done"
         logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
-        run.events.emit("end", "run", step=run.step, reason=reason, results=json.loads(json.dumps(run.results)))
+        run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
     run.events.close()
     groups.shutdown()
 
@@ -84,7 +107,6 @@ def set_up_logging(rank: int) -> None:
     """Send our own lines to standard error with a rank prefix, and keep libraries to warnings."""
     for name in ("DeepSpeed", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname).1s %(message)s", "%H:%M:%S"))
     root = logging.getLogger("megasdc")

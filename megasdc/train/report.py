@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megasdc.engine.engine import StepResult
 from megasdc.engine.time_split import TimeSplit
-from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.zero1 import squared_norm
 from megasdc.train.run import Run, StepHook
@@ -28,7 +28,7 @@ class Reporter(StepHook):
         flops_per_token: arithmetic of a token, forward and backward.
         split: where the time of a step went; attached to the engine on rank 0 alone, null elsewhere.
         writer: where rank 0 writes; null elsewhere.
-        peak: peak TFLOP/s of a device; null: from the table of known devices.
+        peak: peak TFLOP/s of a device; null: not known, MFU is not reported.
         progress: whether rank 0 shows a bar.
     """
 
@@ -46,13 +46,14 @@ class Reporter(StepHook):
         self.flops_per_token = flops_per_token
         self.split = split
         self.writer = writer
-        on_cuda = torch.cuda.is_available()
-        self.peak = peak or (peak_tflops(torch.cuda.get_device_name()) if on_cuda else None)
+        self.peak = peak
         self.progress = _progress_bar() if progress and writer is not None else None
+        self._num_loaded = 0
         self._start_window()
 
-    def _start_window(self) -> None:
+    def _start_window(self, paused_s: float = 0.0) -> None:
         self._window_start = time.perf_counter()
+        self._paused_before = paused_s
         self._losses: list[tuple[float, int]] = []
 
     def on_start(self, run: Run) -> None:
@@ -62,7 +63,10 @@ class Reporter(StepHook):
             self.progress.add_task("training", total=run.steps, completed=run.step, loss="")
         if self.split is not None:
             self.split.take()
-        self._start_window()
+        losses = self._losses  # of the steps since the last line, from a checkpoint
+        self._start_window(run.paused_s)
+        self._losses = losses
+        self._num_loaded = len(losses)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count the step; report when it is due."""
@@ -71,15 +75,17 @@ class Reporter(StepHook):
             self.progress.update(self.progress.task_ids[0], completed=run.step, loss=f"loss {result.loss:.4f}")
         if run.step % self.interval == 0 or run.is_last_step:
             self._report(run, result)
-            self._start_window()
+            self._start_window(run.paused_s)
+            self._num_loaded = 0
 
     def _report(self, run: Run, result: StepResult) -> None:
-        seconds = time.perf_counter() - self._window_start
-        steps = len(self._losses)
+        seconds = time.perf_counter() - self._window_start - (run.paused_s - self._paused_before)
         tokens = sum(count for _, count in self._losses)
+        timed = self._losses[self._num_loaded :]
+        steps, timed_tokens = len(timed), sum(count for _, count in timed)
         square = squared_norm(run.engine.module, run.dims.tp_rank)
         dist.all_reduce(square, group=run.engine.mpu.get_model_parallel_group())
-        tflops = self.flops_per_token * tokens / seconds / run.dims.world_size / 1e12
+        tflops = self.flops_per_token * timed_tokens / seconds / run.dims.world_size / 1e12
         values: dict[str, float | int] = {
             "train/loss": sum(loss * count for loss, count in self._losses) / max(tokens, 1),
             "train/learning_rate": result.learning_rate,
@@ -89,7 +95,7 @@ class Reporter(StepHook):
             "train/samples": run.samples,
             "train/skipped_steps": run.skipped_steps,
             "speed/step_s": seconds / steps,
-            "speed/tokens_per_s": tokens / seconds,
+            "speed/tokens_per_s": timed_tokens / seconds,
             "speed/tflops_per_device": tflops,
             "memory/host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -108,6 +114,14 @@ class Reporter(StepHook):
         if self.writer is not None:
             self.writer.write(run.step, values)
             logger.info("%s", _line(run, values))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Losses and tokens of the steps since the last line."""
+        return {"losses": self._losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next line speak of the steps before the checkpoint too."""
+        self._losses = [(loss, tokens) for loss, tokens in state["losses"]]
 
     def close(self) -> None:
         """Take the bar away."""

@@ -31,6 +31,9 @@ class Run:
         samples: samples consumed so far, all replicas.
         skipped_steps: steps that the optimizer did not take so far.
         stop_reason: null, or why the run ends after this step; the same on all ranks.
+        hooks: what looks in between steps, in this order.
+        paused_s: seconds that evaluations and saves have taken, which are not steps.
+        results: what the end event tells.
     """
 
     folder: Path
@@ -46,6 +49,8 @@ class Run:
     samples: int = 0
     skipped_steps: int = 0
     stop_reason: str | None = None
+    hooks: list[StepHook] = field(default_factory=list)
+    paused_s: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,6 +75,13 @@ class StepHook:
     def on_end(self, run: Run) -> None:
         """The last step has ended well."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What must go on after a resume, in plain values, the same on all ranks; empty: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave before the checkpoint."""
+
     def on_error(self, run: Run, error: BaseException) -> None:
         """React to a failure of this rank; no collective may be called."""
 
@@ -77,15 +89,15 @@ class StepHook:
         """Give back what was taken: files, signal handlers. Called once, whatever happened."""
 
 
-def train(run: Run, hooks: list[StepHook]) -> None:
+def train(run: Run) -> None:
     """Run steps until the run is complete or has a reason to stop.
 
     Args:
-        run: the run, at the step it goes on from.
-        hooks: what looks in, in this order.
+        run: the run, at the step it goes on from, with its hooks.
 
     Collective: all ranks of the world.
     """
+    hooks = run.hooks
     try:
         for hook in hooks:
             hook.on_start(run)

@@ -13,7 +13,7 @@ from megasdc.config import RunConfig
 from megasdc.data.loader import merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.engine.engine import StepResult
-from megasdc.metrics.writer import MetricsWriter, cut_back
+from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.run import Run, StepHook
 
@@ -58,17 +58,21 @@ class Saver(StepHook):
             keep_every=self.section.keep_every,
             group=run.host_group,
         )
+        run.paused_s += saved.duration_s
         if self.writer is not None:
             self.writer.write(run.step, {"checkpoint/save_s": saved.duration_s, "checkpoint/bytes": saved.size_bytes})
             logger.info("step %d | saved %s in %.1f s", run.step, saved.path, saved.duration_s)
 
     def _shared_state(self, run: Run) -> dict[str, Any]:
+        # The first stage reads every micro-batch; stages in the middle read none.
+        states = gather_objects(run.loader.state_dict() if run.dims.is_first_stage else None, run.host_group)
         return {
             "step": run.step,
             "tokens": run.tokens,
             "samples": run.samples,
             "skipped_steps": run.skipped_steps,
-            "loader": merge_positions(gather_objects(run.loader.state_dict(), run.host_group)),
+            "loader": merge_positions([state for state in states if state is not None]),
+            "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks},
             "config": self.config.resolved(),
         }
 
@@ -78,12 +82,15 @@ class Saver(StepHook):
             self.writer.close()
 
 
-def resume(run: Run, config: RunConfig) -> None:
+def resume(run: Run, config: RunConfig) -> dict[str, Any]:
     """Go on from the newest usable checkpoint, if there is one and the configuration wants it.
 
     Args:
         run: at step 0; on return at the step that was loaded.
         config: the run's configuration.
+
+    Returns:
+        States of the hooks by class name, for hooks that are not built yet; empty at step 0.
 
     Raises:
         CheckpointError: none is usable, one is of another model or layout, or the configuration demands what is not
@@ -103,10 +110,10 @@ def resume(run: Run, config: RunConfig) -> None:
         group=run.host_group,
     )
     if found is None:
-        dropped = cut_back(run.folder, 0) if run.dims.rank == 0 else 0
-        if dropped:
-            run.events.emit("resume", "metrics_cut_back", step=0, lines=dropped)
-        return
+        if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
+            run.events.emit("start", "metrics_set_aside", path=str(kept))
+            logger.warning("no checkpoint in %s, so the run starts anew; the metrics found are now %s", folder, kept)
+        return {}
     loaded = load_checkpoint(run.engine, found, run.dims, events=run.events, group=run.host_group)
     state = loaded.shared_state
     run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
@@ -117,3 +124,4 @@ def resume(run: Run, config: RunConfig) -> None:
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
         logger.info("resumed from %s", found.path)
+    return state["hooks"]

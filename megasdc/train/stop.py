@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megasdc.engine.engine import StepResult
 from megasdc.errors import NonFiniteError
 from megasdc.train.run import Run, StepHook
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from megasdc.train.signals import StopSignals
 
 
 class SkipWatch(StepHook):
@@ -41,6 +40,14 @@ class SkipWatch(StepHook):
                 "rate, or look for the first non-finite step in the events"
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps in a row were skipped."""
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.in_a_row = state["in_a_row"]
+
 
 class StopWatch(StepHook):
     """Stops a run at the next step boundary on SIGTERM, SIGUSR1, when its time is up, or at a step that was named.
@@ -48,24 +55,29 @@ class StopWatch(StepHook):
     Each rank may see a signal at another moment, so the ranks agree once a step on the largest reason.
 
     Args:
+        signals: what this rank was sent since it started.
         time_limit_s: seconds from ``started_at``; null: no limit.
         started_at: when the time began, on the clock of ``time.monotonic``.
         stop_step: last step of this part of the run; null: none.
     """
 
-    def __init__(self, time_limit_s: float | None, started_at: float, stop_step: int | None) -> None:
+    def __init__(
+        self, signals: StopSignals, time_limit_s: float | None, started_at: float, stop_step: int | None
+    ) -> None:
+        self.signals = signals
         self.stop_step = stop_step
         self.deadline = None if time_limit_s is None else started_at + time_limit_s
-        self._received = 0
-        self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._received = number
+    def on_start(self, run: Run) -> None:
+        """Stop before the first step if a signal came while the run was being built; time does not count yet."""
+        self._agree(run, late=False)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Agree whether to stop."""
-        late = self.deadline is not None and time.monotonic() >= self.deadline
-        seen = torch.tensor([self._received, int(late)])
+        self._agree(run, late=self.deadline is not None and time.monotonic() >= self.deadline)
+
+    def _agree(self, run: Run, late: bool) -> None:
+        seen = torch.tensor([self.signals.received, int(late)])
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=run.host_group)
         number, time_is_up = seen.tolist()
         if number:
@@ -76,8 +88,3 @@ class StopWatch(StepHook):
             run.stop_reason = f"training.stop_step {self.stop_step}"
         if run.stop_reason:
             run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
-
-    def close(self) -> None:
-        """Put the signal handlers back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)

@@ -71,7 +71,7 @@ def pretrain_rank(config: str, overrides: list[str]) -> tuple[int, str | None]:
     """Body of a rank: train as the entry script does; returns exit code and message."""
     from megasdc.train.main import pretrain
 
-    code, error, _ = pretrain(config, overrides)
+    code, error = pretrain(config, overrides)
     sys.stderr.flush()
     return code, None if error is None else str(error)
 

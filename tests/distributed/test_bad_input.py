@@ -12,7 +12,7 @@ from runs import prepare_text, train_run, write_config
 
 pytestmark = pytest.mark.distributed
 
-PEER = 79
+HANG, PEER = 75, 79
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,13 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
 def test_damaged_data_end_with_the_data_code(
     tmp_path: Path, data: Path, name: str, damage: Callable[[Path], Any], message: str
 ) -> None:
-    """Missing, truncated, empty and foreign data end with code 71 (or 79 on a rank that only lost its peer)."""
+    """Missing, truncated, empty and foreign data end with code 71 (or 75, 79 on a rank that only lost its peer)."""
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
     damage(copy)
     # A rank whose peer has failed waits for it up to the timeout here, where no launcher ends it.
     results = train_run(write_config(tmp_path / "c.json", copy, tmp_path / "run", parallel__timeout_s=5.0), 2)
-    assert {code for code, _ in results} <= {71, PEER}
+    assert {code for code, _ in results} <= {71, HANG, PEER}
     _matches(results, 71, message)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
@@ -124,7 +124,9 @@ def test_resume_with_another_model_or_layout(tmp_path: Path, data: Path, changes
     assert train_run(config, 2, "megasdc.training.stop_step=2") == [(0, None)] * 2
     before = sorted((path.name, path.stat().st_size) for path in (tmp_path / "run/checkpoints").rglob("*"))
     other = write_config(tmp_path / "other.json", data, tmp_path / "run", **changes)
+    resolved = (tmp_path / "run" / "resolved.json").read_text()
     results = train_run(other, 2)
+    assert (tmp_path / "run" / "resolved.json").read_text() == resolved
     assert {code for code, _ in results} == {72}
     _matches(results, 72, message)
     assert before == sorted((path.name, path.stat().st_size) for path in (tmp_path / "run/checkpoints").rglob("*"))

@@ -77,6 +77,7 @@ FEATURES = {
         {"deepspeed": {"pipeline": {"activation_checkpoint_interval": 1}}},
         False,
     ),
+    "qk_layernorm": ({**LLAMA, "megatron": {"qk_layernorm": True}}, {}, False),
     "masked_tokens": (GPT, {"masks_tokens": True}, True),
 }
 

@@ -45,6 +45,7 @@ RESUMES = [
     ("1x1x2", 1, 1, 2, "gpt", {}),
     ("1x1x2_dropout", 1, 1, 2, "gpt", {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}),
     ("1x2x1", 1, 2, 1, "gpt", {}),
+    ("1x3x1", 1, 3, 1, "gpt", {"model__num_layers": 3}),
     ("2x1x1_bf16", 2, 1, 1, "llama", {"deepspeed__bf16": {"enabled": True}}),
     ("2x2x2_bf16_dropout", 2, 2, 2, "gpt", {"deepspeed__bf16": {"enabled": True}, "model__hidden_dropout": 0.1}),
 ]
@@ -71,6 +72,30 @@ def test_resume_is_bit_identical(
     _ok(train_run(parts, world, "megasdc.checkpoint.resume=must"))
     assert _final(tmp_path / "parts") == _final(tmp_path / "whole")
     assert {event["step"] for event in events_of(tmp_path / "parts", "resume", "checkpoint")} == {3}
+
+
+def test_hook_states_go_on(tmp_path: Path, data: Path) -> None:
+    """A log interval that spans a stop is reported as if there had been none."""
+    options = {"logging__interval": 4, "checkpoint__interval": 3}
+    whole = write_config(tmp_path / "whole.json", data, tmp_path / "whole", **options)
+    parts = write_config(tmp_path / "parts.json", data, tmp_path / "parts", **options)
+    _ok(train_run(whole, 2))
+    _ok(train_run(parts, 2, "megasdc.training.stop_step=5"))
+    last = tmp_path / "parts" / "checkpoints" / "step_00000005"
+    last.rename(tmp_path / "elsewhere")
+    _ok(train_run(parts, 2))
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+
+
+def test_metrics_of_another_run_are_set_aside(tmp_path: Path, data: Path) -> None:
+    """Without a checkpoint to go on from, the metrics found are renamed, told, and not mixed with the new ones."""
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a")
+    _ok(train_run(config, 1))
+    before = (tmp_path / "a" / "metrics.jsonl").read_text()
+    _ok(train_run(config, 1, f"megasdc.checkpoint.folder={tmp_path / 'other'}"))
+    (kept,) = (tmp_path / "a").glob("metrics.until_*.jsonl")
+    assert kept.read_text() == before
+    assert events_of(tmp_path / "a", "start", "metrics_set_aside")
 
 
 def _pretrain_then_die(config: str, rank: int, step: int, moment: str) -> tuple[int, str | None]:
@@ -189,7 +214,6 @@ def _pretrain_with_bad_gradient(config: str, step: int, value: float) -> tuple[i
             from megasdc.optim.zero1 import accumulated_gradient
 
             gradient = accumulated_gradient(self.optimizer, next(self.module.parameters()))
-            assert gradient is not None
             gradient.view(-1)[0] = value
 
     TrainingEngine._INSTRUCTION_MAP = {
