@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import prepare_text, train_run, write_config
+from whole_runs import prepare_text, train_run, write_config
 
 pytestmark = pytest.mark.distributed
 

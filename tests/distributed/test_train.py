@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import MODELS, events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
+from whole_runs import MODELS, events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 pytestmark = pytest.mark.distributed
 
