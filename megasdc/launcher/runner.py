@@ -107,8 +107,8 @@ def main() -> None:
         signal.signal(number, _pass_on)
     signal.signal(signal.SIGALRM, _give_up)
     # DeepSpeed's own handlers end pdsh at once, and its ranks' output with it.
-    runner.signal = SimpleNamespace(signal=lambda *_: None, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
-    runner.subprocess = SimpleNamespace(Popen=_popen, check_output=subprocess.check_output)
+    runner.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
+    runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})
     runner.PDSHRunner = QuotingPDSHRunner
     runner.LAUNCHER_CLASSES["pdsh"] = QuotingPDSHRunner
     runner.main()
