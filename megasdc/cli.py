@@ -258,7 +258,7 @@ def bench_training(
     layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 8,
     sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 256,
     vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 12032,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 2,
     accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 2,
     ranks: Annotated[int, typer.Option("--ranks", help="Data-parallel ranks on this machine.")] = 2,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads of a rank.")] = 1,

@@ -1,6 +1,6 @@
 """Which training loops are compared? Ours as a default run has it, DeepSpeed's bare one, and Hugging Face's.
 
-All three train on the same samples in memory, with the same DeepSpeed configuration.
+All three train on the same samples in memory, with the same DeepSpeed configuration where a user would give it.
 """
 
 from __future__ import annotations
@@ -204,6 +204,8 @@ class PlainLoop:
 class HuggingFaceLoop:
     """``LlamaForCausalLM`` of the same sizes under DeepSpeed ZeRO-1, in the loop of DeepSpeed's documentation.
 
+    What megasdc chooses and DeepSpeed leaves to the user, such as bucket sizes on a CPU, is at DeepSpeed's default.
+
     Args:
         config: the configuration.
         layout: its sizes on these ranks.
@@ -232,9 +234,9 @@ class HuggingFaceLoop:
                 attn_implementation="sdpa",
             )
         )
-        self.engine = deepspeed.initialize(
-            model=llama, model_parameters=parameter_groups(llama), config=deepspeed_config(config, layout)
-        )[0]
+        keys = deepspeed_config(config, layout)
+        keys["zero_optimization"] = config.deepspeed["zero_optimization"]  # with DeepSpeed's own default sizes
+        self.engine = deepspeed.initialize(model=llama, model_parameters=parameter_groups(llama), config=keys)[0]
         self.engine.train()
         self.accumulation = options.accumulation
         self.batches = batches

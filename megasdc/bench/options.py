@@ -19,7 +19,6 @@ class TrainBenchOptions:
     Args:
         blocks: blocks of each loop, that is pairs.
         steps_per_block: optimizer steps of a block.
-        warmup_steps: steps of each loop before the first block.
         hidden: width h.
         layers: transformer layers.
         sequence: tokens s of a sample.
@@ -33,12 +32,11 @@ class TrainBenchOptions:
 
     blocks: int = 30
     steps_per_block: int = 10
-    warmup_steps: int = 3
     hidden: int = 256
     layers: int = 8
     sequence: int = 256
     vocab: int = 12032
-    micro_batch: int = 1
+    micro_batch: int = 2
     accumulation: int = 2
     ranks: int = 2
     threads: int = 1
@@ -61,6 +59,11 @@ class TrainBenchOptions:
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.ranks * self.accumulation * self.micro_batch * self.sequence
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of each loop before the first block: a block, so that reports every ten steps stay in step."""
+        return self.steps_per_block
 
     @property
     def total_steps(self) -> int:

@@ -117,7 +117,7 @@ def rank_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str
 
 
 def base_environment(threads: int) -> dict[str, str]:
-    """This process's environment with the threads, and with this Python environment's own tools first on PATH.
+    """This process's environment as a run has it, and with this Python environment's own tools first on PATH.
 
     DeepSpeed's CPU operator is compiled again, for half a minute, whenever another ``ninja`` than the last one is
     found first.
@@ -127,6 +127,7 @@ def base_environment(threads: int) -> dict[str, str]:
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
         "TORCH_EXTENSIONS_DIR": extensions_dir(),
         "OMP_NUM_THREADS": str(threads),
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # as launch/pretrain_gpt.py sets it
     }
 
 

@@ -51,7 +51,7 @@ class LayerContext:
     learned_positions: bool
     rotary_base: int
     backend: str = "torch"
-    _rotary: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _rotary: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
     def sequence_shard(self) -> tuple[int, int]:
@@ -69,6 +69,19 @@ class LayerContext:
             angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), self.rotary_base**-exponent)
             self._rotary[length, device] = torch.cat((angles, angles), dim=-1)[:, None, None, :]
         return self._rotary[length, device]
+
+    def rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, [s, 1, 1, d] in the type of x [s, b, n, d]; the sine's first half has the opposite sign.
+
+        Computed once a length, device and type.
+        """
+        key = (x.shape[0], x.device, x.dtype)
+        if key not in self._rotary:
+            angles = self.rotary_angles(*key[:2])
+            sine = angles.sin()
+            sine[..., : sine.shape[-1] // 2].neg_()
+            self._rotary[key] = (angles.cos().to(x.dtype), sine.to(x.dtype))
+        return self._rotary[key]
 
 
 class WordEmbedding(nn.Module):
@@ -147,11 +160,14 @@ class TransformerBlock(nn.Module):
 
         super().__init__()
         self.context = context
+        config = context.config
         with seeded_build(context.seed, index):
-            self.layer = build_module(layer_spec(context), config=context.config, layer_number=layer_number)
+            self.layer = build_module(layer_spec(context), config=config, layer_number=layer_number)
+        rotates = not context.learned_positions and not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         for module in self.layer.modules():
             if isinstance(module, TorchAttention):
                 module.streams, module.layer_number, module.tp_rank = context.streams, index, context.dims.tp_rank
+                module.rotation = context.rotation if rotates else None
         for site, module in (
             (SITE_ATTENTION_RESIDUAL, self.layer.self_attn_bda),
             (SITE_MLP_RESIDUAL, self.layer.mlp_bda),
@@ -162,7 +178,7 @@ class TransformerBlock(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence parallelism."""
         rotary = None
-        if not self.context.learned_positions:
+        if self.context.backend == "transformer_engine" and not self.context.learned_positions:
             length = hidden.shape[0] * self.context.sequence_shard[1]
             rotary = self.context.rotary_angles(length, hidden.device)
         output, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,6 +27,7 @@ class TokenLoss:
         columns = padded_vocab_size // tensor
         self.real_columns = max(0, min(columns, vocab_size - tp_rank * columns))
         self.columns = columns
+        self.tensor = tensor
 
     def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the loss of one micro-batch.
@@ -54,10 +56,15 @@ class TokenLoss:
 
         Collective: the tensor group.
         """
+        logits, labels = logits.float(), labels.transpose(0, 1)
+        if self.tensor == 1:  # one fused pass where the whole vocabulary is here
+            if self.real_columns < self.columns:
+                logits = logits[..., : self.real_columns]
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return loss.view_as(labels).transpose(0, 1)
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        logits = logits.float()
         if self.real_columns < self.columns:
             padding = torch.arange(self.columns, device=logits.device) >= self.real_columns
             logits = logits.masked_fill(padding, torch.finfo(torch.float32).min)
-        return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1)
+        return vocab_parallel_cross_entropy(logits, labels.contiguous()).transpose(0, 1)

@@ -49,7 +49,7 @@ class HeadNorm(Norm):
 
 
 class TorchAttention(nn.Module):
-    """Causal attention on ``torch.nn.functional.scaled_dot_product_attention``.
+    """Causal attention on ``torch.nn.functional.scaled_dot_product_attention``, after rotating queries and keys.
 
     With attention dropout the probabilities are computed in the open, [b, n/tp, s, s], because the fused kernels draw
     masks that depend on how many heads a rank holds.
@@ -62,6 +62,7 @@ class TorchAttention(nn.Module):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.streams: DropoutStreams | None = None
         self.tp_rank = 0
+        self.rotation: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
         """Attend causally.
@@ -78,6 +79,9 @@ class TorchAttention(nn.Module):
         if attention_mask is not None:
             raise ValueError("attention is causal; no other mask is supported")
         s, b = query.shape[:2]
+        if self.rotation is not None:
+            cosine, sine = self.rotation(query)
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.training and self.dropout > 0:
             out = self._with_dropout(q, k, v)
@@ -103,6 +107,22 @@ class TorchAttention(nn.Module):
             for head in range(n)
         ]
         return (probabilities * torch.stack(masks, 1)) @ v
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position embedding, halves not interleaved.
+
+    Args:
+        x: [s, b, n, d].
+        cosine: [s, 1, 1, d].
+        sine: [s, 1, 1, d], its first half negated.
+
+    Returns:
+        [s, b, n, d].
+
+    Source: Su et al. 2021, RoFormer (arXiv 2104.09864).
+    """
+    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
 
 
 class ResidualAdd(nn.Module):

@@ -180,12 +180,21 @@ def build_training_engine(
     return engine
 
 
+HOST_BUCKET_ELEMENTS = 2_000_000
+"""Default of ``zero_optimization.reduce_bucket_size`` on a machine without an accelerator, gradients a bucket.
+
+DeepSpeed's own default of 500 million, made for GPUs, copies all gradients of a step into fresh memory at once.
+"""
+
+
 def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
     """DeepSpeed's part of the configuration, with what depends on the layout filled in."""
     deepspeed = copy.deepcopy(config.deepspeed)
     deepspeed["train_batch_size"] = layout.train_batch_size
     deepspeed["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
     deepspeed["gradient_accumulation_steps"] = layout.accumulation_steps
+    if not torch.cuda.is_available():
+        deepspeed["zero_optimization"] = {"reduce_bucket_size": HOST_BUCKET_ELEMENTS, **deepspeed["zero_optimization"]}
     if config.megasdc.parallel.sequence_parallel:
         # Tensor ranks hold different parts of the sequence, which DeepSpeed would take for copies of one tensor.
         deepspeed["pipeline"] = {
