@@ -20,12 +20,11 @@ from megasdc.model.layers import (
 )
 from megasdc.model.loss import TokenLoss
 from megasdc.model.randomness import DropoutStreams
+from megasdc.model.sharding import LEADING_LAYERS
 from megasdc.model.sizes import layers_per_stage, model_sizes
 from megasdc.model.transformer_config import build_transformer_config, padded_vocab_size
 from megasdc.parallel.dims import ParallelDims
 
-LEADING_LAYERS = 2
-"""Pipeline layers before the first transformer layer: word embedding, positions."""
 TRAILING_LAYERS = 2
 """Pipeline layers after the last transformer layer: final norm, output."""
 TIED_KEY = "embedding"

@@ -1,0 +1,130 @@
+"""Which parameters does a model have, and how does tensor parallelism divide each? One catalogue for every layout.
+
+Names are those of the pipeline (``2.layer.mlp.linear_fc1.weight``); the first number is the layer's place in it, which
+does not depend on the layout. Conversion, export and import all read this catalogue; a test compares it with the
+parameters that the ranks of a real model hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megasdc.config import ModelSection
+
+LEADING_LAYERS = 2
+"""Pipeline layers before the first transformer layer: word embedding, positions."""
+TIED_EMBEDDING = "tied_modules.embedding.word_embeddings.weight"
+"""The one parameter that two stages share, in a model with tied embeddings."""
+
+
+class Split(Enum):
+    """How tensor ranks divide a parameter."""
+
+    REPLICATED = "every tensor rank has all of it"
+    COLUMN = "dimension 0, one run of rows a rank"
+    ROW = "dimension 1, one run of columns a rank"
+    GATED = "dimension 0 of [gate; up], of each half one run of rows a rank"
+    VOCABULARY = "dimension 0, one run of vocabulary entries a rank, the padding at the end"
+
+
+def parameter_splits(model: ModelSection) -> dict[str, Split]:
+    """Every parameter of the whole model in pipeline order.
+
+    Args:
+        model: the resolved section, with backend ``torch`` or ``transformer_engine``.
+    """
+    splits: dict[str, Split] = {
+        TIED_EMBEDDING if model.tie_embeddings else "0.word_embeddings.weight": Split.VOCABULARY
+    }
+    if model.position_embedding == "learned":
+        splits["1.positions.weight"] = Split.REPLICATED
+    for index in range(LEADING_LAYERS, LEADING_LAYERS + model.num_layers):
+        splits |= {f"{index}.layer.{name}": split for name, split in layer_splits(model).items()}
+    last = LEADING_LAYERS + model.num_layers
+    splits |= {f"{last}.norm.{kind}": Split.REPLICATED for kind in _norm_parameters(model)}
+    if not model.tie_embeddings:
+        splits[f"{last + 1}.output.weight"] = Split.VOCABULARY
+    return splits
+
+
+def layer_splits(model: ModelSection) -> dict[str, Split]:
+    """Parameters of one transformer layer, named as Megatron-core's ``TransformerLayer`` names them."""
+    norm = _norm_parameters(model)
+    fused = model.backend == "transformer_engine"  # its linear layers hold the norms before them
+    first, second = (
+        ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
+        if fused
+        else (
+            "input_layernorm.",
+            "pre_mlp_layernorm.",
+        )
+    )
+    splits = {f"{first}{kind}": Split.REPLICATED for kind in norm}
+    splits["self_attention.linear_proj.weight"] = Split.ROW
+    if model.bias:
+        splits["self_attention.linear_proj.bias"] = Split.REPLICATED
+    splits["self_attention.linear_qkv.weight"] = Split.COLUMN
+    if model.bias or model.qkv_bias:
+        splits["self_attention.linear_qkv.bias"] = Split.COLUMN
+    if model.megatron.get("qk_layernorm"):
+        splits |= {f"self_attention.{which}_layernorm.{kind}": Split.REPLICATED for which in "qk" for kind in norm}
+    splits |= {f"{second}{kind}": Split.REPLICATED for kind in norm}
+    inner = Split.GATED if model.gated_mlp else Split.COLUMN
+    splits["mlp.linear_fc1.weight"] = inner
+    if model.bias:
+        splits["mlp.linear_fc1.bias"] = inner
+    splits["mlp.linear_fc2.weight"] = Split.ROW
+    if model.bias:
+        splits["mlp.linear_fc2.bias"] = Split.REPLICATED
+    return splits
+
+
+def join(shards: Sequence[Tensor], split: Split) -> Tensor:
+    """Put the shards of all tensor ranks together.
+
+    Args:
+        shards: one a tensor rank, in order.
+        split: how they were divided.
+
+    Returns:
+        The whole parameter, the vocabulary with its padding.
+
+    Raises:
+        ValueError: copies that must be equal differ in some bit.
+    """
+    if split is Split.REPLICATED:
+        for rank, other in enumerate(shards[1:], 1):
+            if not torch.equal(other, shards[0]):
+                raise ValueError(f"tensor ranks 0 and {rank} hold different copies")
+        return shards[0]
+    if split is Split.GATED:
+        halves = [shard.chunk(2, 0) for shard in shards]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves], 0)
+    return torch.cat(list(shards), 1 if split is Split.ROW else 0)
+
+
+def take_shard(whole: Tensor, split: Split, tensor: int, tp_rank: int) -> Tensor:
+    """The part of a parameter that one tensor rank holds; the reverse of ``join``.
+
+    Args:
+        whole: the whole parameter.
+        split: how it is divided.
+        tensor: number of tensor ranks; must divide the dimension.
+        tp_rank: which part.
+
+    Returns:
+        A view where the part is one run of rows or columns, else a copy.
+    """
+    if split is Split.REPLICATED:
+        return whole
+    if split is Split.GATED:
+        return torch.cat([half.chunk(tensor, 0)[tp_rank] for half in whole.chunk(2, 0)], 0)
+    return whole.chunk(tensor, 1 if split is Split.ROW else 0)[tp_rank]
+
+
+def _norm_parameters(model: ModelSection) -> tuple[str, ...]:
+    return ("weight",) if model.normalization == "RMSNorm" else ("weight", "bias")
