@@ -123,9 +123,11 @@ class MegasdcLoop:
 
     def run(self, steps: int) -> None:
         """Take so many more steps."""
+        attached = list(self.engine.hooks)
         self.run_state.steps += steps
         self.run_state.hooks = self._hooks()
         train(self.run_state)
+        self.engine.hooks = attached
 
     def _hooks(self) -> list[StepHook]:
         sections = self.config.megasdc

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.engine.engine import StepResult
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import EngineHook
 from megasdc.errors import NonFiniteError
 from megasdc.train.run import Run, StepHook
 from megasdc.train.signals import StopSignals
@@ -49,10 +50,11 @@ class SkipWatch(StepHook):
         self.in_a_row = state["in_a_row"]
 
 
-class StopWatch(StepHook):
+class StopWatch(StepHook, EngineHook):
     """Stops a run at the next step boundary on SIGTERM, SIGUSR1, when its time is up, or at a step that was named.
 
-    Each rank may see a signal at another moment, so the ranks agree once a step on the largest reason.
+    Each rank may see a signal at another moment, so the ranks agree once a step on the largest reason. They exchange it
+    while the optimizer steps, so that nobody waits for it; what comes later counts for the step after.
 
     Args:
         signals: what this rank was sent since it started.
@@ -67,19 +69,32 @@ class StopWatch(StepHook):
         self.signals = signals
         self.stop_step = stop_step
         self.deadline = None if time_limit_s is None else started_at + time_limit_s
+        self._seen = torch.zeros(2, dtype=torch.int64)
+        self._exchange: Any = None
+        self._host_group: Any = None
 
     def on_start(self, run: Run) -> None:
         """Stop before the first step if a signal came while the run was being built; time does not count yet."""
-        self._agree(run, late=False)
+        self._host_group = run.host_group
+        self._offer(late=False)
+        self._agree(run)
+        run.engine.hooks.append(self)
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Tell the other ranks what this one has seen."""
+        self._offer(late=self.deadline is not None and time.monotonic() >= self.deadline)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Agree whether to stop."""
-        self._agree(run, late=self.deadline is not None and time.monotonic() >= self.deadline)
+        self._agree(run)
 
-    def _agree(self, run: Run, late: bool) -> None:
-        seen = torch.tensor([self.signals.received, int(late)])
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=run.host_group)
-        number, time_is_up = seen.tolist()
+    def _offer(self, late: bool) -> None:
+        self._seen = torch.tensor([self.signals.received, int(late)])
+        self._exchange = dist.all_reduce(self._seen, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+
+    def _agree(self, run: Run) -> None:
+        self._exchange.wait()
+        number, time_is_up = self._seen.tolist()
         if number:
             run.stop_reason = f"signal {signal.Signals(number).name}"
         elif time_is_up:

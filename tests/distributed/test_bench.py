@@ -19,7 +19,7 @@ from megasdc.errors import ConfigError, MegasdcError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
-SMALL = {"blocks": 2, "steps_per_block": 2, "hidden": 64, "layers": 1, "sequence": 32, "vocab": 500}
+SMALL = {"blocks": 2, "steps_per_block": 2, "micro_batch": 1, "hidden": 64, "layers": 1, "sequence": 32, "vocab": 500}
 
 
 @pytest.mark.parametrize("against", ["plain", "hf"])
