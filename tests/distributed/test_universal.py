@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, train
 from megasdc.checkpoint.convert import convert_to_universal
 from megasdc.checkpoint.manifest import FileRecord, describe_file, read_manifest, write_manifest, write_marker
 from megasdc.checkpoint.sources import read_source
+from megasdc.checkpoint.universal import read_universal_manifest, write_universal_manifest
+from megasdc.checkpoint.verify import inspect_checkpoint, verify_checkpoint
 from megasdc.cli import app
 from megasdc.errors import CheckpointError
 
@@ -262,8 +265,10 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, source: _Leg, unive
         with pytest.raises(CheckpointError, match=reason):
             convert_to_universal(folder, workers=1)
     assert sorted(path.name for path in tmp_path.glob("*/*")) == [lacking.name] * 3
-    with pytest.raises(CheckpointError, match="does not replace"):
+    with pytest.raises(CheckpointError, match="is or holds the checkpoint"):
         convert_to_universal(source.checkpoint(), source.run_dir, force=True)
+    with pytest.raises(CheckpointError, match="does not replace"):
+        convert_to_universal(source.checkpoint(), tmp_path, force=True)
 
 
 def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path, source: _Leg) -> None:
@@ -288,7 +293,10 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path, data: Path, univ
     damaged = tmp_path / "damaged"
     shutil.copytree(universal, damaged)
     victim = damaged / "zero" / "2.layer.mlp.linear_fc1.weight" / "exp_avg.pt"
+    assert verify_checkpoint(damaged).ok
+    assert inspect_checkpoint(damaged)["step"] == 3
     victim.write_bytes(victim.read_bytes()[:-100])
+    assert not verify_checkpoint(damaged).ok
     code, message = _start(tmp_path / "truncated", data, damaged)
     assert code == 72
     assert "2.layer.mlp.linear_fc1.weight/exp_avg.pt is truncated" in str(message)
@@ -303,11 +311,83 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path, data: Path, univ
     assert "convert-checkpoint" in str(message)
 
 
-def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal: Path) -> None:
-    """Named in universal_without, the data begin anew and the rest goes on; then the run resumes from its own files.
+def test_a_harmful_pickle_is_not_opened(tmp_path: Path, data: Path, universal: Path) -> None:
+    """A file that would run code is refused, also where the manifest was made to fit it."""
+    target, touched = tmp_path / "harmful", tmp_path / "touched"
+    shutil.copytree(universal, target)
+    name = "zero/2.layer.mlp.linear_fc1.weight/step.pt"
+    torch.save(_Harmful(touched), target / name)
+    manifest = read_universal_manifest(target)
+    files = [
+        record if record.name != name else describe_file(target, name, rank=0, node="x") for record in manifest.files
+    ]
+    write_universal_manifest(target, manifest.model_copy(update={"files": files}))
+    code, message = _start(tmp_path / "run", data, target)
+    assert code == 72
+    assert "would run code" in str(message)
+    assert not touched.exists()
 
-    The steps that follow take more samples than the length of the run would give at the new batch size.
-    """
+
+class _Harmful:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch '{self.target}'",))
+
+
+def _pretrain_with_failing_load(config: str) -> tuple[int, str | None]:
+    """Train, but on rank 1 the optimizer's load fails in its middle."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if int(os.environ["RANK"]) == 1:
+        load = DeepSpeedZeroOptimizer.load_state_dict
+
+        def failing(self: Any, *args: Any, **options: Any) -> None:
+            load(self, *args, **options)
+            raise OSError("a read failed on this rank alone")
+
+        DeepSpeedZeroOptimizer.load_state_dict = failing
+    return pretrain_rank(config, [])
+
+
+def test_all_ranks_hear_of_a_load_that_failed_on_one(tmp_path: Path, data: Path, universal: Path) -> None:
+    """No rank waits in a collective for the one that failed: all end with 72 long before the timeout."""
+    options: dict[str, Any] = {"model": dict(SMALL), "checkpoint__universal": str(universal)}
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", **options)
+    results = run_distributed(_pretrain_with_failing_load, 2, str(config), init=False, timeout_s=40)
+    assert [code for code, _ in results] == [72, 72]
+    assert all("rank 1" in text and "engine must not be used" in text for _, text in results)
+
+
+def test_a_replica_without_elements_is_refused(tmp_path: Path, data: Path) -> None:
+    """18 elements without decay over 4 replicas leave the last none, on which DeepSpeed would fail."""
+    model = {**SMALL, "num_layers": 1, "hidden_size": 6, "num_attention_heads": 1, "num_query_groups": 1}
+    leg = _Leg(tmp_path / "source", data, model, (1, 1, 1))
+    report = convert_to_universal(leg.checkpoint(), workers=1)
+    options: dict[str, Any] = {"model": model, "training__steps": 5, "checkpoint__universal": report.path}
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", **options)
+    results = train_run(config, 4)
+    assert {code for code, _ in results} == {72}, results
+    assert all("owns no element of parameter group 1" in text for _, text in results)
+
+
+@pytest.mark.parametrize("bf16_first", [True, False])
+def test_precision_may_change(tmp_path: Path, data: Path, bf16_first: bool) -> None:
+    """Between fp32 and bf16 masters and moments keep every bit, and the weights are the masters rounded."""
+    first, second = (BF16, {}) if bf16_first else ({}, BF16)
+    before = _Leg(tmp_path / "before", data, SMALL, (1, 1, 2), **first)
+    moved = convert_to_universal(before.checkpoint(), workers=1).path
+    after = _Leg(tmp_path / "after", data, SMALL, (2, 1, 1), checkpoint__universal=moved, **second)
+    found = after.state("start")
+    assert {line.split()[0] for line in _differing(before.state("at"), found)} == {"weights"}
+    for name, master in found["fp32"].items():
+        assert torch.equal(found["weights"][name], master if bf16_first else master.bfloat16().float()), name
+    assert after.losses(4) == pytest.approx(before.losses(4), rel=1e-2)
+
+
+def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal: Path) -> None:
+    """Named in universal_without, the data begin anew and the rest goes on; then the run resumes from its own files."""
     changes = {"data__seed": 7, "checkpoint__universal_without": ["loader"], "deepspeed__bf16": {"enabled": True}}
     assert _start(tmp_path / "run", data, universal, "megasdc.training.stop_step=4", **changes) == (0, None)
     (event,) = events_of(tmp_path / "run", "resume", "universal")
@@ -321,7 +401,7 @@ def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal
 
 
 def test_a_smaller_global_batch_goes_on(tmp_path: Path, data: Path, universal: Path) -> None:
-    """With 2 samples a step instead of 4 the data go on at the next sample, to the end of the run."""
+    """With 2 samples a step instead of 4 the data go on at the next sample, past what 2 a step would ever take."""
     code = _start(tmp_path / "run", data, universal, "train_batch_size=2", "megasdc.training.steps=8")
     assert code == (0, None)
     saved = json.loads((tmp_path / "run/checkpoints/step_00000008/megasdc.json").read_text())
@@ -348,5 +428,5 @@ def test_parts_of_nodes_are_put_together(tmp_path: Path, source: _Leg) -> None:
     for record in whole.files:
         if record.rank == 1:
             (folder / record.name).unlink()
-    with pytest.raises(CheckpointError, match="files of node b .*manifest.b.json"):
+    with pytest.raises(CheckpointError, match=r"files of node b .*manifest\.b\.json"):
         convert_to_universal(folder)
