@@ -133,6 +133,7 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
     state = loaded.shared_state
     _restore_counters(run, state)
     run.loader.consumed = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
+    _prolong_stream(run)
     restore_rng(loaded.rank_state["rng"])
     if run.dims.rank == 0:
         dropped = cut_back(run.folder, run.step)
@@ -177,7 +178,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     load_universal(run.engine, found, group=run.host_group)
     _restore_counters(run, state)
     run.loader.consumed = consumed
-    _prolong_stream(run, consumed * dims.data)
+    _prolong_stream(run)
     seed_generators(config.megasdc.training.seed, run.step, dims.rank)
     if dims.rank == 0:
         _tell_universal(run, config, found)
@@ -189,10 +190,10 @@ def _restore_counters(run: Run, state: dict[str, Any]) -> None:
     run.skipped_steps = state["skipped_steps"]
 
 
-def _prolong_stream(run: Run, position: int) -> None:
+def _prolong_stream(run: Run) -> None:
     """Let the stream reach to the run's end also where earlier steps took more samples than this run's do."""
     dataset = run.loader.dataset
-    wanted = position + max(0, run.steps - run.step) * run.engine.train_batch_size()
+    wanted = run.loader.consumed * run.dims.data + max(0, run.steps - run.step) * run.engine.train_batch_size()
     if isinstance(dataset, TokenDataset):
         dataset.num_samples = max(dataset.num_samples, wanted)
 

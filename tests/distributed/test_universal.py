@@ -402,8 +402,9 @@ def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal
 
 def test_a_smaller_global_batch_goes_on(tmp_path: Path, data: Path, universal: Path) -> None:
     """With 2 samples a step instead of 4 the data go on at the next sample, past what 2 a step would ever take."""
-    code = _start(tmp_path / "run", data, universal, "train_batch_size=2", "megasdc.training.steps=8")
-    assert code == (0, None)
+    smaller = ("train_batch_size=2", "megasdc.training.steps=8", "megasdc.checkpoint.resume=must")
+    assert _start(tmp_path / "run", data, universal, *smaller, "megasdc.training.stop_step=6") == (0, None)
+    assert _start(tmp_path / "run", data, tmp_path / "gone", *smaller) == (0, None)
     saved = json.loads((tmp_path / "run/checkpoints/step_00000008/megasdc.json").read_text())
     assert saved["loader"]["consumed"] == {"0": 3 * 4 + 5 * 2}
 
