@@ -192,6 +192,7 @@ class CheckpointSection(Section):
     verify: bool = Field(True, description="Check sizes and checksums of every file before resuming.")
     universal: str | None = Field(
         None,
+        min_length=1,
         description="Folder of a universal checkpoint to start from, at any layout; used only when the run's "
         "checkpoint folder holds no checkpoint; null: none.",
     )
