@@ -246,6 +246,31 @@ def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
     typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
 
 
+@app.command("convert-checkpoint", epilog="Example: megasdc convert-checkpoint runs/smoke/checkpoints --to universal")
+def convert_checkpoint(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of one checkpoint (step_NNNNNNNN), or of several: the newest whole one.")
+    ],
+    to: Annotated[Literal["universal"], typer.Option("--to", help="universal: to start from at any layout.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; left out: universal_step_NNNNNNNN beside it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a universal checkpoint that is there.")] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes; left out: one a CPU, at most 4.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint, so that a run of another layout can start from it; exit code 72 if it is damaged.
+
+    The result is named in megasdc.checkpoint.universal of the run that goes on.
+    """
+    from megasdc.checkpoint.convert import convert_to_universal
+
+    report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+
+
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
 def bench_training(
     against: Annotated[

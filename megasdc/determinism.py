@@ -1,4 +1,4 @@
-"""What makes a run repeatable? The state of every global random number generator, captured and restored."""
+"""What makes a run repeatable? The state of every global generator, captured and restored, or seeded anew."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
+
+
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators for a run that goes on at another layout.
+
+    The states of the ranks that saved cannot be dealt to another number of ranks. Nothing in training draws from these
+    generators - dropout is a function of seed, step and sample - so this keeps what else draws from them repeatable.
+
+    Args:
+        seed: ``training.seed``.
+        step: the step that the run goes on from.
+        rank: global rank; each rank gets a stream of its own.
+
+    Sync: none.
+    """
+    words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))
 
 
 def capture_rng() -> dict[str, Any]:

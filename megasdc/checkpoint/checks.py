@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import hash_file
@@ -11,10 +12,19 @@ from megasdc.checkpoint.manifest import FileRecord, Manifest
 from megasdc.errors import CheckpointError
 
 
+class HasFiles(Protocol):
+    """A manifest of any kind."""
+
+    @property
+    def files(self) -> list[FileRecord]:
+        """Its files."""
+        ...
+
+
 def check_file(
     folder: Path,
     record: FileRecord,
-    manifest: Manifest,
+    manifest: HasFiles,
     *,
     checksums: bool = True,
     progress: Callable[[int], None] | None = None,

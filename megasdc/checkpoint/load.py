@@ -150,7 +150,7 @@ def _first_difference(here: dict[str, str], saved: dict[str, str] | None) -> str
     raise AssertionError("the two layers are alike")
 
 
-class _CheckedReader:
+class CheckedReader:
     """Stands in for DeepSpeed's checkpoint engine during one load: every file goes through the allow-list."""
 
     def __init__(self, inner: Any) -> None:
@@ -171,7 +171,7 @@ def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessG
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
-    reader = engine.checkpoint_engine = _CheckedReader(inner)
+    reader = engine.checkpoint_engine = CheckedReader(inner)
     try:
         loaded, client_state = engine.load_checkpoint(str(chosen.path), tag=".")
         steps = chosen.manifest.engine["global_steps"]

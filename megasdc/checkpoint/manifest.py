@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,16 +19,17 @@ from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, hash_file, writ
 from megasdc.errors import CheckpointError
 
 FORMAT_VERSION = 1
+R = TypeVar("R", bound=BaseModel)
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     """Base of the parts of a manifest: frozen, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class FileRecord(_Record):
+class FileRecord(Record):
     """One file of a checkpoint.
 
     Attributes:
@@ -48,7 +49,7 @@ class FileRecord(_Record):
     tensors: dict[str, str] | None = None
 
 
-class Layout(_Record):
+class Layout(Record):
     """Sizes of the parallel dimensions."""
 
     tensor: int
@@ -59,7 +60,7 @@ class Layout(_Record):
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """Everything known about one checkpoint without opening its files.
 
     Attributes:
@@ -137,19 +138,43 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    content = manifest.model_dump(mode="json")
-    write_durably(
-        folder / MANIFEST_FILE, json.dumps({**content, "checksum": _digest(content)}, indent=1, sort_keys=True) + "\n"
-    )
+    write_record(folder / MANIFEST_FILE, manifest)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
     """Read and check the manifest of a checkpoint.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: its file, where another node's manifest was put beside this one's.
 
     Raises:
         CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
     """
-    path = folder / MANIFEST_FILE
+    return read_record(folder / name, Manifest, FORMAT_VERSION)
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Write a record as JSON, with a checksum of its own content.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = record.model_dump(mode="json")
+    write_durably(path, json.dumps({**content, "checksum": _digest(content)}, indent=1, sort_keys=True) + "\n")
+
+
+def read_record(path: Path, kind: type[R], version: int) -> R:
+    """Read and check what ``write_record`` wrote.
+
+    Args:
+        path: the file.
+        kind: class of the record; it has a field ``format_version``.
+        version: the version that this code reads.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if not text.endswith("}\n"):
@@ -162,15 +187,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if (found := _digest(content)) != claimed:
         raise CheckpointError(f"{path} was changed: its content has checksum {found}, it says {claimed}")
-    if content.get("format_version") != FORMAT_VERSION:
+    if content.get("format_version") != version:
         raise CheckpointError(
-            f"{path} has format version {content.get('format_version')}, this megasdc reads {FORMAT_VERSION}"
+            f"{path} has format version {content.get('format_version')}, this megasdc reads {version}"
         )
     try:
-        manifest = Manifest.model_validate(content)
+        return kind.model_validate(content)
     except ValidationError as error:
         raise CheckpointError(f"{path} is not a manifest: {error}") from error
-    return manifest
 
 
 def write_marker(folder: Path, manifest: Manifest) -> None:

@@ -161,7 +161,8 @@ def _examine(
         if (layout.tensor, layout.pipeline, layout.data) != wanted:
             raise CheckpointError(
                 f"{folder} was saved with {layout} ({manifest.world_size} ranks), this run has {dims} "
-                f"({dims.world_size} ranks): start with the saved layout"
+                f"({dims.world_size} ranks): start with the saved layout; or convert it with megasdc "
+                "convert-checkpoint, and name the result in megasdc.checkpoint.universal of a run with a new folder"
             )
     return manifest, problems
 

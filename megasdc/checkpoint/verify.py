@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.checkpoint.universal import UniversalManifest, find_unknown, is_universal, read_universal_manifest
 from megasdc.errors import CheckpointError
 
 
@@ -73,7 +74,7 @@ def find_folders(path: Path | str) -> list[Path]:
 def verify_checkpoint(
     path: Path | str, *, checksums: bool = True, progress: bool = False, workers: int | None = None
 ) -> CheckpointReport:
-    """Check every file of one checkpoint: presence, size, checksum, pickle.
+    """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle.
 
     Args:
         path: folder of the checkpoint, such as ``checkpoints/step_00000100``.
@@ -85,13 +86,18 @@ def verify_checkpoint(
         The report; a damaged checkpoint is not an exception.
     """
     folder = Path(path)
+    manifest: Manifest | UniversalManifest
     try:
-        manifest = read_manifest(folder)
+        if is_universal(folder):
+            manifest = read_universal_manifest(folder)
+            problems = find_unknown(folder, manifest)
+        else:
+            manifest = read_manifest(folder)
+            problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
+            if not has_marker(folder, manifest):
+                problems.append("the marker is missing: not every node finished the save")
     except CheckpointError as error:
         return CheckpointReport(str(folder), None, [str(error)], 0, 0)
-    problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
-    if not has_marker(folder, manifest):
-        problems.append("the marker is missing: not every node finished the save")
     bar = _progress_bar() if progress else nullcontext()
     with bar as shown, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         advance: Callable[[int], None] | None = None
@@ -117,6 +123,8 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: the manifest cannot be read.
     """
+    if is_universal(Path(path)):
+        return _inspect_universal(Path(path))
     manifest = read_manifest(Path(path))
     return {
         "path": str(path),
@@ -133,6 +141,27 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
         "size_bytes": manifest.size_bytes,
         "size_bytes_by_kind": _sizes_by_kind(manifest),
         "tensors": {record.name: record.tensors for record in manifest.files if record.tensors is not None},
+    }
+
+
+def _inspect_universal(path: Path) -> dict[str, Any]:
+    """The same of a universal checkpoint; its layout is that of its source."""
+    manifest = read_universal_manifest(path)
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "time": datetime.fromtimestamp(manifest.time, UTC).isoformat(timespec="seconds"),
+        "layout": manifest.source_layout.model_dump(),
+        "world_size": None,
+        "storage": f"universal, made from {manifest.source}",
+        "nodes": {},
+        "node": None,
+        "engine": manifest.engine,
+        "versions": manifest.versions,
+        "num_files": len(manifest.files),
+        "size_bytes": manifest.size_bytes,
+        "size_bytes_by_kind": {"parameters": sum(f.size_bytes for f in manifest.files if f.name.startswith("zero/"))},
+        "tensors": {"zero": {name: f"float32{shape}" for name, shape in manifest.parameters.items()}},
     }
 
 

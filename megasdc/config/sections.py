@@ -190,6 +190,17 @@ class CheckpointSection(Section):
         "never: refuse a folder that holds one.",
     )
     verify: bool = Field(True, description="Check sizes and checksums of every file before resuming.")
+    universal: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of a universal checkpoint to start from, at any layout; used only when the run's "
+        "checkpoint folder holds no checkpoint; null: none.",
+    )
+    universal_without: list[Literal["loader", "hooks"]] = Field(
+        [],
+        description="What `universal` need not bring along: loader: the data begin anew at their first sample; "
+        "hooks: hooks begin without their saved states.",
+    )
 
 
 class LoggingSection(Section):

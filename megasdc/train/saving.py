@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
+from megasdc.checkpoint.places import Problem, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
 from megasdc.config import RunConfig
+from megasdc.data.dataset import TokenDataset
 from megasdc.data.loader import merge_positions, position_for
-from megasdc.determinism import capture_rng, restore_rng
+from megasdc.determinism import capture_rng, restore_rng, seed_generators
 from megasdc.engine.engine import StepResult
+from megasdc.errors import CheckpointError
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
+from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.run import Run, StepHook
 
@@ -53,6 +59,7 @@ class Saver(StepHook):
             storage=self.section.storage,
             shared_state=self._shared_state(run),
             rank_state={"rng": capture_rng()},
+            client_state=self._client_state(run),
             events=run.events,
             keep_last=self.section.keep_last,
             keep_every=self.section.keep_every,
@@ -62,6 +69,11 @@ class Saver(StepHook):
         if self.writer is not None:
             self.writer.write(run.step, {"checkpoint/save_s": saved.duration_s, "checkpoint/bytes": saved.size_bytes})
             logger.info("step %d | saved %s in %.1f s", run.step, saved.path, saved.duration_s)
+
+    def _client_state(self, run: Run) -> dict[str, Any]:
+        model = self.config.megasdc.model
+        padded = padded_vocab_size(run.loader.dataset.vocab_size, model.vocab_multiple)
+        return {UNIVERSAL_INFO_KEY: universal_info(model, padded)}
 
     def _shared_state(self, run: Run) -> dict[str, Any]:
         # The first stage reads every micro-batch; stages in the middle read none.
@@ -85,6 +97,8 @@ class Saver(StepHook):
 def resume(run: Run, config: RunConfig) -> dict[str, Any]:
     """Go on from the newest usable checkpoint, if there is one and the configuration wants it.
 
+    Without one the run starts from the universal checkpoint that the configuration names, or from step 0.
+
     Args:
         run: at step 0; on return at the step that was loaded.
         config: the run's configuration.
@@ -105,23 +119,106 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
         dims=run.dims,
         storage=section.storage,
         verify=section.verify,
-        resume=section.resume,
+        resume="auto" if section.universal and section.resume == "must" else section.resume,
         events=run.events,
         group=run.host_group,
     )
     if found is None:
+        hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
         if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
             logger.warning("no checkpoint in %s, so the run starts anew; the metrics found are now %s", folder, kept)
-        return {}
+        return hooks
     loaded = load_checkpoint(run.engine, found, run.dims, events=run.events, group=run.host_group)
     state = loaded.shared_state
-    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
-    run.skipped_steps = state["skipped_steps"]
+    _restore_counters(run, state)
     run.loader.consumed = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
+    _prolong_stream(run)
     restore_rng(loaded.rank_state["rng"])
     if run.dims.rank == 0:
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
         logger.info("resumed from %s", found.path)
     return state["hooks"]
+
+
+def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
+    """Take up a run that was saved at any layout.
+
+    Weights, moments, learning rate schedule and counters go on. The data go on at the next sample of the stream, with
+    any micro-batch and global batch, if all replicas had taken equally many samples and the number of replicas now
+    divides them. The random generators are seeded by ``seed_generators``.
+
+    Args:
+        run: at step 0; on return at the step that was loaded.
+        config: the run's configuration.
+        folder: the universal checkpoint.
+
+    Returns:
+        States of the hooks by class name.
+
+    Raises:
+        CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
+            in ``checkpoint.universal_without``; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    section, dims = config.megasdc.checkpoint, run.dims
+    found = open_universal(folder, storage=section.storage, verify=section.verify, group=run.host_group)
+    state = found.shared_state
+    consumed, problem = 0, None
+    try:
+        if "loader" not in section.universal_without:
+            consumed = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
+    except CheckpointError as error:
+        hint = 'or name "loader" in megasdc.checkpoint.universal_without to begin the data anew'
+        problem = Problem(f"{error}; {hint}", storage=False)
+    what = f"the data position of {found.path} cannot be carried over, nothing was changed"
+    raise_together(problem, found.place, what, run.host_group)
+    load_universal(run.engine, found, group=run.host_group)
+    _restore_counters(run, state)
+    run.loader.consumed = consumed
+    _prolong_stream(run)
+    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
+    if dims.rank == 0:
+        _tell_universal(run, config, found)
+    return {} if "hooks" in section.universal_without else state["hooks"]
+
+
+def _restore_counters(run: Run, state: dict[str, Any]) -> None:
+    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
+    run.skipped_steps = state["skipped_steps"]
+
+
+def _prolong_stream(run: Run) -> None:
+    """Let the stream reach to the run's end also where earlier steps took more samples than this run's do."""
+    dataset = run.loader.dataset
+    wanted = run.loader.consumed * run.dims.data + max(0, run.steps - run.step) * run.engine.train_batch_size()
+    if isinstance(dataset, TokenDataset):
+        dataset.num_samples = max(dataset.num_samples, wanted)
+
+
+def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
+    """Event and log lines of rank 0."""
+    manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
+    batch, saved_batch = run.engine.train_batch_size(), found.shared_state["config"].get("train_batch_size")
+    run.events.emit(
+        "resume",
+        "universal",
+        step=run.step,
+        path=str(found.path),
+        source=manifest.source,
+        saved_layout=str(manifest.source_layout),
+        layout=str(run.dims),
+        without=list(without),
+        precision=manifest.precision,
+        global_batch=batch,
+        saved_global_batch=saved_batch,
+    )
+    logger.info("step %d of %s, saved at %s, goes on", run.step, found.path, manifest.source_layout)
+    if "loader" in without:
+        logger.warning("the data begin anew at their first sample: megasdc.checkpoint.universal_without has loader")
+    if "hooks" in without:
+        logger.warning("hooks begin without their states: megasdc.checkpoint.universal_without has hooks")
+    if saved_batch not in (None, "auto", batch):
+        logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)

@@ -38,6 +38,8 @@ def test_names_of_deepspeed():
         assert callable(getattr(PipelineModule, name)), name
     for name in ("_get_ckpt_name", "_get_zero_ckpt_name"):
         assert callable(getattr(DeepSpeedEngine, name)), name
+    assert "self._config.load_universal_checkpoint" in inspect.getsource(DeepSpeedEngine.load_universal_checkpoint)
+    assert "self.optimizer.update_lp_params()" in inspect.getsource(DeepSpeedEngine.load_checkpoint)
     assert "averaged_gradients" in inspect.getsource(DeepSpeedZeroOptimizer)
     assert "fp32_groups_gradients_flat" in inspect.getsource(BF16_Optimizer)
     assert "_hp_grad" in inspect.getsource(BF16_Optimizer)

@@ -1,0 +1,218 @@
+"""How does an engine of any layout start from a universal checkpoint, on all ranks or on none?
+
+As with a checkpoint of the same layout, everything that can be known is compared before the engine is touched.
+DeepSpeed's load (0.19) ends with a collective, which a rank that failed would never reach while the others wait; so
+that part is held back until all ranks have said that they are well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.checkpoint.checks import check_file
+from megasdc.checkpoint.files import SHARED_STATE_FILE
+from megasdc.checkpoint.load import CheckedReader
+from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
+from megasdc.checkpoint.save import describe_engine
+from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
+from megasdc.errors import CheckpointError
+from megasdc.parallel.collectives import gather_objects
+
+
+@dataclass(frozen=True)
+class OpenUniversal:
+    """A universal checkpoint that was found whole.
+
+    Attributes:
+        path: its folder.
+        manifest: what is in it.
+        shared_state: what our own code saved in the checkpoint that it was made from.
+        place: which ranks share the folder.
+    """
+
+    path: Path
+    manifest: UniversalManifest
+    shared_state: dict[str, Any]
+    place: Place
+
+
+def open_universal(
+    folder: Path | str,
+    *,
+    storage: Storage = "shared",
+    verify: bool = True,
+    node: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> OpenUniversal:
+    """Check a universal checkpoint; the ranks that share the folder divide the files.
+
+    Args:
+        folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
+        storage: whether all ranks see one folder, or the ranks of each node one.
+        verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
+        node: name of this rank's node; null means the host's name.
+        group: group of all ranks, on the host; null means the default group.
+
+    Raises:
+        CheckpointError: a file is missing, changed or refused; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    path, place = Path(folder), find_place(storage, node, group)
+    manifest: UniversalManifest | None = None
+    shared_state: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        manifest = read_universal_manifest(path)
+        if place.leader:
+            problems += find_unknown(path, manifest)
+        by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
+        for index in place.share(len(by_size)):
+            problems += check_file(path, by_size[index], manifest, checksums=verify)
+        shared_state = json.loads((path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+    except (CheckpointError, ValueError, OSError) as error:
+        problems.append(str(error))
+    answers = gather_objects((manifest.conversion_id if manifest else None, problems), group)
+    everybody = list(dict.fromkeys(line for _, lines in answers for line in lines))
+    if not everybody and len({identity for identity, _ in answers}) > 1:
+        everybody.append("the nodes hold different conversions of it")
+    if everybody:
+        shown = "\n".join(f"  - {line}" for line in everybody[:10])
+        raise CheckpointError(
+            f"{path} cannot be used, nothing was changed:\n{shown}\nMake it again with megasdc convert-checkpoint."
+        )
+    assert manifest is not None, "a checkpoint without problems has a manifest"
+    return OpenUniversal(path, manifest, shared_state, place)
+
+
+def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGroup | None = None) -> None:
+    """Load weights, moments, learning rate schedule and counters into an engine of the same model.
+
+    Saving and loading afterwards are those of the engine's own layout.
+
+    Args:
+        engine: the TrainingEngine, of any layout.
+        found: what ``open_universal`` returned.
+        group: group of all ranks, on the host; null means the default group.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, optimizer or unfit precision, or cannot be loaded; on all
+            ranks, and unless the message says so before any parameter was changed.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    problem: Problem | None = None
+    try:
+        _compare(engine, found.manifest, group)
+    except CheckpointError as error:
+        problem = Problem(str(error), storage=False)
+    raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed", group)
+    problem = None
+    with _universal_load(engine) as (reader, finish):
+        try:
+            loaded, _ = engine.load_checkpoint(str(found.path), tag=".")
+            if loaded is None:
+                problem = Problem("DeepSpeed found no checkpoint there", storage=False)
+            elif engine.global_steps != found.manifest.engine["global_steps"]:
+                steps = found.manifest.engine["global_steps"]
+                problem = Problem(f"the engine is at step {engine.global_steps}, saved was {steps}", storage=False)
+        except Exception as error:  # every rank must hear of it: the others would go on
+            what = f"load {reader.last or found.path} into the engine"
+            problem = replace(describe_error(error, what), storage=False)
+        what = f"{found.path} was loaded in part, the engine must not be used"
+        raise_together(problem, found.place, what, group)
+        _place_steps(engine.optimizer.optimizer)
+        finish()
+
+
+@contextmanager
+def _universal_load(engine: Any) -> Iterator[tuple[CheckedReader, Any]]:
+    """Switch DeepSpeed to universal checkpoints for one load, its last collective held back.
+
+    ``load_universal_checkpoint`` reads the switch from the configuration whenever it is asked.
+
+    Returns:
+        What reads the files of the stages, and the collective that copies master weights into the model.
+    """
+    inner, settings, optimizer = engine.checkpoint_engine, engine._config, engine.optimizer
+    before, finish = settings.load_universal_checkpoint, optimizer.update_lp_params
+    reader = engine.checkpoint_engine = CheckedReader(inner)
+    settings.load_universal_checkpoint = True
+    optimizer.update_lp_params = lambda: None
+    try:
+        yield reader, finish
+    finally:
+        engine.checkpoint_engine, settings.load_universal_checkpoint = inner, before
+        del optimizer.update_lp_params
+
+
+def _place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Put step counters where torch's fused and capturable optimizers want them, as their own load does."""
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
+
+
+def _compare(engine: Any, manifest: UniversalManifest, group: dist.ProcessGroup | None) -> None:
+    """Compare the engine with the manifest; the same on all ranks but for this rank's own parameters.
+
+    Raises:
+        CheckpointError: they differ; the message holds both values.
+
+    Collective: the group.
+    """
+    shapes = full_shapes(engine)
+    here = {name for names in gather_objects(sorted(shapes), group) for name in names}
+    now = describe_engine(engine)
+    for key in ("num_layers", "inner_optimizer", "num_param_groups"):
+        if manifest.engine.get(key) != now[key]:
+            raise CheckpointError(f"it was saved with {key} {manifest.engine.get(key)}, this run has {now[key]}")
+    for name in sorted(here ^ manifest.parameters.keys()):
+        where = "this run does not have" if name in manifest.parameters else "only this run has"
+        raise CheckpointError(f"it is of another model: parameter {name}, which {where}")
+    for name, shape in shapes.items():
+        if shape != manifest.parameters[name]:
+            raise CheckpointError(
+                f"it is of another model: saved {name} is {manifest.parameters[name]}, this run's is {shape}"
+            )
+    if (manifest.precision == "fp16") != bool(engine.fp16_enabled()):
+        raise CheckpointError(
+            f"it was saved in {manifest.precision}, and a loss scale cannot be carried over between fp16 and other "
+            "precisions; fp32 and bf16 can follow each other"
+        )
+    _check_partitions(engine.optimizer)
+
+
+def full_shapes(engine: Any) -> dict[str, list[int]]:
+    """Shapes of this stage's parameters with all tensor ranks' shards together, by name."""
+    shapes = {}
+    for name, parameter in engine.module.named_parameters():
+        shape = list(parameter.shape)
+        if getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] *= engine.dims.tensor
+        shapes[name] = shape
+    return shapes
+
+
+def _check_partitions(optimizer: Any) -> None:
+    """DeepSpeed 0.19 cannot load a replica that owns nothing but padding of a parameter group."""
+    groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
+    for index, parameters in enumerate(groups):
+        if all(parameter._hp_mapping is None for parameter in parameters):
+            raise CheckpointError(
+                f"with so many replicas this one owns no element of parameter group {index}, which DeepSpeed cannot "
+                "load; use fewer replicas"
+            )

@@ -1,0 +1,87 @@
+"""Is all of a checkpoint in this one folder, also where each node had saved its own part?
+
+With ``checkpoint.storage = "node_local"`` a node's folder lacks the files of ranks on other nodes. They can be copied
+into one folder, if each node's ``manifest.json`` comes along as ``manifest.NODE.json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasdc.checkpoint.checks import check_file
+from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from megasdc.checkpoint.verify import CheckpointReport, verify_checkpoint
+from megasdc.errors import CheckpointError
+from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to convert.
+
+    Attributes:
+        path: its folder.
+        manifest: of this node, or of shared storage.
+        records: all files by name, of all nodes whose manifests are here.
+    """
+
+    path: Path
+    manifest: Manifest
+    records: dict[str, FileRecord]
+
+
+def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None, list[str]]:
+    """Check every file of a checkpoint and whether all ranks' files are there.
+
+    Args:
+        folder: folder of the checkpoint.
+        progress: draw a bar.
+
+    Returns:
+        The checkpoint, null if its manifest cannot be read; and what is wrong, one sentence an entry.
+    """
+    report: CheckpointReport = verify_checkpoint(folder, progress=progress)
+    try:
+        manifest = read_manifest(folder)
+        others = [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
+    except CheckpointError as error:
+        return None, [str(error)]
+    records = {record.name: record for record in manifest.files}
+    problems = list(report.problems)
+    for other in others:
+        if other.save_id != manifest.save_id:
+            problems.append(f"the manifest of node {other.node} is of another save of this step")
+            continue
+        for record in other.files:
+            if record.name not in records:
+                records[record.name] = record
+                problems += check_file(folder, record, other)
+    expected = {f"{name} is not in the manifest: it does not belong to this checkpoint" for name in records}
+    problems = [problem for problem in problems if problem not in expected]
+    return Source(folder, manifest, records), problems + find_missing(folder, manifest, set(records))
+
+
+def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
+    """Ranks whose shards no manifest here names, as what has to be copied from which node.
+
+    Args:
+        folder: folder of the checkpoint.
+        manifest: one node's, or that of shared storage.
+        names: all files known.
+    """
+    node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
+    layout = manifest.layout
+    lacking: dict[str, list[str]] = {}
+    for rank in range(manifest.world_size):
+        dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
+        stage = f"mp_rank_{dims.pp_rank * dims.tensor + dims.tp_rank:02d}"
+        shard = f"zero_pp_rank_{dims.dp_rank}_{stage}_optim_states.pt"
+        if f"{stage}_model_states.pt" in names and names & {shard, f"bf16_{shard}", f"fp16_{shard}"}:
+            continue
+        lacking.setdefault(node_of[rank], []).append(shard)
+    return [
+        f"{folder} lacks the files of node {node} ({', '.join(shards[:2])}{', ...' if len(shards) > 2 else ''}): copy "
+        f"the .pt files of its folder {folder.name} here, and its manifest.json as manifest.{node}.json"
+        for node, shards in sorted(lacking.items())
+    ]

@@ -1,0 +1,102 @@
+"""What belongs to a universal checkpoint, and is it unchanged? Full tensors by name, for a run of any layout.
+
+The folder holds what DeepSpeed's ``ds_to_universal`` wrote (``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``,
+``zero/optimizer_state.pt`` and the files of the stages), the ``megasdc.json`` of the checkpoint that it was made from,
+and a manifest of its own, ``universal.json``: it is no checkpoint of a layout and is never taken for one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from megasdc.checkpoint.files import step_folder
+from megasdc.checkpoint.manifest import FileRecord, Layout, Record, read_record, write_record
+from megasdc.errors import CheckpointError
+
+UNIVERSAL_FILE = "universal.json"
+UNIVERSAL_PREFIX = "universal_"
+UNIVERSAL_FORMAT_VERSION = 1
+PARAMETERS_FOLDER = "zero"
+"""Where DeepSpeed keeps a folder for each parameter."""
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+"""Tensors of a parameter, each in full and in fp32: master weight, first and second moment."""
+
+
+class UniversalManifest(Record):
+    """Everything known about a universal checkpoint without opening its files.
+
+    Attributes:
+        step: optimizer step, first is 1.
+        conversion_id: new for every conversion.
+        time: when it was written, in seconds since the epoch.
+        source: folder of the checkpoint that it was made from, by name.
+        source_save_id: that checkpoint's ``save_id``.
+        source_layout: that checkpoint's layout.
+        precision: of the run that saved it.
+        engine: see ``Manifest``.
+        parameters: full shape by name; all tensors are fp32.
+        versions: of the packages that made it.
+        files: in order of name, the manifest left out.
+    """
+
+    format_version: int
+    state: Literal["complete"]
+    step: int
+    conversion_id: str
+    time: float
+    source: str
+    source_save_id: str
+    source_layout: Layout
+    precision: Literal["fp32", "bf16", "fp16"]
+    engine: dict[str, Any]
+    parameters: dict[str, list[int]]
+    versions: dict[str, str]
+    files: list[FileRecord]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, the manifest not counted."""
+        return sum(record.size_bytes for record in self.files)
+
+
+def universal_folder(step: int) -> str:
+    """Name that a converted checkpoint gets, such as ``universal_step_00000123``."""
+    return UNIVERSAL_PREFIX + step_folder(step)
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a folder holds a universal checkpoint, whole or not."""
+    return (folder / UNIVERSAL_FILE).exists()
+
+
+def write_universal_manifest(folder: Path, manifest: UniversalManifest) -> None:
+    """Write the manifest into its folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_record(folder / UNIVERSAL_FILE, manifest)
+
+
+def read_universal_manifest(folder: Path) -> UniversalManifest:
+    """Read and check the manifest of a universal checkpoint.
+
+    Raises:
+        CheckpointError: the folder or the manifest is missing, or the manifest is damaged.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; a universal checkpoint is made by megasdc convert-checkpoint")
+    if not is_universal(folder):
+        raise CheckpointError(
+            f"{folder} has no {UNIVERSAL_FILE}: it is no universal checkpoint, or its conversion did not finish; make "
+            "one with megasdc convert-checkpoint DIR --to universal"
+        )
+    return read_record(folder / UNIVERSAL_FILE, UniversalManifest, UNIVERSAL_FORMAT_VERSION)
+
+
+def find_unknown(folder: Path, manifest: UniversalManifest) -> list[str]:
+    """Files that the manifest does not name: DeepSpeed lists folders, and opens what it finds."""
+    known = {record.name for record in manifest.files} | {UNIVERSAL_FILE}
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [f"{name} is not in {UNIVERSAL_FILE}: it does not belong here" for name in found if name not in known]

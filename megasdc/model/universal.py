@@ -1,0 +1,66 @@
+"""What must a checkpoint say about its parameters, so that DeepSpeed can join tensor shards and divide them anew?
+
+DeepSpeed's universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, 0.19) read the answer from the checkpoint
+itself: lists of regular expressions, matched from the start of a parameter's name. A parameter on no list is joined
+along dimension 0. A wrong list is often not noticed there: gated weights come out in another order of rows, so the
+lists are made from the catalogue of ``megasdc.model.sharding`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megasdc.config import ModelSection
+from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits
+
+UNIVERSAL_INFO_KEY = "universal_checkpoint_info"
+"""Name under which DeepSpeed keeps and looks for the lists, at the top of the file of each stage."""
+_VERSION = 0.2  # the form of the lists; 0.4 adds only what is needed for shards of unequal widths
+_LISTS = {
+    Split.REPLICATED: "tp_replicated_parameter_patterns",  # the conversion fails if copies differ in a bit
+    Split.ROW: "parameter_with_row_parallelism_patterns",
+    Split.GATED: "parameter_with_2_sub_params_cat_dim_0",
+    Split.VOCABULARY: "vocabulary_parameter_patterns",
+}
+
+
+def universal_info(model: ModelSection, vocab_size: int) -> dict[str, Any]:
+    """DeepSpeed's ``universal_checkpoint_info`` of a model, the same on all ranks and in all layouts.
+
+    Each pattern matches whole names only, and at least one parameter; parameters of all transformer layers share one.
+
+    Args:
+        model: the resolved section.
+        vocab_size: rows of the word embedding, the padding included. DeepSpeed cuts off what is beyond and fills it
+            with zeros when it loads; the padding takes part in no loss here, but then its moments would be lost.
+
+    Returns:
+        Plain values, to be saved under ``UNIVERSAL_INFO_KEY``.
+    """
+    patterns: dict[str, list[str]] = {name: [] for name in _LISTS.values()}
+    for name, split in parameter_splits(model).items():
+        if split not in _LISTS:
+            continue
+        pattern, chosen = name_pattern(name), patterns[_LISTS[split]]
+        if pattern not in chosen:
+            chosen.append(pattern)
+    tied = [name_pattern(TIED_EMBEDDING)] if model.tie_embeddings else []
+    return {
+        "universal_checkpoint_version": _VERSION,
+        "original_vocab_size": vocab_size,
+        "pipeline_replicated_parameter_patterns": tied,
+        **patterns,
+    }
+
+
+def name_pattern(name: str) -> str:
+    """A pattern for one parameter, or for the same parameter of all transformer layers.
+
+    Args:
+        name: as in ``parameter_splits``, such as ``2.layer.mlp.linear_fc1.weight``.
+    """
+    first, dot, rest = name.partition(".layer.")
+    if dot and first.isdigit():
+        return rf"\d+\.layer\.{re.escape(rest)}$"
+    return re.escape(name) + "$"
