@@ -18,7 +18,7 @@ MicroBatch = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 
 
 class SampleStream(Protocol):
-    """What a loader reads from; `megasdc.data.dataset.TokenDataset` is one."""
+    """What a loader reads from; `megasdc.data.dataset.TokenDataset` and `BlendedTokens` are two."""
 
     path: Any
     vocab_size: int
@@ -186,7 +186,7 @@ def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, dataset:
     if dataset is not None and merged["stream"] != dataset.identity:
         raise CheckpointError(
             f"the loader position is in stream {merged['stream']}, the data at {dataset.path} are stream "
-            f"{dataset.identity}: other files, data.seed or data.sequence_length; resume with the same"
+            f"{dataset.identity}: other files, data.seed, data.sequence_length or data.blend; resume with the same"
         )
     consumed = merged["consumed"]
     old_size = merged["dp_size"]
