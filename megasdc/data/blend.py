@@ -98,6 +98,11 @@ class BlendedTokens(torch.utils.data.Dataset):
             raise IndexError(f"position {position} is not in [0, {self.num_samples}) of {self.path}")
         return int(self._part_of[position]), int(self._position_in_part[position])
 
+    def where(self, position: int) -> str:
+        """Name a sample for a message: its file, its position there, and that in the blend."""
+        part, inner = self.locate(position)
+        return f"{self.parts[part].path}, sample position {inner} (position {position} of the blend)"
+
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Megatron-core's order of a blend.

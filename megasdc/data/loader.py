@@ -226,7 +226,14 @@ def _load(dataset: SampleStream, positions: Sequence[int]) -> MicroBatch:
             wrong = ((ids < 0) | (ids >= dataset.vocab_size)).nonzero()[0]
             row, column = int(wrong[0]), int(wrong[1])
             raise DataError(
-                f"{dataset.path}, sample position {positions[row]}, {name} {column}: id {int(ids[row, column])} is not "
+                f"{_where(dataset, positions[row])}, {name} {column}: id {int(ids[row, column])} is not "
                 f"in [0, {dataset.vocab_size}); the data were prepared with another tokenizer, or are damaged"
             )
     return tokens, (labels, loss_mask)
+
+
+def _where(dataset: SampleStream, position: int) -> str:
+    """Name a sample for a message; a blend says which of its parts the sample is in."""
+    if hasattr(dataset, "where"):
+        return dataset.where(position)
+    return f"{dataset.path}, sample position {position}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from megasdc.errors import DataError
@@ -45,6 +46,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text, without an end-of-document id."""
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of every text as `encode` does, each as an array [ids] int32."""
+        return [np.array(ids, dtype=np.int32) for ids in self.encode(texts)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -99,6 +104,12 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text."""
         return self._model.encode(list(texts), num_threads=1)
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of every text; no list of Python integers is made where SentencePiece can do without."""
+        if not hasattr(self._model, "encode_as_numpy"):  # of older versions
+            return super().encode_arrays(texts)
+        return self._model.encode_as_numpy(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""

@@ -263,6 +263,23 @@ def test_bad_parts_are_named(tmp_path, corpus, prepared, second, section, sectio
         build(section, tmp_path)[0][100]
 
 
+def test_damage_is_named_by_part(tmp_path, prepared, second):
+    """An id beyond the vocabulary is refused with the file of its part, not with all files."""
+    copy = tmp_path / "copy"
+    shutil.copytree(second.path, copy)
+    tokens = np.fromfile(copy / "train.bin", dtype=np.uint16)
+    tokens[:] = 64_000
+    tokens.tofile(copy / "train.bin")
+    train, _ = build(blend_of(prepared, (prepared, 3), (place(second, copy), 1)), tmp_path / "cache")
+    first = next(position for position in range(100) if train.locate(position)[0] == 1)
+    loader = MicroBatchLoader(train, 1, 0, 1)
+    for _ in range(first):
+        next(loader)
+    message = rf"copy/train\.bin, sample position 0 \(position {first} of the blend\), token 0: id 64000 is not in"
+    with pytest.raises(DataError, match=message):
+        next(loader)
+
+
 def place(section, path):
     return section.model_copy(update={"path": str(path)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from megasdc.data.sources import iterate_documents
@@ -37,6 +38,9 @@ def test_round_trip(tmp_path, texts, model_type):
         assert tokenizer.decode(ids) == text
         assert tokenizer.end_of_document not in ids
     assert tokenizer.decode([tokenizer.end_of_document]) == ""
+    arrays = tokenizer.encode_arrays(TRICKY)
+    assert [array.tolist() for array in arrays] == tokenizer.encode(TRICKY)
+    assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
 def test_training_is_deterministic(tmp_path, texts):
