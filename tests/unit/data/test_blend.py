@@ -164,6 +164,13 @@ def test_another_blend_is_refused_on_resume(tmp_path, prepared, second, section)
     assert build(scaled, tmp_path)[0].identity == train.identity
 
 
+def test_blends_do_not_share_a_kept_order(tmp_path, prepared, second):
+    """Blends with other weights in one cache folder each have their own shares."""
+    for weight, expected in ((3.0, {0: 75, 1: 25}), (1.0, {0: 50, 1: 50}), (4.0, {0: 80, 1: 20})):
+        train, _ = build(blend_of(prepared, (prepared, weight), (second, 1.0)), tmp_path)
+        assert Counter(train.locate(position)[0] for position in range(100)) == expected
+
+
 def test_identity_is_of_the_content_not_of_the_place(tmp_path, prepared, second, section):
     """A copy of a folder elsewhere is the same stream, so that data may be moved between launches."""
     copy = tmp_path / "moved"
