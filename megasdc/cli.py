@@ -328,6 +328,42 @@ def bench_training(
     raise typer.Exit(int(not result.passed))
 
 
+@bench_app.command("data", epilog="Example: megasdc bench data --workers 2 --blocks 10 --out bench.json")
+def bench_preparing(
+    tokenizer: Annotated[
+        Literal["sentencepiece", "huggingface", "all"], typer.Option("--tokenizer", help="Kind of tokenizer.")
+    ] = "all",
+    workers: Annotated[int, typer.Option("--workers", help="Tokenizing processes; 0: one a core.")] = 0,
+    blocks: Annotated[int, typer.Option("--blocks", help="Runs of each side.")] = 10,
+    characters: Annotated[int, typer.Option("--characters", help="Length of the text.")] = 24_000_000,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 4096,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the result, with every block, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare prepare-data with Megatron's preprocess_data in alternating runs; exit code 1 if a bar is missed.
+
+    Both read the same text with the same trained tokenizer and as many processes, and must write the same bytes.
+    Ratios are our time over theirs, wall and processor time, with an exact interval of the median. Run it on a machine
+    that does nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.data import KINDS, DataBenchOptions, bench_data
+    from megasdc.bench.render import progress_bar, render_data
+
+    options = DataBenchOptions(workers=workers, blocks=blocks, characters=characters, vocab=vocab)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_data(options, KINDS if tokenizer == "all" else (tokenizer,), on_progress)
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render_data(result, Console())
+    raise typer.Exit(int(not result.passed))
+
+
 def main() -> None:
     """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
     try:

@@ -1,4 +1,4 @@
-"""How does a result of ``megasdc bench train`` look on a terminal? Tables, and one line a verdict."""
+"""How does a result of ``megasdc bench`` look on a terminal? Tables, and one line a verdict."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megasdc.bench.data import SLACK as DATA_SLACK
+from megasdc.bench.data import DataBenchResult
 from megasdc.bench.statistics import Estimate
 from megasdc.bench.train import SLACK, Comparison, TrainBenchResult
 from megasdc.bench.train import Progress as OnProgress
@@ -35,12 +37,8 @@ def render(result: TrainBenchResult, console: Console) -> None:
         result: what was measured.
         console: where.
     """
-    machine, options = result.machine, result.options
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    console.print(
-        f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before"
-    )
-    console.print(f"Python {machine['python']}, {versions}")
+    options = result.options
+    _render_machine(result.machine, console)
     console.print(
         f"{options.ranks} gloo ranks x {options.threads} thread(s), DP{options.ranks}, ZeRO-1, {options.precision}; "
         f"Llama-like H={options.hidden} L={options.layers} S={options.sequence} vocabulary {options.vocab}; "
@@ -53,21 +51,56 @@ def render(result: TrainBenchResult, console: Console) -> None:
         _render_launch(result.launch, console)
 
 
-def _render_comparison(comparison: Comparison, console: Console) -> None:
-    table = Table(title=f"megasdc against {NAMES[comparison.against]}, {comparison.parameters:,} parameters")
+def render_data(result: DataBenchResult, console: Console) -> None:
+    """Print a result of ``megasdc bench data``.
+
+    Args:
+        result: what was measured.
+        console: where.
+    """
+    options = result.options
+    _render_machine(result.machine, console)
+    console.print(
+        f"{result.num_documents:,} documents, {result.num_characters:,} characters of the standard library as JSONL; "
+        f"{options.workers} worker process(es); vocabulary {options.vocab}"
+    )
+    for comparison in result.comparisons:
+        title = f"megasdc prepare-data against Megatron's preprocess_data, {comparison.tokenizer}"
+        _render_ratios(title, comparison.ratios, comparison.bar, DATA_SLACK, console)
+        ours, theirs = (rate / 1e6 for rate in comparison.characters_per_s)
+        console.print(f"million characters/s {ours:.2f} : {theirs:.2f} (medians); {comparison.num_tokens:,} tokens")
+        equal = "equal" if comparison.difference is None else f"FAIL, {comparison.difference} differs"
+        console.print(f"bytes of .bin and .idx: {equal}")
+
+
+def _render_machine(machine: dict[str, Any], console: Console) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    console.print(
+        f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before"
+    )
+    console.print(f"Python {machine['python']}, {versions}")
+
+
+def _render_ratios(title: str, ratios: dict[str, Estimate], bar: float, slack: float, console: Console) -> None:
+    table = Table(title=title)
     for column in ("time, ours / theirs", "median", "interval of the median", "coverage", "pairs", "bar", "verdict"):
         table.add_column(column)
-    for name, ratio in comparison.ratios.items():
+    for name, ratio in ratios.items():
         table.add_row(
             name,
             f"{ratio.median:.4f}",
             f"{ratio.low:.4f} - {ratio.high:.4f}",
             f"{100 * ratio.coverage:.1f} %",
             str(ratio.count),
-            f"median <= {comparison.bar}, upper end <= {comparison.bar + SLACK:.2f}",
-            "pass" if ratio.passes(comparison.bar, SLACK) else "FAIL",
+            f"median <= {bar}, upper end <= {bar + slack:.2f}",
+            "pass" if ratio.passes(bar, slack) else "FAIL",
         )
     console.print(table)
+
+
+def _render_comparison(comparison: Comparison, console: Console) -> None:
+    title = f"megasdc against {NAMES[comparison.against]}, {comparison.parameters:,} parameters"
+    _render_ratios(title, comparison.ratios, comparison.bar, SLACK, console)
     (ours, theirs), (our_step, their_step) = comparison.tokens_per_s, comparison.step_s
     console.print(f"tokens/s {ours:,.0f} : {theirs:,.0f}; step {our_step:.4f} s : {their_step:.4f} s (medians)")
     losses = " -> ".join(f"{a:.4f} : {b:.4f}" for a, b in (comparison.first_losses, comparison.last_losses))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _tensor_problems(file)
     yield from _pipeline_problems(file)
     yield from _data_problems(file.data)
+    yield from _blend_problems(file.data)
     yield from _training_problems(file)
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
@@ -191,12 +194,51 @@ def _data_problems(data: DataSection) -> Iterator[Problem]:
         if source.kind != "stdlib" and not source.path:
             needed = "a file, folder or glob" if source.kind == "files" else "the name of a hub dataset"
             yield Problem((f"{path}.path",), f'{path}.path: missing; kind "{source.kind}" needs {needed}.')
+        if source.pattern is not None and source.kind != "stdlib":
+            yield Problem((f"{path}.pattern",), f'{path}.pattern: is for kind "stdlib", not "{source.kind}".')
+        elif source.pattern is not None and not _inside(source.pattern):
+            yield Problem(
+                (f"{path}.pattern",),
+                f'{path}.pattern: got "{source.pattern}"; needed: a glob of files inside the library, such as "*.py", '
+                'where ".." is not used and "**" stands for whole folders.',
+            )
         for name in ("name", "streaming"):
             if source.kind != "hub" and getattr(source, name):
                 yield Problem((f"{path}.{name}",), f'{path}.{name}: is for kind "hub", not "{source.kind}".')
     if data.tokenizer.kind == "huggingface" and not data.tokenizer.path:
         path = "megasdc.data.tokenizer.path"
         yield Problem((path,), f'{path}: missing; kind "huggingface" needs a folder or the name of a hub tokenizer.')
+
+
+def _inside(pattern: str) -> bool:
+    """Whether a glob can only match below the folder that it is used in."""
+    parts = pattern.split("/")
+    odd = any(part == ".." or ("**" in part and part != "**") for part in parts)
+    return bool(pattern.strip()) and not os.path.isabs(pattern) and not odd
+
+
+def _blend_problems(data: DataSection) -> Iterator[Problem]:
+    first: dict[str, int] = {}
+    for index, part in enumerate(data.blend):
+        path = f"megasdc.data.blend.{index}.path"
+        if not part.path.strip():
+            yield Problem((path,), f'{path}: got ""; needed: a folder of prepared data.')
+            continue
+        before = first.setdefault(os.path.normpath(part.path), index)
+        if before != index:
+            yield Problem(
+                (path, f"megasdc.data.blend.{before}.path"),
+                f'{path}: got "{part.path}", which megasdc.data.blend.{before}.path names already; '
+                "give each folder once, with the sum of the weights.",
+            )
+    if data.blend and data.path.strip() and os.path.normpath(data.path) not in first:
+        yield Problem(
+            ("megasdc.data.path", "megasdc.data.blend"),
+            f'megasdc.data.path: got "{data.path}", which is not in megasdc.data.blend '
+            f"({', '.join(part.path for part in data.blend)}); name one of its folders or add it to the blend.",
+        )
+    if not math.isfinite(sum(part.weight for part in data.blend)):
+        yield Problem(("megasdc.data.blend",), "megasdc.data.blend: the sum of the weights is infinite; scale them.")
 
 
 def _training_problems(file: MegasdcSection) -> Iterator[Problem]:

@@ -248,12 +248,19 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
     """Build our sections with everything wrong taken out, in place, so that the other fields can be cross-checked."""
     for path in bad:
-        _remove(raw, path)
+        _remove(raw, _without_needed(path))
     section = raw.get("megasdc")
     merged: dict[str, Any] = dict(section) if isinstance(section, dict) else {}
     for key, needed in _PLACEHOLDERS.items():
         merged[key] = {**needed, **merged.get(key, {})}
     return MegasdcSection.model_validate(merged)
+
+
+def _without_needed(path: Path_) -> Path_:
+    """Cut a path back to its list if it names a field that an item of the list cannot be without."""
+    _, info, _ = _locate(path)
+    numbers = [place for place, item in enumerate(path) if isinstance(item, int)]
+    return path[: numbers[-1]] if numbers and info is not None and info.is_required() else path
 
 
 def _remove(raw: Any, path: Path_) -> None:

@@ -92,6 +92,11 @@ class SourceSection(Section):
     )
     streaming: bool = Field(False, description="hub: read without downloading the whole dataset first.")
     max_documents: PositiveInt | None = Field(None, description="Stop after so many documents; null: all.")
+    pattern: str | None = Field(
+        None,
+        description="stdlib: only files that match this glob below the library's folder, such as `json/*.py` or "
+        "`*/**/*.py` (`**`: any number of folders); null: all.",
+    )
 
 
 class TokenizerSection(Section):
@@ -109,10 +114,22 @@ class TokenizerSection(Section):
     )
 
 
+class BlendSection(Section):
+    """One folder of prepared data in a blend."""
+
+    path: str = Field(..., description="Folder of prepared data.")
+    weight: PositiveFloat = Field(..., description="Its share of the samples, relative to the other weights.")
+
+
 class DataSection(Section):
     """Where the tokens are and how they are cut into samples."""
 
     path: str = Field(..., description="Folder of prepared data (the output of `megasdc prepare-data`).")
+    blend: list[BlendSection] = Field(
+        default_factory=list,
+        description="Folders to draw samples from, each with its weight; `path` must be one of them, and all must have "
+        "been prepared with one tokenizer. Empty: `path` alone.",
+    )
     sequence_length: PositiveInt = Field(512, description="Tokens s of one sample.")
     split: list[NonNegativeInt] = Field(
         [98, 1, 1],
@@ -132,6 +149,11 @@ class DataSection(Section):
     tokenizer: TokenizerSection = Field(
         default_factory=lambda: TokenizerSection.model_validate({}), description="What `prepare-data` tokenizes with."
     )
+
+    @property
+    def folders(self) -> list[str]:
+        """Every folder that samples come from, in the order of the blend."""
+        return [part.path for part in self.blend] or [self.path]
 
 
 class ParallelSection(Section):

@@ -5,22 +5,15 @@ Differences from Megatron's BlendedMegatronDatasetBuilder, on purpose:
 * One GPTDataset an epoch, each with its own seed. In Megatron all epochs are shuffled together, so that the order
   depends on the length of the run; here it does not, and a run may be prolonged after a checkpoint. The tokens that
   fill no whole sample at the end of an epoch (fewer than a sample) are left out of that epoch.
-* The sample index is kept in a cache folder by whoever comes first, under a file lock and by one rename, instead of by
-  rank 0 before a barrier. This needs no collective, works for shared and for node-local folders, and a killed process
-  leaves no half index that a later run takes for whole.
+* The sample index is kept by whoever comes first (see `index_cache`), instead of by rank 0 before a barrier.
+* Several folders are blended by `blend`, of which each part goes on with its next epoch, too.
 * With `mask_end_of_document` the loss at *targets* that are end-of-document is left out; Megatron's `eod_mask_loss`
   leaves it out at *inputs*.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +27,11 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizerBase
 
 from megasdc.config.sections import DataSection, TokenizerSection
+from megasdc.data.blend import BlendedTokens
+from megasdc.data.index_cache import CACHE_FOLDER, kept_index
 from megasdc.data.manifest import Manifest, verify_prepared
 from megasdc.errors import DataError
 
-logger = logging.getLogger(__name__)
-
-CACHE_FOLDER = ".index_cache"
 _INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 
@@ -50,11 +42,11 @@ def build_datasets(
     num_eval_samples: int,
     cache_dir: Path | str | None = None,
     verify_checksums: bool = False,
-) -> tuple[TokenDataset, TokenDataset | None]:
+) -> tuple[TokenDataset | BlendedTokens, TokenDataset | BlendedTokens | None]:
     """Build the training and the validation stream.
 
     Args:
-        section: folder, sequence length s, seed, mask.
+        section: folder or blend of folders, sequence length s, seed, mask.
         vocab_size: ids that the model knows; padding included.
         num_train_samples: length of the training stream; the data are repeated as often as that needs.
         num_eval_samples: length of the validation stream; 0: none is built.
@@ -62,41 +54,105 @@ def build_datasets(
         verify_checksums: compare the checksums of all files, not only their sizes.
 
     Returns:
-        Training and validation stream; valid on every rank.
+        Training and validation stream; valid on every rank. Both are blended by the same weights.
 
     Raises:
-        DataError: the folder is not whole, the vocabulary is too small, or a split holds less than one sample.
+        DataError: a folder is not whole, folders have different tokenizers, the vocabulary is too small, or a split
+            holds less than one sample.
 
     Collective:
         None.
     """
-    manifest = verify_prepared(section.path, quick=not verify_checksums)
-    if vocab_size < manifest.tokenizer.vocab_size:
+    manifests = verify_data(section, verify_checksums)
+    needed = manifests[0].tokenizer.vocab_size
+    if vocab_size < needed:
         raise DataError(
-            f"the model's vocabulary has {vocab_size} ids, the tokenizer of {section.path} has "
-            f"{manifest.tokenizer.vocab_size}; enlarge the model's or prepare the data with another tokenizer"
+            f"the model's vocabulary has {vocab_size} ids, the tokenizer of {section.folders[0]} has "
+            f"{needed}; enlarge the model's or prepare the data with another tokenizer"
         )
-    _check_tokenizer(section, manifest)
-    cache = Path(cache_dir) if cache_dir is not None else Path(section.path) / CACHE_FOLDER
-    train = TokenDataset(section, manifest, Split.train, num_train_samples, vocab_size, cache)
-    if num_eval_samples == 0:
-        return train, None
-    return train, TokenDataset(section, manifest, Split.valid, num_eval_samples, vocab_size, cache)
+
+    def build(split: Split, num_samples: int) -> TokenDataset | BlendedTokens:
+        parts = [
+            TokenDataset(
+                section.model_copy(update={"path": folder, "blend": []}),
+                manifest,
+                split,
+                num_samples,
+                vocab_size,
+                _cache_of(folder, cache_dir),
+            )
+            for folder, manifest in zip(section.folders, manifests, strict=True)
+        ]
+        if not section.blend:
+            return parts[0]
+        weights = [part.weight for part in section.blend]
+        return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir))
+
+    train = build(Split.train, num_train_samples)
+    return train, build(Split.valid, num_eval_samples) if num_eval_samples else None
 
 
-def _check_tokenizer(section: DataSection, manifest: Manifest) -> None:
-    """Refuse data that were prepared with another tokenizer than the configuration names.
+def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]:
+    """Check that the prepared data of a section are whole and go together.
 
-    A section that says nothing but defaults names none: the folder's own tokenizer is meant.
+    Args:
+        section: names one folder or a blend.
+        checksums: compare the checksums of all files, not only their sizes.
+
+    Returns:
+        The manifest of each of `section.folders`; their tokenizers are equal.
+
+    Raises:
+        DataError: a folder is not whole, or they were prepared with different tokenizers; all that is wrong, one a
+            line.
     """
+    manifests, problems = [], []
+    for folder in section.folders:
+        try:
+            manifests.append(verify_prepared(folder, quick=not checksums))
+        except DataError as error:
+            problems.append(str(error))
+    if not problems:
+        problems = _tokenizer_problems(section, manifests)
+    if problems:
+        raise DataError("\n".join(problems))
+    return manifests
+
+
+def _cache_of(folder: str, cache_dir: Path | str | None) -> Path:
+    return Path(cache_dir) if cache_dir is not None else Path(folder) / CACHE_FOLDER
+
+
+def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list[str]:
+    """Say which folders have another tokenizer than the first, and whether it is the one that the section names.
+
+    A section that says nothing but defaults names none: the folders' own tokenizer is meant.
+    """
+    first, problems = manifests[0].tokenizer, []
+    for folder, manifest in zip(section.folders[1:], manifests[1:], strict=True):
+        mine = manifest.tokenizer
+        if (mine.checksum, mine.vocab_size, mine.end_of_document) != (
+            first.checksum,
+            first.vocab_size,
+            first.end_of_document,
+        ):
+            problems.append(
+                f"megasdc.data.blend: {section.folders[0]} and {folder} have different tokenizers: checksum "
+                f"{first.checksum} and {mine.checksum}, {first.vocab_size} and {mine.vocab_size} ids, end of document "
+                f"{first.end_of_document} and {mine.end_of_document}; prepare one of them again with "
+                f"data.tokenizer.path set to the tokenizer folder of the other"
+            )
     wanted = section.tokenizer.model_dump(mode="json")
-    used = manifest.settings.get("tokenizer")
-    if wanted in (used, TokenizerSection.model_validate({}).model_dump(mode="json")):
-        return
-    raise DataError(
-        f"megasdc.data.tokenizer is {wanted}, but {section.path} was prepared with {used}; "
-        "prepare the data again, point data.path elsewhere, or leave data.tokenizer out"
-    )
+    used = [
+        {name: value for name, value in manifest.settings.get("tokenizer", {}).items() if name != "checksum"}
+        for manifest in manifests
+    ]
+    if wanted not in (*used, TokenizerSection.model_validate({}).model_dump(mode="json")):
+        problems.append(
+            f"megasdc.data.tokenizer is {wanted}, but {section.folders[0]} was prepared with {used[0]}; "
+            "prepare the data again, point data.path elsewhere, or leave data.tokenizer out"
+        )
+    return problems
 
 
 class TokenDataset(torch.utils.data.Dataset):
@@ -202,21 +258,8 @@ class _EpochDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = self.config.index_cache / self.unique_description_hash
-        if found := _load_index(folder):
-            return found
-        try:
-            with _locked(folder.parent / "lock") as alone:
-                if found := _load_index(folder):
-                    return found
-                for left in folder.parent.glob("partial-*") if alone else ():
-                    shutil.rmtree(left)  # of a killed process
-                _save_index(folder, self._build_in_memory())
-        except OSError as error:
-            logger.warning("no sample index can be kept in %s (%s); it is built again in every process", folder, error)
-            return self._build_in_memory()
-        found = _load_index(folder)
-        assert found is not None, f"{folder} was just written"
-        return found
+        documents, samples, shuffle = kept_index(folder, _INDEX_NAMES, self._build_in_memory)
+        return documents, samples, shuffle
 
     def _build_in_memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # Megatron warns that nothing is saved, which is what we want here.
@@ -256,52 +299,3 @@ class _TokenizerAdapter(MegatronTokenizerBase):
 
     def apply_chat_template(self) -> Any:
         raise NotImplementedError("pretraining has no chat template")
-
-
-def _load_index(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Map a kept index into memory; None where there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
-    if not folder.is_dir():
-        return None
-    try:
-        first, second, third = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _INDEX_NAMES)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"sample index {folder} is damaged: {error}; delete the folder, it is built again") from error
-    return first, second, third
-
-
-def _save_index(folder: Path, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """Keep an index by one rename."""
-    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
-    try:
-        for name, array in zip(_INDEX_NAMES, arrays, strict=True):
-            with open(partial / f"{name}.npy", "wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
-        partial.chmod(0o755)  # mkdtemp makes it private; other users may train on the same data
-        os.rename(partial, folder)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not folder.is_dir():  # else another process was first, with the same content
-            raise
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock; yields false where the file system has none, and the rename lets one writer win."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s)", path, error)
-            alone = False
-        yield alone

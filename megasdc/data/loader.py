@@ -18,7 +18,7 @@ MicroBatch = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 
 
 class SampleStream(Protocol):
-    """What a loader reads from; `megasdc.data.dataset.TokenDataset` is one."""
+    """What a loader reads from; `megasdc.data.dataset.TokenDataset` and `BlendedTokens` are two."""
 
     path: Any
     vocab_size: int
@@ -186,7 +186,7 @@ def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, dataset:
     if dataset is not None and merged["stream"] != dataset.identity:
         raise CheckpointError(
             f"the loader position is in stream {merged['stream']}, the data at {dataset.path} are stream "
-            f"{dataset.identity}: other files, data.seed or data.sequence_length; resume with the same"
+            f"{dataset.identity}: other files, data.seed, data.sequence_length or data.blend; resume with the same"
         )
     consumed = merged["consumed"]
     old_size = merged["dp_size"]
@@ -226,7 +226,14 @@ def _load(dataset: SampleStream, positions: Sequence[int]) -> MicroBatch:
             wrong = ((ids < 0) | (ids >= dataset.vocab_size)).nonzero()[0]
             row, column = int(wrong[0]), int(wrong[1])
             raise DataError(
-                f"{dataset.path}, sample position {positions[row]}, {name} {column}: id {int(ids[row, column])} is not "
+                f"{_where(dataset, positions[row])}, {name} {column}: id {int(ids[row, column])} is not "
                 f"in [0, {dataset.vocab_size}); the data were prepared with another tokenizer, or are damaged"
             )
     return tokens, (labels, loss_mask)
+
+
+def _where(dataset: SampleStream, position: int) -> str:
+    """Name a sample for a message; a blend says which of its parts the sample is in."""
+    if hasattr(dataset, "where"):
+        return dataset.where(position)
+    return f"{dataset.path}, sample position {position}"

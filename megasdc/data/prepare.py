@@ -208,7 +208,7 @@ def _tokenize(
                 future.result()
                 bar.advance(task, running.pop(future))
 
-    with WorkerPool(tokenizer.kind, tokenizer_folder, workers) as pool:
+    with WorkerPool(*tokenizer.worker_files(tokenizer_folder, work), workers) as pool:
         for index, texts in groups:
             path = shard_path(folder, index, texts, tokenizer.checksum)
             paths.append(path)

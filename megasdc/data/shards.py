@@ -69,7 +69,7 @@ def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     Raises:
         DataError: the tokenizer makes an id that is not in its own vocabulary.
     """
-    ids = tokenizer.encode(texts)
+    ids = tokenizer.encode_arrays(texts)
     lengths = np.array([len(document) + 1 for document in ids], dtype=np.int64)
     tokens = np.empty(int(lengths.sum()), dtype=np.int32)
     end = 0

@@ -102,7 +102,7 @@ def fingerprint_source(section: SourceSection) -> dict[str, Any]:
         return {"kind": "hub"}
     if section.kind == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        rows = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _list_stdlib()]
+        rows = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _list_stdlib(section)]
         return {"python": sys.version.split()[0], **_summarise(rows)}
     stats = [(path, path.stat()) for path in list_files(section)]
     return _summarise([(path.as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats])
@@ -111,7 +111,7 @@ def fingerprint_source(section: SourceSection) -> dict[str, Any]:
 def describe_source(section: SourceSection) -> str:
     """Name a source in one phrase for messages."""
     if section.kind == "stdlib":
-        return f"stdlib (Python {sys.version.split()[0]})"
+        return f"stdlib (Python {sys.version.split()[0]}{f', {section.pattern}' if section.pattern else ''})"
     return f"{section.kind} {section.path!r}" + (f" ({section.name})" if section.name else "")
 
 
@@ -147,17 +147,18 @@ def list_files(section: SourceSection) -> list[Path]:
 
 def _read_stdlib(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
     """Yield the Python files of the standard library; test files that are not UTF-8 on purpose are left out."""
-    for path in _list_stdlib():
+    for path in _list_stdlib(section):
         try:
             yield path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             skipped["files that are not UTF-8"] += 1
 
 
-def _list_stdlib() -> list[Path]:
+def _list_stdlib(section: SourceSection) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     foreign = {"site-packages", "dist-packages", "__pycache__"}
-    paths = [path for path in root.rglob("*.py") if not foreign & set(path.relative_to(root).parts)]
+    found = {path for path in root.glob(section.pattern or "**/*.py") if path.suffix == ".py" and path.is_file()}
+    paths = [path for path in found if not foreign & set(path.relative_to(root).parts)]
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 

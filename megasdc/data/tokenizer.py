@@ -7,19 +7,22 @@ stripping, and no special token is ever made from text that merely looks like on
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from megasdc.errors import DataError
 
 SENTENCEPIECE_FILE = "tokenizer.model"
+BACKEND_FILE = "backend.json"
 END_OF_DOCUMENT_PIECE = "<eod>"
 TRAIN_CHUNK_CHARACTERS = 4000
 """Length of the pieces of text that a SentencePiece model is trained on; its own limit is 16384 bytes below."""
@@ -44,6 +47,10 @@ class Tokenizer(ABC):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text, without an end-of-document id."""
 
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of every text as `encode` does, each as an array [ids] int32."""
+        return [np.array(ids, dtype=np.int32) for ids in self.encode(texts)]
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; an end-of-document id gives no text."""
@@ -51,6 +58,18 @@ class Tokenizer(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the model files into a folder that `load_tokenizer` reads."""
+
+    def worker_files(self, folder: Path, scratch: Path) -> tuple[str, Path]:
+        """Say what a worker process loads to encode alike.
+
+        Args:
+            folder: where `save` wrote this tokenizer.
+            scratch: a folder that may be written.
+
+        Returns:
+            Kind and path for `load_tokenizer`.
+        """
+        return self.kind, folder
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -85,6 +104,12 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text."""
         return self._model.encode(list(texts), num_threads=1)
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of every text; no list of Python integers is made where SentencePiece can do without."""
+        if not hasattr(self._model, "encode_as_numpy"):  # of older versions
+            return super().encode_arrays(texts)
+        return self._model.encode_as_numpy(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -121,6 +146,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.model_max_length = int(1e30)  # documents are cut into samples later; no warning per document
         self.vocab_size = max(len(self._model), self._model.eos_token_id + 1)
         self.end_of_document = self._model.eos_token_id
+        self._backend = self._find_backend()
         if Path(path).is_dir():
             self.checksum = checksum_tokenizer(self.kind, path)
         else:
@@ -130,7 +156,29 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text."""
+        if self._backend is not None:
+            return self._backend.encode(texts)
         return self._model(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def worker_files(self, folder: Path, scratch: Path) -> tuple[str, Path]:
+        """Write the backend, where that is all there is to encoding: workers then need no `transformers`."""
+        if self._backend is None:
+            return self.kind, folder
+        self._backend.save(scratch / "backend")
+        return self._backend.kind, scratch / "backend"
+
+    def _find_backend(self) -> BackendTokenizer | None:
+        """Return the Rust tokenizer that does all the encoding, or None where Python code has a part in it."""
+        from transformers import PreTrainedTokenizerFast
+
+        kind = type(self._model)
+        whole = isinstance(self._model, PreTrainedTokenizerFast) and all(
+            getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None)
+            for name in ("__call__", "_encode_plus", "_batch_encode_plus", "encode")
+        )
+        if not whole:
+            return None
+        return BackendTokenizer(self._model.backend_tokenizer.to_str(), self.vocab_size, self.end_of_document)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -142,19 +190,72 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.save_pretrained(str(folder))
 
 
+class BackendTokenizer(Tokenizer):
+    """The Rust part of a Hugging Face tokenizer, alone.
+
+    It gives the ids that `transformers` gives, without computing the offsets of every token, and loads without
+    importing `transformers`, which takes longer than the start of Python.
+
+    Args:
+        definition: JSON of a `tokenizers.Tokenizer`.
+        vocab_size: ids are in [0, vocab_size).
+        end_of_document: the id put after every document.
+    """
+
+    kind = "backend"
+
+    def __init__(self, definition: str, vocab_size: int, end_of_document: int) -> None:
+        import tokenizers
+
+        self._definition = definition
+        self._model = tokenizers.Tokenizer.from_str(definition)
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True  # as text; not part of the definition
+        self.vocab_size = vocab_size
+        self.end_of_document = end_of_document
+        self.checksum = xxhash.xxh3_64_hexdigest(f"{vocab_size} {end_of_document} {definition}".encode())
+
+    @classmethod
+    def load(cls, path: Path | str) -> BackendTokenizer:
+        """Read what `save` wrote."""
+        content = json.loads((Path(path) / BACKEND_FILE).read_text(encoding="utf-8"))
+        return cls(content["definition"], content["vocab_size"], content["end_of_document"])
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text."""
+        return [found.ids for found in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; an end-of-document id gives no text."""
+        kept = [int(token) for token in ids if token != self.end_of_document]
+        return self._model.decode(kept, skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Write one file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "definition": self._definition,
+            "vocab_size": self.vocab_size,
+            "end_of_document": self.end_of_document,
+        }
+        (folder / BACKEND_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+
 def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        kind: ``sentencepiece`` or ``huggingface``.
+        kind: ``sentencepiece``, ``huggingface`` or ``backend`` (in worker processes).
         path: a model file, a folder, or for huggingface a name on the hub.
 
     Raises:
         DataError: nothing usable there, or no token that can end a document.
     """
-    kinds: dict[str, type[SentencePieceTokenizer] | type[HuggingFaceTokenizer]] = {
+    kinds: dict[str, Callable[[Path | str], Tokenizer]] = {
         "sentencepiece": SentencePieceTokenizer,
         "huggingface": HuggingFaceTokenizer,
+        "backend": BackendTokenizer.load,
     }
     if kind not in kinds:
         raise ValueError(f"tokenizer kind {kind!r} is not one of {sorted(kinds)}")

@@ -184,7 +184,7 @@ def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_
         cwd=rank.cwd,
         python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
         path=rank.path,
-        readable=[rank.script, rank.arguments[1], str(cwd / sections.data.path)],
+        readable=[rank.script, rank.arguments[1], *(str(cwd / folder) for folder in sections.data.folders)],
         writable=[str(cwd / folder) for folder in folders],
         master_port=master_port,
         extensions_dir=extensions,

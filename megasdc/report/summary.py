@@ -25,7 +25,8 @@ class RunSummary:
         last_loss: mean loss of the last reported window, nats.
         eval_loss: last evaluation; null if there was none.
         unigram_entropy: entropy of the training tokens without context, nats; what a model that knows only how
-            frequent each token is would reach. Null if the data have gone.
+            frequent each token is would reach. Null for a blend, whose frequencies no manifest holds, and if the data
+            have gone.
         tokens: tokens used.
         tokens_per_s: median over the reported windows, all ranks.
         skipped_steps: steps that the optimizer did not take.
@@ -71,7 +72,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         first_loss=trained[0]["train/loss"],
         last_loss=trained[-1]["train/loss"],
         eval_loss=evals[-1] if evals else None,
-        unigram_entropy=_unigram_entropy(Path(sections.data.path)),
+        unigram_entropy=None if sections.data.blend else _unigram_entropy(Path(sections.data.path)),
         tokens=trained[-1]["train/tokens"],
         tokens_per_s=rates[len(rates) // 2],
         skipped_steps=trained[-1]["train/skipped_steps"],

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megasdc.config import Layout, RunConfig, check_layout, ffn_width
-from megasdc.data.dataset import build_datasets
+from megasdc.data.dataset import build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
-from megasdc.data.manifest import Manifest, verify_prepared
+from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
@@ -60,7 +60,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     clock.mark("imports")
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
-    manifest = verify_prepared(sections.data.path)
+    manifest = verify_data(sections.data)[0]
     folder = prepare_run_folder(Path(sections.logging.run_dir))
     set_threads(sections.parallel.threads)
     clock.mark("checks")

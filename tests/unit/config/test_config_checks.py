@@ -60,6 +60,20 @@ def problem(deepspeed=None, **sections):
         ({"data": {"sources": [{"kind": "stdlib", "path": "x"}]}}, ["sources.0.path", "takes no path"]),
         ({"data": {"sources": [{"kind": "files"}]}}, ["sources.0.path: missing"]),
         ({"data": {"sources": [{"kind": "files", "path": "a", "streaming": True}]}}, ["streaming", '"hub"']),
+        ({"data": {"sources": [{"kind": "files", "path": "a", "pattern": "*"}]}}, ["sources.0.pattern", '"stdlib"']),
+        ({"data": {"sources": [{"pattern": "../*.py"}]}}, ['sources.0.pattern: got "../*.py"', "inside the library"]),
+        ({"data": {"sources": [{"pattern": "a**/*.py"}]}}, ["sources.0.pattern", "whole folders"]),
+        ({"data": {"blend": [{"path": "a", "weight": 1.0}]}}, ['data.path: got "x"', "not in megasdc.data.blend (a)"]),
+        ({"data": {"blend": [{"path": "x", "weight": 1}, {"path": "", "weight": 1}]}}, ['blend.1.path: got ""']),
+        (
+            {"data": {"blend": [{"path": "x", "weight": 1}, {"path": "./x/", "weight": 2}]}},
+            ['blend.1.path: got "./x/"', "data.blend.0.path names already", "sum of the weights"],
+        ),
+        ({"data": {"blend": [{"path": "x", "weight": 0}]}}, ["blend.0.weight: got 0", "> 0"]),
+        ({"data": {"blend": [{"path": "x", "weight": -1.5}]}}, ["blend.0.weight: got -1.5", "> 0"]),
+        ({"data": {"blend": [{"path": "x", "weight": float("inf")}]}}, ["blend.0.weight: got Infinity"]),
+        ({"data": {"blend": [{"path": "x", "weight": 1e308}, {"path": "y", "weight": 1e308}]}}, ["is infinite"]),
+        ({"data": {"blend": [{"path": "x"}]}}, ["blend.0.weight", "needed"]),
         ({"data": {"tokenizer": {"kind": "huggingface"}}}, ["tokenizer.path: missing"]),
         ({"training": {"eval_interval": 5}, "data": {"split": [1, 0, 0]}}, ["eval_interval: got 5", "[1, 0, 0]"]),
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
@@ -77,6 +91,19 @@ def test_contradictions_of_our_sections(sections, parts):
     """Each contradiction gives exactly one problem, with both numbers."""
     text = problem(**sections)
     assert all(part in text for part in parts), text
+
+
+def test_blend_problems_come_together():
+    """A wrong weight, a folder named twice and a path outside the blend are reported at once; an empty list is none."""
+    parts = [{"path": "a", "weight": 1}, {"path": "a", "weight": 2}, {"path": "b", "weight": 0.0}]
+    with pytest.raises(ConfigError) as caught:
+        build(data={"blend": parts[:2], "split": [0, 1, 1]})
+    assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match=r"blend\.2\.weight"):
+        build(data={"blend": parts})
+    assert build(data={"blend": []}).megasdc.data.folders == ["x"]
+    blend = [{"path": "y", "weight": 0.25}, {"path": "x", "weight": 3}]
+    assert build(data={"blend": blend}).megasdc.data.folders == ["y", "x"]
 
 
 @pytest.mark.parametrize(

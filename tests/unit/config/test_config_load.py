@@ -284,7 +284,7 @@ def test_every_misspelling_by_one_edit_is_refused(key, kind, place, letter):
     raw = copy.deepcopy(MINIMAL)
     at = raw
     for step in path.split(".") if path else []:
-        at = at[0] if isinstance(at, list) else at.setdefault(step, [{}] if step == "sources" else {})
+        at = at[0] if isinstance(at, list) else at.setdefault(step, [{}] if step in ("sources", "blend") else {})
     at.update(inner)
     dotted = f"{path}.{wrong}" if path else wrong
     (problem,) = [text for text in problems_of(raw) if text.startswith(f"{dotted}: ")]

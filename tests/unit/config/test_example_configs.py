@@ -10,6 +10,7 @@ from megasdc.config import check_layout, find_warnings, load_config, parse_confi
 FOLDER = Path(__file__).parents[3] / "configs"
 RANKS = {
     "smoke": (2, (1, 1, 2)),
+    "blend": (2, (1, 1, 2)),
     "smoke_llama_2x2x2": (8, (2, 2, 2)),
     "pretrain_gpt2_124m": (8, (1, 1, 8)),
     "pretrain_llama_8b": (64, (8, 4, 2)),

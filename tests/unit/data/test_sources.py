@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from megasdc.config.sections import SourceSection
-from megasdc.data.sources import fingerprint_source, iterate_documents, sample_documents
+from megasdc.data.sources import describe_source, fingerprint_source, iterate_documents, sample_documents
 from megasdc.errors import DataError
 
 
@@ -37,6 +37,19 @@ def test_stdlib_is_the_text_of_its_modules_in_order():
     paths = [path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts]
     assert len(texts) + sum(skipped.values()) == len(paths)
     assert skipped["files that are not UTF-8"] > 0
+
+
+def test_stdlib_by_pattern():
+    """A pattern picks files below the library's folder; what is picked is part of the fingerprint and the name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    modules, package = SourceSection(pattern="*.py"), SourceSection(pattern="json/**/*")
+    assert list(iterate_documents(package)) == [path.read_text("utf-8") for path in sorted(root.glob("json/*.py"))]
+    assert len(list(iterate_documents(modules))) == len(list(root.glob("*.py")))
+    prints = [fingerprint_source(source) for source in (SourceSection(), modules, package)]
+    assert len({print_["listing"] for print_ in prints}) == 3
+    assert describe_source(package).endswith(", json/**/*)")
+    with pytest.raises(DataError, match=r"stdlib .*nothing\.py\) holds no text"):
+        list(iterate_documents(SourceSection(pattern="nothing.py")))
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gz", "zst"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from megasdc.data.sources import iterate_documents
@@ -37,6 +38,9 @@ def test_round_trip(tmp_path, texts, model_type):
         assert tokenizer.decode(ids) == text
         assert tokenizer.end_of_document not in ids
     assert tokenizer.decode([tokenizer.end_of_document]) == ""
+    arrays = tokenizer.encode_arrays(TRICKY)
+    assert [array.tolist() for array in arrays] == tokenizer.encode(TRICKY)
+    assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
 def test_training_is_deterministic(tmp_path, texts):
@@ -91,3 +95,31 @@ def test_unusable_tokenizers(tmp_path, monkeypatch):
         load_tokenizer("sentencepiece", tmp_path / "none.model")
     with pytest.raises(DataError, match="no tokenizer can be loaded"):
         load_tokenizer("huggingface", tmp_path)
+
+
+def test_backend_gives_the_ids_of_transformers(tmp_path, texts, huggingface_folder):
+    """What workers load gives the ids that transformers gives, for odd text and special tokens too, after a reload."""
+    tokenizer = load_tokenizer("huggingface", huggingface_folder)
+    kind, path = tokenizer.worker_files(huggingface_folder, tmp_path)
+    assert kind == "backend"
+    for backend in (load_tokenizer(kind, path), tokenizer):
+        for text in TRICKY + texts[:5]:
+            expected = tokenizer._model([text], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            assert backend.encode([text]) == expected
+            assert backend.decode(expected[0]) == text
+        assert (backend.vocab_size, backend.end_of_document) == (500, tokenizer.end_of_document)
+
+
+def test_backend_is_not_used_where_python_has_a_part(tmp_path, huggingface_folder, monkeypatch):
+    """A class that encodes in its own way is asked itself, in workers too."""
+    import transformers
+
+    class Own(transformers.PreTrainedTokenizerFast):
+        def _encode_plus(self, *args, **options):
+            return {"input_ids": [[1, 2, 3]]}
+
+    own = Own.from_pretrained(str(huggingface_folder))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: own)
+    tokenizer = load_tokenizer("huggingface", huggingface_folder)
+    assert tokenizer.encode(["a"]) == [[1, 2, 3]]
+    assert tokenizer.worker_files(huggingface_folder, tmp_path) == ("huggingface", huggingface_folder)

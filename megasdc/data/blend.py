@@ -1,0 +1,120 @@
+"""In which order do the samples of several datasets follow each other? By weight, as Megatron-core blends them.
+
+The order is that of Megatron-core's `build_blending_indices`: the next sample comes from the dataset that is furthest
+behind its share. Differences from Megatron's `BlendedDataset`, on purpose:
+
+* Each part is a stream that goes on: when all its samples were used it begins its next epoch, in another order.
+  Megatron's parts hold a fixed number of samples, drawn with a surplus that a user must guess.
+* The order does not depend on the length of the run. Megatron's function decides each sample from those before it
+  alone, so that a shorter index is the beginning of a longer one. The index is built for the next multiple of
+  `WINDOW_SAMPLES` and kept beside the other sample indices (see `index_cache`): a run that is prolonged reads a longer
+  index with the same beginning.
+
+After n samples a part has had at most one sample more than its share of n, and with two parts less than one sample
+fewer. The pattern of parts follows from the weights alone; the seed orders the samples inside each part. With weights
+in the ratio of small numbers the pattern is short, and a replica may see one part more often than another does; all
+samples of a step together have the right shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+from megatron.core.datasets import helpers
+from megatron.core.datasets.utils import normalize
+
+from megasdc.data.index_cache import kept_index
+
+WINDOW_SAMPLES = 1 << 20
+"""The index is built for a multiple of so many samples: 10 bytes each."""
+
+
+class Part(Protocol):
+    """A stream of samples in its own order; `megasdc.data.dataset.TokenDataset` is one."""
+
+    path: Path
+    identity: str
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class BlendedTokens(torch.utils.data.Dataset):
+    """A stream that draws from several streams by weight; position p is always the same sample.
+
+    Args:
+        parts: the streams, each at least `num_samples` long.
+        weights: of each, above 0; only their ratios matter.
+        num_samples: length of the blend.
+        vocab_size: ids that the model knows.
+        cache: folder of sample indices.
+
+    Attributes:
+        path: all the ``.bin`` files, for messages.
+        identity: checksum of all that decides which sample is at a position: identities of the parts and weights.
+        weights: with sum 1.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], weights: Sequence[float], num_samples: int, vocab_size: int, cache: Path
+    ) -> None:
+        self.parts = list(parts)
+        self.weights: list[float] = normalize(list(weights))
+        self.num_samples = num_samples
+        self.vocab_size = vocab_size
+        self.path = " + ".join(str(part.path) for part in parts)
+        self.identity = xxhash.xxh3_64_hexdigest(
+            f"blend {[(part.identity, weight) for part, weight in zip(parts, self.weights, strict=True)]}".encode()
+        )
+        size = max(1, -(-num_samples // WINDOW_SAMPLES)) * WINDOW_SAMPLES
+        # The pattern depends on nothing but weights and size, so that training and validation share it.
+        name = xxhash.xxh3_64_hexdigest(f"{self.weights} {size}".encode())
+        self._part_of, self._position_in_part = kept_index(
+            cache / f"blend-{name}", ("part", "position"), lambda: blend_order(self.weights, size)
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return one sample.
+
+        Args:
+            position: in [0, len).
+
+        Returns:
+            tokens [s] int64, labels [s] int64 (the next token of each), loss_mask [s] float32.
+        """
+        part, inner = self.locate(position)
+        return self.parts[part][inner]
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the part that a sample comes from, and its position there."""
+        if not 0 <= position < self.num_samples:
+            raise IndexError(f"position {position} is not in [0, {self.num_samples}) of {self.path}")
+        return int(self._part_of[position]), int(self._position_in_part[position])
+
+    def where(self, position: int) -> str:
+        """Name a sample for a message: its file, its position there, and that in the blend."""
+        part, inner = self.locate(position)
+        return f"{self.parts[part].path}, sample position {inner} (position {position} of the blend)"
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Megatron-core's order of a blend.
+
+    Args:
+        weights: with sum 1.
+        size: number of samples.
+
+    Returns:
+        The part of each sample [size] int16, and its position in that part [size] int64.
+    """
+    part_of = np.zeros(size, dtype=np.int16)
+    position = np.zeros(size, dtype=np.int64)
+    helpers.build_blending_indices(part_of, position, np.asarray(weights, dtype=np.float64), len(weights), size, False)
+    return part_of, position

@@ -1,0 +1,79 @@
+"""A sample of `megasdc bench data`: both sides write the same bytes, and its numbers are those of its runs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megasdc.bench import data as bench
+from megasdc.bench.render import render_data
+from megasdc.bench.statistics import Cost
+from megasdc.cli import app
+from megasdc.errors import ConfigError, MegasdcError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+
+def test_both_sides_write_the_same_bytes():
+    """With both kinds of tokenizer the files agree; ratios, rates and verdict follow from the runs."""
+    told = []
+    options = bench.DataBenchOptions(workers=2, blocks=1, characters=400_000, vocab=600)
+    result = bench.bench_data(options, on_progress=lambda *call: told.append(call))
+    assert [one.tokenizer for one in result.comparisons] == ["sentencepiece", "huggingface"]
+    assert result.num_characters >= 400_000
+    for one in result.comparisons:
+        assert one.difference is None
+        ((ours, other),) = one.costs
+        assert one.ratios["wall"].median == ours.wall_s / other.wall_s
+        assert min(ours.cpu_s, other.cpu_s) > 0.05
+        assert one.characters_per_s == (result.num_characters / ours.wall_s, result.num_characters / other.wall_s)
+        assert result.num_characters / 8 < one.num_tokens < result.num_characters
+    assert told[-1] == ("huggingface", 1, 1)
+    printed = Console(record=True, width=160)
+    render_data(result, printed)
+    assert printed.export_text().count("bytes of .bin and .idx: equal") == 2
+    assert json.loads(json.dumps(result.as_dict()))["passed"] == result.passed
+
+
+def fake_side(times, last_byte):
+    """Stand for both sides: write files, and say what was asked for."""
+
+    def run(side, request):
+        out = bench.Path(request["out"])
+        out.mkdir()
+        for name in ("train.bin", "train.idx"):
+            (out / name).write_bytes(b"tokens" + last_byte[side])
+        (out / "manifest.json").write_text('{"splits": {"train": {"num_tokens": 7}}}')
+        return Cost(times[side], times[side])
+
+    return run
+
+
+@pytest.mark.parametrize(("ours", "byte", "code"), [(0.9, b"x", 0), (1.0, b"x", 0), (1.02, b"x", 1), (0.9, b"y", 1)])
+def test_command_judges(monkeypatch, tmp_path, ours, byte, code):
+    """Exit code 1 when the median misses the bar or bytes differ, else 0; the file holds every run."""
+    monkeypatch.setattr(bench, "run_side", fake_side({"ours": ours, "megatron": 1.0}, {"ours": byte, "megatron": b"x"}))
+    arguments = ["bench", "data", "--tokenizer", "sentencepiece", "--blocks", "3", "--characters", "100000"]
+    out = tmp_path / "bench.json"
+    found = CliRunner().invoke(app, [*arguments, "--vocab", "500", "--json", "--out", str(out)])
+    assert found.exit_code == code, found.output
+    content = json.loads(out.read_text())
+    assert content == json.loads(found.stdout[found.stdout.index("{") :])
+    (comparison,) = content["comparisons"]
+    assert content["passed"] == (code == 0)
+    assert comparison["difference"] == (None if byte == b"x" else "train.bin")
+    assert np.allclose([pair[0]["wall_s"] for pair in comparison["costs"]], [ours] * 3)
+
+
+def test_bad_options_and_failures(tmp_path):
+    """Sizes outside their range are reported together; a side that fails is named with what it said."""
+    with pytest.raises(ConfigError) as caught:
+        bench.DataBenchOptions(workers=-1, blocks=0, vocab=10)
+    assert len(caught.value.problems) == 3
+    request = {"text": str(tmp_path / "none.jsonl"), "out": str(tmp_path / "out"), "kind": "sentencepiece"}
+    with pytest.raises(MegasdcError, match=r"the megatron side of the benchmark ended with 1:[\s\S]*tokenizer"):
+        bench.run_side("megatron", {**request, "tokenizer": str(tmp_path), "workers": 1})
