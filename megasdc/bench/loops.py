@@ -57,6 +57,10 @@ class MemoryStream:
     def __len__(self) -> int:
         return self._length
 
+    def prolong(self, num_samples: int) -> None:
+        """Make the stream at least so long."""
+        self._length = max(self._length, num_samples)
+
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         row = self._tokens[position % len(self._tokens)]
         return row[:-1], row[1:], self._mask

@@ -40,6 +40,9 @@ class Part(Protocol):
     path: Path
     identity: str
 
+    def prolong(self, num_samples: int) -> None:
+        """Make the stream at least so long."""
+
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -70,12 +73,24 @@ class BlendedTokens(torch.utils.data.Dataset):
         self.identity = xxhash.xxh3_64_hexdigest(
             f"blend {[(part.identity, weight) for part, weight in zip(parts, self.weights, strict=True)]}".encode()
         )
-        size = max(1, -(-num_samples // WINDOW_SAMPLES)) * WINDOW_SAMPLES
+        self._cache = cache
+        self._load_order()
+
+    def _load_order(self) -> None:
+        size = max(1, -(-self.num_samples // WINDOW_SAMPLES)) * WINDOW_SAMPLES
         # The pattern depends on nothing but weights and size, so that training and validation share it.
         name = xxhash.xxh3_64_hexdigest(f"{self.weights} {size}".encode())
         self._part_of, self._position_in_part = kept_index(
-            cache / f"blend-{name}", ("part", "position"), lambda: blend_order(self.weights, size)
+            self._cache / f"blend-{name}", ("part", "position"), lambda: blend_order(self.weights, size)
         )
+
+    def prolong(self, num_samples: int) -> None:
+        """Make the stream at least so long; what is in it already stays where it is."""
+        if num_samples > self.num_samples:
+            for part in self.parts:
+                part.prolong(num_samples)
+            self.num_samples = num_samples
+            self._load_order()
 
     def __len__(self) -> int:
         return self.num_samples

@@ -203,6 +203,10 @@ class TokenDataset(torch.utils.data.Dataset):
         self._epochs: dict[int, GPTDataset] = {}
         self.samples_per_epoch = len(self._epoch(0))
 
+    def prolong(self, num_samples: int) -> None:
+        """Make the stream at least so long; what is in it already stays where it is."""
+        self.num_samples = max(self.num_samples, num_samples)
+
     def __len__(self) -> int:
         return self.num_samples
 

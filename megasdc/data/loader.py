@@ -26,6 +26,9 @@ class SampleStream(Protocol):
 
     def __len__(self) -> int: ...
 
+    def prolong(self, num_samples: int) -> None:
+        """Make the stream at least so long."""
+
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 

@@ -12,7 +12,6 @@ from megasdc.checkpoint.places import Problem, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
 from megasdc.config import RunConfig
-from megasdc.data.dataset import TokenDataset
 from megasdc.data.loader import merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng, seed_generators
 from megasdc.engine.engine import StepResult
@@ -192,10 +191,8 @@ def _restore_counters(run: Run, state: dict[str, Any]) -> None:
 
 def _prolong_stream(run: Run) -> None:
     """Let the stream reach to the run's end also where earlier steps took more samples than this run's do."""
-    dataset = run.loader.dataset
-    wanted = run.loader.consumed * run.dims.data + max(0, run.steps - run.step) * run.engine.train_batch_size()
-    if isinstance(dataset, TokenDataset):
-        dataset.num_samples = max(dataset.num_samples, wanted)
+    left = max(0, run.steps - run.step) * run.engine.train_batch_size()
+    run.loader.dataset.prolong(run.loader.consumed * run.dims.data + left)
 
 
 def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:

@@ -125,6 +125,17 @@ def test_prolonging_keeps_the_order(tmp_path, section, monkeypatch):
     assert all(same(short[position], long[position]) for position in range(60))
 
 
+def test_a_stream_that_is_prolonged_in_place_keeps_its_samples(tmp_path, section, monkeypatch):
+    """It reaches further, also past the kept order, and a call for less changes nothing."""
+    monkeypatch.setattr(blend_module, "WINDOW_SAMPLES", 64)
+    stream, _ = build(section, tmp_path / "short", num_samples=50)
+    longer, _ = build(section, tmp_path / "long", num_samples=300)
+    stream.prolong(300)
+    stream.prolong(20)
+    assert len(stream) == 300
+    assert all(same(stream[position], longer[position]) for position in range(0, 300, 7))
+
+
 def test_resume_is_bit_identical_after_unequal_consumption(tmp_path, section):
     """Replicas that took different numbers of samples go on with the very batches they would have got."""
     loaders = [MicroBatchLoader(build(section, tmp_path / "a", 900)[0], 2, rank, 3) for rank in range(3)]
