@@ -84,6 +84,35 @@ def build_datasets(
     return train, TokenDataset(section, manifest, Split.valid, num_eval_samples, vocab_size, cache)
 
 
+def build_split(
+    section: DataSection, vocab_size: int, split: str, num_samples: int, cache_dir: Path | str | None = None
+) -> TokenDataset:
+    """Build the stream of one split.
+
+    Args:
+        section: as in `build_datasets`.
+        vocab_size: as in `build_datasets`.
+        split: ``train``, ``valid`` or ``test``.
+        num_samples: length of the stream.
+        cache_dir: as in `build_datasets`.
+
+    Raises:
+        DataError: as `build_datasets`.
+
+    Collective:
+        None.
+    """
+    manifest = verify_prepared(section.path)
+    if vocab_size < manifest.tokenizer.vocab_size:
+        raise DataError(
+            f"the model's vocabulary has {vocab_size} ids, the tokenizer of {section.path} has "
+            f"{manifest.tokenizer.vocab_size}; give data of the model's own tokenizer"
+        )
+    _check_tokenizer(section, manifest)
+    cache = Path(cache_dir) if cache_dir is not None else Path(section.path) / CACHE_FOLDER
+    return TokenDataset(section, manifest, Split[split], num_samples, vocab_size, cache)
+
+
 def _check_tokenizer(section: DataSection, manifest: Manifest) -> None:
     """Refuse data that were prepared with another tokenizer than the configuration names.
 
