@@ -47,7 +47,9 @@ class WeightSource(Protocol):
     step: int | None
     config: dict[str, Any] | None
 
-    def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]: ...
+    def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
+        """Whole parameters of one pipeline layer, without its number; the vocabulary without padding."""
+        ...
 
 
 class CheckpointWeights:
@@ -164,7 +166,7 @@ def open_weights(
         weights.verify()
         return weights
     folders = find_folders(path)
-    reasons = []
+    reasons: list[str] = []
     for folder in folders:
         if accept is not None and len(folders) == 1:
             accept(CheckpointWeights(folder).model)
@@ -234,6 +236,6 @@ def _vocabulary_of_data(config: dict[str, Any], path: Path) -> int:
         return DataManifest.load(folder).tokenizer.vocab_size
     except DataError as error:
         raise DataError(
-            f"{path} does not say how many vocabulary entries are real, and its prepared data cannot be asked: {error}; "
+            f"{path} does not say which vocabulary entries are real, nor can its prepared data: {error}; "
             "start in the folder that the run was started in"
         ) from error

@@ -63,7 +63,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
                     f"{path}: {name} {tensor.dtype}{list(tensor.shape)} comes where {wanted} "
                     f"{like.dtype}{list(like.shape)} was planned"
                 )
-            file.write(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         if (missing := next(expected, None)) is not None:
             raise ValueError(f"{path}: {missing[0]} did not come")
         file.flush()

@@ -9,7 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from megasdc.config import ModelSection, ParallelSection
-from megasdc.model.layers import LayerContext
+from megasdc.model.layers import LayerContext, WordEmbedding
 from megasdc.model.pipeline import TIED_KEY, layer_specs
 from megasdc.model.randomness import DropoutStreams
 from megasdc.model.transformer_config import build_transformer_config, padded_vocab_size
@@ -65,4 +65,8 @@ class WholeModel(nn.Module):
         hidden = tokens
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.layers[0].logits(hidden) if self.tied else hidden
+        if not self.tied:
+            return hidden
+        embedding = self.layers[0]
+        assert isinstance(embedding, WordEmbedding), "the first layer of the pipeline"
+        return embedding.logits(hidden)
