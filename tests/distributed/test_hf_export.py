@@ -262,7 +262,7 @@ def test_sizes_and_their_division() -> None:
     tensors = {name: torch.empty(size, device="meta") for name, size in (("a", 5), ("b", 5), ("c", 50), ("d", 1))}
     shards = divide(tensors, 40)
     assert [list(shard) for shard in shards.values()] == [["a", "b"], ["c"], ["d"]]
-    assert list(shards)[0] == "model-00001-of-00003.safetensors"
+    assert next(iter(shards)) == "model-00001-of-00003.safetensors"
 
 
 def test_generation_samples_and_cuts_the_context(exported: Path, trained: Trained, data: Path) -> None:
