@@ -32,6 +32,7 @@ from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.model.hf import Rule, from_hf, model_fields, num_pipeline_layers, rules
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
+_NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors of older files that are no parameters."""
 
@@ -81,7 +82,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     shards = _Shards(folder)
     todo = {index: found for index in range(num_pipeline_layers(model)) if (found := rules(model, index))}
     shards.check(model, [rule for found in todo.values() for rule in found])
-    section = model.model_dump(mode="json", exclude_defaults=True)
+    section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
     files: dict[str, FileRecord] = {}
     parameters = 0
     with writing_folder(target) as work:
