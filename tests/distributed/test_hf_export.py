@@ -180,7 +180,7 @@ def test_export_computes_what_the_run_computed(
 def test_training_starts_from_imported_weights_at_another_layout(
     tmp_path: Path, data: Path, trained: Trained, name: str, source: tuple[int, int, int], layout: tuple[int, int, int]
 ) -> None:
-    """A step with rate 0 leaves every imported tensor as it was; a resume needs the folder no more."""
+    """A step with rate 0, the first of a warm-up, keeps every imported tensor; a resume needs the folder no more."""
     from megasdc.train.inference import evaluate_weights
 
     export_hf(trained(name, source) / "checkpoints", tmp_path / "out")
@@ -194,7 +194,7 @@ def test_training_starts_from_imported_weights_at_another_layout(
         parallel__pipeline=layout[1],
         training={"steps": 2, "eval_interval": 1, "eval_samples": SAMPLES},
         checkpoint__interval=1,
-        deepspeed__optimizer={"type": "AdamW", "params": {"lr": 0.0}},
+        deepspeed__scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}},
     )
     assert {code for code, _ in train_run(config, math.prod(layout), "megasdc.training.stop_step=1")} == {0}
     before = metrics_of(trained(name, source))
