@@ -147,7 +147,8 @@ def export_hf(
     Args:
         source: a checkpoint of any layout, a folder of checkpoints (newest whole one), or imported initial weights.
         out: the folder to write.
-        dtype: type of the tensors; ``as-saved``: the type that the model was trained in.
+        dtype: type of the tensors; ``as-saved``: the type that the model was trained in. Of a bf16 run the values are
+            those of the bf16 weights, not of the optimizer's fp32 copies.
         max_shard_size: bytes of one safetensors file, such as ``2GB``; a larger tensor gets a file of its own.
         tokenizer: folder or file of the tokenizer; null: that of the prepared data.
         force: replace an earlier export.
