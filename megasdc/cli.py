@@ -5,6 +5,7 @@ torch takes seconds to import, so every command imports what it needs when it ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -275,7 +276,8 @@ def export_hf(
     Learned positions with LayerNorm become GPT2LMHeadModel, rope with RMSNorm and a gated MLP LlamaForCausalLM; others
     are refused. Needs no GPU, and memory for two layers.
     """
-    from megasdc.checkpoint.export_hf import export_hf
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.checkpoint.export_hf import export_hf
 
     result = export_hf(
         source,
@@ -297,7 +299,8 @@ def import_hf(
     as_json: Json = False,
 ) -> None:
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
-    from megasdc.checkpoint.import_hf import import_hf
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.checkpoint.import_hf import import_hf
 
     result = import_hf(model, out, force=force, progress=not as_json)
     if as_json:
@@ -322,7 +325,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compute loss and perplexity of a model on one process, whatever layout it was trained at."""
-    from megasdc.train.inference import evaluate_weights
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.train.inference import evaluate_weights
 
     result = evaluate_weights(
         source,
@@ -352,7 +356,8 @@ def generate(
 
     Keeps no cache: the whole text is computed again for each token. The model sees the last max_positions tokens.
     """
-    from megasdc.train.inference import generate
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.train.inference import generate
 
     result = generate(
         source,
