@@ -279,15 +279,15 @@ def export_hf(
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.checkpoint.export_hf import export_hf
 
-    result = export_hf(
-        source,
-        out,
-        dtype=dtype,  # type: ignore[arg-type]
-        max_shard_size=max_shard_size,
-        tokenizer=tokenizer,
-        force=force,
-        progress=not as_json,
-    )
+        result = export_hf(
+            source,
+            out,
+            dtype=dtype,  # type: ignore[arg-type]
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+            force=force,
+            progress=not as_json,
+        )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
 
 
@@ -302,7 +302,7 @@ def import_hf(
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.checkpoint.import_hf import import_hf
 
-    result = import_hf(model, out, force=force, progress=not as_json)
+        result = import_hf(model, out, force=force, progress=not as_json)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
@@ -328,14 +328,14 @@ def evaluate(
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.train.inference import evaluate_weights
 
-    result = evaluate_weights(
-        source,
-        config_path=config,
-        split=split,
-        samples=samples,
-        overrides=overrides or (),
-        progress=not as_json,
-    )
+        result = evaluate_weights(
+            source,
+            config_path=config,
+            split=split,
+            samples=samples,
+            overrides=overrides or (),
+            progress=not as_json,
+        )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
 
 
@@ -359,16 +359,16 @@ def generate(
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.train.inference import generate
 
-    result = generate(
-        source,
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        tokenizer=tokenizer,
-        progress=not as_json,
-    )
+        result = generate(
+            source,
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            tokenizer=tokenizer,
+            progress=not as_json,
+        )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.prompt + result.text)
 
 
