@@ -65,6 +65,10 @@ class ModelSection(Section):
         "torch",
         description="Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).",
     )
+    initial_weights: str | None = Field(
+        None,
+        description="Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",
+    )
     megatron: dict[str, Any] = Field(
         default_factory=dict,
         description="Further fields of Megatron-core's TransformerConfig that have effect, by name; applied last.",

@@ -63,33 +63,70 @@ def build_datasets(
     Collective:
         None.
     """
-    manifests = verify_data(section, verify_checksums)
+    manifests = _usable_data(section, vocab_size, verify_checksums)
+    train = _build_stream(section, manifests, vocab_size, Split.train, num_train_samples, cache_dir)
+    if num_eval_samples == 0:
+        return train, None
+    return train, _build_stream(section, manifests, vocab_size, Split.valid, num_eval_samples, cache_dir)
+
+
+def build_split(
+    section: DataSection, vocab_size: int, split: str, num_samples: int, cache_dir: Path | str | None = None
+) -> TokenDataset | BlendedTokens:
+    """Build the stream of one split.
+
+    Args:
+        section: as in `build_datasets`.
+        vocab_size: as in `build_datasets`.
+        split: ``train``, ``valid`` or ``test``.
+        num_samples: length of the stream.
+        cache_dir: as in `build_datasets`.
+
+    Raises:
+        DataError: as `build_datasets`.
+
+    Collective:
+        None.
+    """
+    manifests = _usable_data(section, vocab_size)
+    return _build_stream(section, manifests, vocab_size, Split[split], num_samples, cache_dir)
+
+
+def _usable_data(section: DataSection, vocab_size: int, checksums: bool = False) -> list[Manifest]:
+    """The manifests of data that are whole and fit a model."""
+    manifests = verify_data(section, checksums)
     needed = manifests[0].tokenizer.vocab_size
     if vocab_size < needed:
         raise DataError(
             f"the model's vocabulary has {vocab_size} ids, the tokenizer of {section.folders[0]} has "
             f"{needed}; enlarge the model's or prepare the data with another tokenizer"
         )
+    return manifests
 
-    def build(split: Split, num_samples: int) -> TokenDataset | BlendedTokens:
-        parts = [
-            TokenDataset(
-                section.model_copy(update={"path": folder, "blend": []}),
-                manifest,
-                split,
-                num_samples,
-                vocab_size,
-                _cache_of(folder, cache_dir),
-            )
-            for folder, manifest in zip(section.folders, manifests, strict=True)
-        ]
-        if not section.blend:
-            return parts[0]
-        weights = [part.weight for part in section.blend]
-        return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir))
 
-    train = build(Split.train, num_train_samples)
-    return train, build(Split.valid, num_eval_samples) if num_eval_samples else None
+def _build_stream(
+    section: DataSection,
+    manifests: list[Manifest],
+    vocab_size: int,
+    split: Split,
+    num_samples: int,
+    cache_dir: Path | str | None,
+) -> TokenDataset | BlendedTokens:
+    parts = [
+        TokenDataset(
+            section.model_copy(update={"path": folder, "blend": []}),
+            manifest,
+            split,
+            num_samples,
+            vocab_size,
+            _cache_of(folder, cache_dir),
+        )
+        for folder, manifest in zip(section.folders, manifests, strict=True)
+    ]
+    if not section.blend:
+        return parts[0]
+    weights = [part.weight for part in section.blend]
+    return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir))
 
 
 def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]:

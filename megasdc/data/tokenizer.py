@@ -80,6 +80,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     Args:
         path: a model file, or a folder that holds `tokenizer.model`.
+
+    Attributes:
+        model_file: the file that was read.
     """
 
     kind = "sentencepiece"
@@ -88,18 +91,20 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         file = Path(path)
-        self._file = file / SENTENCEPIECE_FILE if file.is_dir() else file
+        self.model_file = file / SENTENCEPIECE_FILE if file.is_dir() else file
         self.checksum = checksum_tokenizer(self.kind, path)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(self._file))
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(self.model_file))
         except (OSError, RuntimeError) as error:
-            raise DataError(f"file {self._file} is not a SentencePiece model: {error}") from error
+            raise DataError(f"file {self.model_file} is not a SentencePiece model: {error}") from error
         self.vocab_size = self._model.get_piece_size()
         piece = self._model.piece_to_id(END_OF_DOCUMENT_PIECE)
         known = self._model.id_to_piece(piece) == END_OF_DOCUMENT_PIECE
         self.end_of_document = piece if known else self._model.eos_id()
         if self.end_of_document < 0:
-            raise DataError(f"tokenizer {self._file} has neither {END_OF_DOCUMENT_PIECE} nor an end-of-sentence piece")
+            raise DataError(
+                f"tokenizer {self.model_file} has neither {END_OF_DOCUMENT_PIECE} nor an end-of-sentence piece"
+            )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text."""
@@ -118,7 +123,7 @@ class SentencePieceTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         """Copy the model file."""
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self._file, folder / SENTENCEPIECE_FILE)
+        shutil.copyfile(self.model_file, folder / SENTENCEPIECE_FILE)
 
 
 class HuggingFaceTokenizer(Tokenizer):

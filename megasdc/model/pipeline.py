@@ -95,7 +95,7 @@ def build_pipeline(
         backend=model.backend,
     )
     pipeline = GPTPipeline(
-        _layer_specs(context, tied=model.tie_embeddings),
+        layer_specs(context, tied=model.tie_embeddings),
         layers_per_stage(parallel, model_sizes(model, ffn_width(model), padded)),
         topology=PipeModelDataParallelTopology(num_pp=dims.pipeline, num_mp=dims.tensor, num_dp=dims.data),
         loss_fn=TokenLoss(vocab_size, padded, dims.tp_rank, dims.tensor),
@@ -105,7 +105,13 @@ def build_pipeline(
     return pipeline, streams
 
 
-def _layer_specs(context: LayerContext, tied: bool) -> list[Any]:
+def layer_specs(context: LayerContext, tied: bool) -> list[Any]:
+    """Specifications of all layers of the pipeline, in order.
+
+    Args:
+        context: what the layers share.
+        tied: whether the output weights are the word embedding.
+    """
     layers = context.config.num_layers
     output = LEADING_LAYERS + layers + 1
     weight = "word_embeddings.weight"

@@ -83,6 +83,28 @@ def layer_splits(model: ModelSection) -> dict[str, Split]:
     return splits
 
 
+def torch_name(name: str) -> str:
+    """The name that a parameter of any backend has with backend ``torch``.
+
+    Transformer Engine's linear layers hold the norms before them.
+    """
+    fused = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    }
+    for theirs, ours in fused.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def split_name(name: str) -> tuple[int, str]:
+    """Place of a parameter's layer in the pipeline, and its name in that layer; of the tied embedding the first's."""
+    if name == TIED_EMBEDDING:
+        return 0, "word_embeddings.weight"
+    index, _, rest = name.partition(".")
+    return int(index), rest
+
+
 def join(shards: Sequence[Tensor], split: Split) -> Tensor:
     """Put the shards of all tensor ranks together.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import os
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +71,26 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
         create_gloo_process_groups=torch.cuda.is_available(),
     )
     return dims
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """Give this process groups of its own, which Megatron-core's modules ask for; no port, no launcher.
+
+    Raises:
+        RuntimeError: the process is a rank of a larger world.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != 1:
+            raise RuntimeError(f"this process is one of {dist.get_world_size()} ranks, needed is one alone")
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        init_model_parallel(1, 1, 600.0)
+        yield
+    finally:
+        shutdown()
 
 
 def set_all_timeouts(timeout_s: float) -> int:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasdc.checkpoint.files import list_steps
+from megasdc.checkpoint.initial import InitialWeights, check_fits, check_vocabulary
+from megasdc.checkpoint.logical import load_weights
 from megasdc.config import Layout, RunConfig, check_layout, ffn_width
 from megasdc.data.dataset import build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
@@ -31,7 +34,7 @@ from megasdc.parallel import ParallelDims, groups
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
-from megasdc.train.saving import Saver, resume
+from megasdc.train.saving import Saver, checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock, StartReport
 from megasdc.train.stop import SkipWatch, StopWatch
@@ -167,6 +170,9 @@ def build_training_engine(
         seed=sections.training.seed,
         dtype=DTYPES[config.precision],
     )
+    if sections.model.initial_weights is not None and not list_steps(checkpoint_folder(config)):
+        # Now, because the engine makes its fp32 copy of them; with a checkpoint there, the resume sets them.
+        _start_from(sections.model.initial_weights, pipeline, config, dims, vocab_size)
     clock.mark("model")
     engine = build_engine(
         pipeline,
@@ -178,6 +184,24 @@ def build_training_engine(
     )
     clock.mark("engine")
     return engine
+
+
+def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDims, vocab_size: int) -> None:
+    """Put this rank's part of initial weights into its stage."""
+    sections = config.megasdc
+    weights = InitialWeights(folder)
+    check_fits(weights, sections.model)
+    check_vocabulary(weights, Manifest.load(sections.data.path), sections.data.path)
+    load_weights(
+        weights,
+        pipeline.named_parameters(),
+        sections.model,
+        vocab_size=vocab_size,
+        tensor=dims.tensor,
+        tp_rank=dims.tp_rank,
+    )
+    if dims.rank == 0:
+        logger.info("initial weights from %s (%s)", folder, weights.manifest.source)
 
 
 HOST_BUCKET_ELEMENTS = 2_000_000

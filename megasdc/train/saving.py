@@ -83,6 +83,7 @@ class Saver(StepHook):
             "samples": run.samples,
             "skipped_steps": run.skipped_steps,
             "loader": merge_positions([state for state in states if state is not None]),
+            "vocab_size": run.loader.dataset.vocab_size,
             "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks},
             "config": self.config.resolved(),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,86 +12,41 @@ import torch.distributed as dist
 from harness import run_distributed
 from tiny import GPT, LLAMA, SEQUENCE, make_engine, tokens_of_step
 
+from megasdc.checkpoint.logical import load_weights
+from megasdc.config import ModelSection
+from megasdc.model.hf import from_hf, hf_class, hf_config, num_pipeline_layers
+
 pytestmark = pytest.mark.distributed
 
 VOCAB = 250
 
 
-def _gpt2_weights(seed: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A GPT2LMHeadModel with random weights, and the same weights by the names of our pipeline."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+@dataclass
+class _Weights:
+    """Whole weights of ours, by layer, as ``load_weights`` reads them."""
+
+    model: ModelSection
+    layers: dict[int, dict[str, torch.Tensor]]
+    path: Path = Path("a model of transformers")
+    vocab_size: int = VOCAB
+    step: int | None = None
+    config: dict[str, Any] | None = None
+
+    def layer(self, index: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+        return self.layers[index]
+
+
+def _reference(model: ModelSection, seed: int) -> tuple[Any, _Weights]:
+    """A random model of transformers, and the same weights by the names of our pipeline."""
+    import transformers
 
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    model = _spread(GPT2LMHeadModel(config))
-    state = model.state_dict()
-    ours = {
-        "tied_modules.embedding.word_embeddings.weight": state["transformer.wte.weight"],
-        "1.positions.weight": state["transformer.wpe.weight"],
-        "6.norm.weight": state["transformer.ln_f.weight"],
-        "6.norm.bias": state["transformer.ln_f.bias"],
-    }
-    for i in range(4):
-        theirs, mine = f"transformer.h.{i}", f"{i + 2}.layer"
-        qkv_weight = torch.stack(state[f"{theirs}.attn.c_attn.weight"].T.chunk(3)).view(3, 4, 16, 64)
-        qkv_bias = torch.stack(state[f"{theirs}.attn.c_attn.bias"].chunk(3)).view(3, 4, 16)
-        ours |= {
-            f"{mine}.input_layernorm.weight": state[f"{theirs}.ln_1.weight"],
-            f"{mine}.input_layernorm.bias": state[f"{theirs}.ln_1.bias"],
-            f"{mine}.self_attention.linear_qkv.weight": qkv_weight.transpose(0, 1).reshape(192, 64),
-            f"{mine}.self_attention.linear_qkv.bias": qkv_bias.transpose(0, 1).reshape(192),
-            f"{mine}.self_attention.linear_proj.weight": state[f"{theirs}.attn.c_proj.weight"].T,
-            f"{mine}.self_attention.linear_proj.bias": state[f"{theirs}.attn.c_proj.bias"],
-            f"{mine}.pre_mlp_layernorm.weight": state[f"{theirs}.ln_2.weight"],
-            f"{mine}.pre_mlp_layernorm.bias": state[f"{theirs}.ln_2.bias"],
-            f"{mine}.mlp.linear_fc1.weight": state[f"{theirs}.mlp.c_fc.weight"].T,
-            f"{mine}.mlp.linear_fc1.bias": state[f"{theirs}.mlp.c_fc.bias"],
-            f"{mine}.mlp.linear_fc2.weight": state[f"{theirs}.mlp.c_proj.weight"].T,
-            f"{mine}.mlp.linear_fc2.bias": state[f"{theirs}.mlp.c_proj.bias"],
-        }
-    return model, ours
-
-
-def _llama_weights(seed: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A LlamaForCausalLM with grouped-query attention, and the same weights by the names of our pipeline."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    )
-    model = _spread(LlamaForCausalLM(config))
-    state = model.state_dict()
-    ours = {
-        "0.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "6.norm.weight": state["model.norm.weight"],
-        "7.output.weight": state["lm_head.weight"],
-    }
-    for i in range(4):
-        theirs, mine = f"model.layers.{i}", f"{i + 2}.layer"
-        query = state[f"{theirs}.self_attn.q_proj.weight"].view(2, 2, 16, 64)
-        key = state[f"{theirs}.self_attn.k_proj.weight"].view(2, 1, 16, 64)
-        value = state[f"{theirs}.self_attn.v_proj.weight"].view(2, 1, 16, 64)
-        gate_up = (state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"])
-        ours |= {
-            f"{mine}.input_layernorm.weight": state[f"{theirs}.input_layernorm.weight"],
-            f"{mine}.self_attention.linear_qkv.weight": torch.cat((query, key, value), 1).reshape(-1, 64),
-            f"{mine}.self_attention.linear_proj.weight": state[f"{theirs}.self_attn.o_proj.weight"],
-            f"{mine}.pre_mlp_layernorm.weight": state[f"{theirs}.post_attention_layernorm.weight"],
-            f"{mine}.mlp.linear_fc1.weight": torch.cat(gate_up),
-            f"{mine}.mlp.linear_fc2.weight": state[f"{theirs}.mlp.down_proj.weight"],
-        }
-    return model, ours
+    content = hf_config(model, VOCAB, 1, "float32")
+    kinds = {"gpt2": transformers.GPT2Config, "llama": transformers.LlamaConfig}
+    config = kinds[content["model_type"]].from_dict(content)
+    reference = _spread(getattr(transformers, hf_class(model))(config))
+    state = reference.state_dict()
+    return reference, _Weights(model, {i: from_hf(model, i, state) for i in range(num_pipeline_layers(model))})
 
 
 def _spread(model: Any) -> Any:
@@ -101,26 +58,20 @@ def _spread(model: Any) -> Any:
     return model.eval()
 
 
-def _shard(full: torch.Tensor, parameter: torch.nn.Parameter, tp_rank: int, tensor: int) -> torch.Tensor:
-    """Cut out this tensor rank's part of a full weight; the vocabulary is padded with zeros."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return full
-    dim = parameter.partition_dim
-    missing = parameter.shape[dim] * tensor - full.shape[dim]
-    if missing:
-        full = torch.cat((full, torch.zeros(missing, *full.shape[1:])), dim)
-    blocks = full.chunk(parameter.partition_stride, dim)
-    return torch.cat([block.chunk(tensor, dim)[tp_rank] for block in blocks], dim)
-
-
 def _logit_error(style: str, tensor: int, pipeline: int) -> tuple[float, float]:
     """Largest absolute error of the logits and the largest logit; NaN except on the last stage."""
-    reference, weights = _gpt2_weights(3) if style == "gpt2" else _llama_weights(3)
-    model = {**(GPT if style == "gpt2" else LLAMA), "ffn_hidden_size": 256 if style == "gpt2" else 192}
-    engine = make_engine(model, tensor, pipeline, vocab=VOCAB)
-    with torch.no_grad():
-        for name, parameter in engine.module.named_parameters():
-            parameter.copy_(_shard(weights[name], parameter, engine.dims.tp_rank, tensor))
+    fields = {**(GPT if style == "gpt2" else LLAMA), "ffn_hidden_size": 256 if style == "gpt2" else 192}
+    model = ModelSection.model_validate(fields)
+    reference, weights = _reference(model, 3)
+    engine = make_engine(fields, tensor, pipeline, vocab=VOCAB)
+    load_weights(
+        weights,
+        engine.module.named_parameters(),
+        model,
+        vocab_size=VOCAB,
+        tensor=tensor,
+        tp_rank=engine.dims.tp_rank,
+    )
     tokens = tokens_of_step(1)[:, :-1].contiguous()
     batches = iter([(row[None], (row[None], torch.ones(1, SEQUENCE))) for row in tokens])
     # Without the loss: Megatron-core computes cross-entropy in place of fp32 logits.

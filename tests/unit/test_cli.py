@@ -111,3 +111,13 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
     assert json.loads(result.stdout) == {"path": str(tmp_path / "a b"), "manifest": {"format_version": 1}}
     assert run("prepare-data", "--config", SMOKE).exit_code == 0
     assert calls[1] == ("prepared/stdlib", Path("prepared/stdlib"), 1, True, False)
+
+
+@pytest.mark.parametrize("name", ["export_hf", "import_hf"])
+def test_thin_scripts_call_the_commands(name):
+    """tools/NAME.py is the command of that name, and its docstring shows a call."""
+    script = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert f"Example: megasdc {name.replace('_', '-')}" in done.stdout
+    assert f"python tools/{name}.py" in script.read_text()

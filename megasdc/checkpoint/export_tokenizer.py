@@ -1,0 +1,158 @@
+"""How does a tokenizer of ours become one that ``transformers.AutoTokenizer`` loads, with the same ids?
+
+A Hugging Face tokenizer's files are copied. A SentencePiece model is written as a ``tokenizers`` model; whether it
+gives the same ids is tried on real text before it is kept. Where it does not, only the ``.model`` file is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megasdc.data.tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, Tokenizer
+
+PROBES = (
+    "def f(x):\n    return x  # two  spaces\n\n\n\tif x:\n\t\tpass\n",
+    " leading, trailing and        many spaces   ",
+    "\n\n \n  \n    \n\t\n \t \r\n",
+    "caf\u00e9 na\u00efve \u4f60\u597d \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600\U0001f680",
+    "\u2581 \u00a0 \ufeff \u200b",
+    "<eod> <unk> <s> </s> <0x41> [CLS] <|endoftext|>",
+    "0123456789 3.14159 1e-10 0xff a_b-c+d*e/f==g!=h<=i>=j",
+    "",
+    " ",
+    "    " * 9 + "x" + " " * 17 + "the the  the   the    the",
+    "\x00\x01\x7f",
+)
+"""Texts on which tokenizers tend to differ."""
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
+    """Write a tokenizer's files for ``transformers`` into a folder.
+
+    Args:
+        tokenizer: what the data were prepared with.
+        folder: the exported model's folder.
+
+    Returns:
+        Null: ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        tokenizer.save(folder)
+        return None
+    reason = None
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            _convert(tokenizer.model_file, Path(scratch), tokenizer.end_of_document)
+            reason = _first_difference(tokenizer, Path(scratch))
+        except Exception as error:  # a foreign model may hold anything; then the .model file is given
+            reason = f"{type(error).__name__}: {error}"
+        if reason is None:
+            for file in sorted(Path(scratch).iterdir()):
+                shutil.copyfile(file, folder / file.name)
+    tokenizer.save(folder)
+    if reason is None:
+        return None
+    return (
+        f"transformers cannot express this SentencePiece model with the same ids ({reason}); AutoTokenizer does not "
+        f"work here. Tokenize with the sentencepiece package: "
+        f'SentencePieceProcessor(model_file="{SENTENCEPIECE_FILE}").encode(text)'
+    )
+
+
+def _convert(model_file: Path, folder: Path, end_of_document: int) -> None:
+    """Write a SentencePiece model as ``tokenizer.json`` and ``tokenizer_config.json``."""
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Regex, decoders, normalizers
+    from tokenizers import Tokenizer as FastTokenizer
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(model_file.read_bytes())
+    spec = proto.normalizer_spec
+    fast = FastTokenizer(_bpe(proto) if proto.trainer_spec.model_type == 2 else _unigram(proto))
+    steps: list[Any] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend("\u2581"))
+    if spec.escape_whitespaces:
+        steps.append(normalizers.Replace(" ", "\u2581"))
+    fast.normalizer = normalizers.Sequence(steps)
+    undo = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_dummy_prefix:
+        undo.append(decoders.Strip(" ", 1, 0))
+    fast.decoder = decoders.Sequence(undo)
+    fast.save(str(folder / "tokenizer.json"))
+    pieces = proto.pieces
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": pieces[end_of_document].piece,
+        "unk_token": pieces[proto.trainer_spec.unk_id].piece,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # text that looks like a special token is text
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": int(1e30),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+_NORMAL, _USER_DEFINED = 1, 4  # of SentencePiece's ModelProto.SentencePiece.Type
+_NEVER = -1e6
+"""Log probability of a piece that must not be found in text."""
+
+
+def _bpe(proto: Any) -> Any:
+    """SentencePiece merges the pair whose joined piece has the best score; every division of a piece is such a pair."""
+    from tokenizers import models
+
+    vocab = {piece.piece: index for index, piece in enumerate(proto.pieces)}
+    plain = {piece.piece for piece in proto.pieces if piece.type in (_NORMAL, _USER_DEFINED)}
+    ranked = sorted(
+        (-piece.score, index, piece.piece) for index, piece in enumerate(proto.pieces) if piece.piece in plain
+    )
+    merges = [
+        (piece[:cut], piece[cut:])
+        for _, _, piece in ranked
+        for cut in range(1, len(piece))
+        if piece[:cut] in plain and piece[cut:] in plain
+    ]
+    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
+    return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=proto.trainer_spec.byte_fallback)
+
+
+def _unigram(proto: Any) -> Any:
+    """SentencePiece never finds control and byte pieces in text; there they are only very unlikely."""
+    from tokenizers import models
+
+    usable = (_NORMAL, _USER_DEFINED)
+    vocab = [(piece.piece, piece.score if piece.type in usable else _NEVER) for piece in proto.pieces]
+    return models.Unigram(vocab, proto.trainer_spec.unk_id, byte_fallback=proto.trainer_spec.byte_fallback)
+
+
+def _first_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
+    """Compare ids on the probes and on source code of the standard library; null if all are the same."""
+    import argparse
+    import tarfile
+    import unicodedata
+
+    import transformers
+
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    real = [inspect.getsource(module) for module in (argparse, tarfile, json)]
+    every = "".join(chr(code) for code in range(32, 0x3000) if unicodedata.category(chr(code)) not in ("Cn", "Cs"))
+    for text in [*PROBES, *real, every]:
+        ours = tokenizer.encode([text])[0]
+        found = theirs(text)["input_ids"]
+        if ours != found:
+            place = next((i for i, (a, b) in enumerate(zip(ours, found, strict=False)) if a != b), None)
+            return f"ids differ from place {place} on, in the text that begins {text[:20]!r}"
+    return None

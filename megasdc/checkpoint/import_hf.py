@@ -1,0 +1,248 @@
+"""How does a Hugging Face model become initial weights that training can start from at any layout?
+
+Safetensors alone are read, so that no pickle is opened; one pipeline layer is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from megasdc.checkpoint.export_hf import check_out, writing_folder
+from megasdc.checkpoint.files import hash_file, write_durably
+from megasdc.checkpoint.initial import (
+    FORMAT_VERSION,
+    MODEL_FILE,
+    TOKENIZER_FOLDER,
+    WEIGHTS_FILE,
+    FileRecord,
+    WeightsManifest,
+    layer_file,
+)
+from megasdc.checkpoint.progress import progress_bar
+from megasdc.checkpoint.tensor_files import DTYPES, open_tensors, write_tensors
+from megasdc.config import ModelSection
+from megasdc.data.tokenizer import load_tokenizer
+from megasdc.errors import CheckpointError, ConfigError, DataError
+from megasdc.model.hf import Rule, from_hf, model_fields, num_pipeline_layers, rules
+
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
+_NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Tensors of older files that are no parameters."""
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """What was imported.
+
+    Attributes:
+        source: folder or name that was read.
+        path: the folder that was written.
+        architecture: class of ``transformers`` it was.
+        num_parameters: tied ones once.
+        vocab_size: rows of the word embedding.
+        tokenizer_vocab_size: entries of its tokenizer; null: none came with it.
+        model: the ``model`` section to put into a configuration.
+    """
+
+    source: str
+    path: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    tokenizer_vocab_size: int | None
+    model: dict[str, Any]
+
+
+def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progress: bool = False) -> ImportResult:
+    """Write a folder of initial weights.
+
+    Args:
+        source: a local folder, or a name on the hub.
+        out: the folder to write.
+        force: replace an earlier import.
+        progress: draw a bar on standard error where it is a terminal.
+
+    Raises:
+        ConfigError: the architecture is not supported, or ``out`` is there.
+        CheckpointError: files are missing or damaged.
+        StorageError: ``out`` cannot be written.
+    """
+    target = Path(out)
+    check_out(target, force, WEIGHTS_FILE)
+    folder = _local(source)
+    config = _read_json(folder / "config.json")
+    model = _section({**model_fields(config), "initial_weights": str(out)})
+    shards = _Shards(folder)
+    todo = {index: found for index in range(num_pipeline_layers(model)) if (found := rules(model, index))}
+    shards.check(model, [rule for found in todo.values() for rule in found])
+    section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
+    files: dict[str, FileRecord] = {}
+    parameters = 0
+    with writing_folder(target) as work:
+        with progress_bar("importing", len(todo), progress) as advance:
+            for index, found in todo.items():
+                layer = from_hf(model, index, shards.read([name for rule in found for name in rule.theirs]))
+                name = layer_file(index)
+                write_tensors(work / name, layer, layer.items())
+                if index == 0:
+                    rows = layer["word_embeddings.weight"].shape[0]
+                parameters += sum(tensor.numel() for tensor in layer.values())
+                files[name] = FileRecord(size_bytes=(work / name).stat().st_size, xxh3_128=hash_file(work / name))
+                advance()
+        tokens, end = _copy_tokenizer(folder, work / TOKENIZER_FOLDER)
+        manifest = WeightsManifest(
+            format_version=FORMAT_VERSION,
+            kind="initial weights",
+            source=str(source),
+            vocab_size=rows,
+            tokenizer_vocab_size=tokens,
+            end_of_document=end if end is not None else _single(config.get("eos_token_id")),
+            files=files,
+        )
+        write_durably(work / MODEL_FILE, json.dumps(section, indent=2) + "\n")
+        write_durably(work / WEIGHTS_FILE, manifest.model_dump_json(indent=1) + "\n")
+    architecture = (config.get("architectures") or [config["model_type"]])[0]
+    return ImportResult(str(source), str(out), architecture, parameters, rows, tokens, section)
+
+
+class _Shards:
+    """The safetensors files of a model, by tensor.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        CheckpointError: there are none, or one that the index names is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        elif single.is_file():
+            files = [single.name]
+        else:
+            others = sorted(path.name for path in folder.glob("*.bin"))
+            hint = f" ({', '.join(others[:3])} are pickles, which are not opened)" if others else ""
+            raise CheckpointError(
+                f"{folder} holds no model.safetensors and no index of several{hint}; save the model with "
+                "save_pretrained(..., safe_serialization=True)"
+            )
+        self.file_of: dict[str, str] = {}
+        for name in files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
+            with open_tensors(folder / name) as file:
+                self.file_of |= dict.fromkeys(file.keys(), name)
+        self.prefix = ""
+
+    def check(self, model: ModelSection, needed: list[Rule]) -> None:
+        """Find out whether names lack their first part, as in files of the bare model, and compare them all.
+
+        Raises:
+            ConfigError: tensors that the architecture has not, such as norms of queries; or missing ones.
+        """
+        wanted = {name for rule in needed for name in rule.theirs}
+        first = "transformer." if model.position_embedding == "learned" else "model."
+        if not any(name.startswith(first) for name in self.file_of):
+            self.prefix = first
+        missing = sorted(name for name in wanted if self._there(name) not in self.file_of)
+        tied = {"lm_head.weight"} if model.tie_embeddings else set()
+        known = {self._there(name) for name in wanted} | tied
+        extra = sorted(name for name in self.file_of if name not in known and not name.endswith(_BUFFERS))
+        problems = [f"{name}: is missing in {self.folder}" for name in missing[:5]]
+        problems += [f"{name}: is not a tensor of a supported architecture" for name in extra[:5]]
+        if problems:
+            raise ConfigError([f"{problem}." for problem in problems], f"the tensors of {self.folder}")
+
+    def _there(self, name: str) -> str:
+        return name.removeprefix(self.prefix)
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Read tensors by their full names.
+
+        Raises:
+            ConfigError: a tensor is not of floating point.
+        """
+        found: dict[str, Tensor] = {}
+        for file in sorted({self.file_of[self._there(name)] for name in names}):
+            with open_tensors(self.folder / file) as opened:
+                for name in names:
+                    if self.file_of[self._there(name)] == file:
+                        found[name] = opened.get_tensor(self._there(name))
+        for name, tensor in found.items():
+            if tensor.dtype not in DTYPES:
+                raise ConfigError(f"{name}: has type {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
+        return found
+
+
+def _local(source: Path | str) -> Path:
+    """The local folder of a model; one on the hub is downloaded, without pickles.
+
+    Raises:
+        ConfigError: there is neither such a folder nor such a name.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(source), allow_patterns=_WANTED))
+    except Exception as error:  # the hub's client raises many kinds
+        lines = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"MODEL: {source} is not a folder here, and cannot be had from the hub: {type(error).__name__}: {lines[0]}"
+        ) from error
+
+
+def _section(fields: dict[str, Any]) -> ModelSection:
+    try:
+        return ModelSection.model_validate(fields)
+    except ValidationError as error:
+        problems = [f"{item['loc'][0]}: got {item['input']!r}; {item['msg']}." for item in error.errors()]
+        raise ConfigError(problems, "config.json of the model") from error
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None]:
+    """Copy the files of a tokenizer, if there are any; return its entries and its end-of-document id."""
+    names = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and (path.name.startswith("tokenizer") or path.name in ("vocab.json", "merges.txt", "special_tokens_map.json"))
+    ]
+    if not names:
+        return None, None
+    target.mkdir()
+    for path in names:
+        (target / path.name).write_bytes(path.read_bytes())
+    auto = any(path.name in ("tokenizer.json", "vocab.json", "tokenizer_config.json") for path in names)
+    try:
+        tokenizer = load_tokenizer("huggingface" if auto else "sentencepiece", target)
+    except DataError:  # training needs the tokenizer of its data only; that it cannot be loaded is said by null
+        return None, None
+    return tokenizer.vocab_size, tokenizer.end_of_document
+
+
+def _single(value: Any) -> int | None:
+    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: {path.parent} is not a Hugging Face model") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content

@@ -1,0 +1,260 @@
+"""What may a run start from besides random weights? A folder of whole tensors that fits every layout.
+
+``megasdc import-hf`` makes it: one safetensors file a pipeline layer under our names, the vocabulary without padding,
+``model.json`` (the ``model`` section that describes the weights) and ``weights.json`` with size and checksum of every
+file. A tokenizer that came with the weights is in ``tokenizer``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from megasdc.checkpoint.files import hash_file
+from megasdc.checkpoint.tensor_files import open_tensors
+from megasdc.config import ModelSection, ffn_width, head_width, query_groups
+from megasdc.data.manifest import Manifest as DataManifest
+from megasdc.data.tokenizer import checksum_tokenizer
+from megasdc.errors import CheckpointError, ConfigError
+
+WEIGHTS_FILE = "weights.json"
+MODEL_FILE = "model.json"
+TOKENIZER_FOLDER = "tokenizer"
+FORMAT_VERSION = 1
+
+
+class _Record(BaseModel):
+    """Base of the parts of ``weights.json``: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class FileRecord(_Record):
+    """Size and XXH3-128 of one file."""
+
+    size_bytes: int
+    xxh3_128: str
+
+
+class WeightsManifest(_Record):
+    """What a folder of initial weights holds.
+
+    Attributes:
+        kind: tells it from a checkpoint.
+        source: what it was imported from.
+        vocab_size: rows of the word embedding.
+        tokenizer_vocab_size: entries of the tokenizer that came with it; null: none came.
+        end_of_document: id of the tokenizer's, or what the imported configuration says.
+        files: by name.
+    """
+
+    format_version: int
+    kind: Literal["initial weights"]
+    source: str
+    vocab_size: int
+    tokenizer_vocab_size: int | None
+    end_of_document: int | None
+    files: dict[str, FileRecord]
+
+
+def layer_file(index: int) -> str:
+    """Name of the file of one pipeline layer."""
+    return f"layer_{index:02d}.safetensors"
+
+
+def is_initial_weights(folder: Path | str) -> bool:
+    """Whether a folder was made by ``megasdc import-hf``."""
+    return (Path(folder) / WEIGHTS_FILE).is_file()
+
+
+class InitialWeights:
+    """A folder of initial weights, read layer by layer; each file's checksum is compared before it is used.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        path: the folder.
+        manifest: its ``weights.json``.
+        model: the section that describes the weights.
+        vocab_size: rows of the word embedding.
+
+    Raises:
+        CheckpointError: the folder is missing, not of this kind, or damaged.
+    """
+
+    step: int | None = None
+    config: dict[str, Any] | None = None
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            self.manifest = WeightsManifest.model_validate_json((self.path / WEIGHTS_FILE).read_text(encoding="utf-8"))
+            self.model = ModelSection.model_validate_json((self.path / MODEL_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{error.filename} is missing: {self.path} is not a folder made by `megasdc import-hf`"
+            ) from error
+        except (OSError, ValueError, ValidationError) as error:
+            raise CheckpointError(f"{self.path} is damaged: {error}; import it again") from error
+        if self.manifest.format_version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{self.path / WEIGHTS_FILE} has format version {self.manifest.format_version}, this megasdc reads "
+                f"{FORMAT_VERSION}"
+            )
+        self.vocab_size = self.manifest.vocab_size
+        self._verified: set[str] = set()
+
+    def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
+        """Whole parameters of one pipeline layer, without the layer's number; the vocabulary without padding.
+
+        Args:
+            index: place of the layer in the pipeline.
+            device: ``cpu``, or ``meta`` for types and shapes alone.
+
+        Raises:
+            CheckpointError: the file is missing or changed.
+        """
+        name = layer_file(index)
+        if name not in self.manifest.files:
+            return {}
+        if device != "meta":
+            self._verify(name)
+        with open_tensors(self.path / name) as file:
+            if device == "meta":
+                return {key: _meta(file, key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+    def verify(self) -> None:
+        """Compare every file with its record.
+
+        Raises:
+            CheckpointError: a file is missing or changed; it is named.
+        """
+        for name in self.manifest.files:
+            self._verify(name)
+
+    def _verify(self, name: str) -> None:
+        if name in self._verified:
+            return
+        path, record = self.path / name, self.manifest.files[name]
+        remedy = "import the model again, or copy the folder again"
+        try:
+            size = path.stat().st_size
+            if size != record.size_bytes:
+                raise CheckpointError(f"{path} has {size} bytes, written were {record.size_bytes}; {remedy}")
+            found = hash_file(path)
+        except OSError as error:
+            state = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+            raise CheckpointError(f"{path} {state}; {remedy}") from error
+        if found != record.xxh3_128:
+            raise CheckpointError(f"{path} was changed: checksum {found}, written was {record.xxh3_128}; {remedy}")
+        self._verified.add(name)
+
+
+def _meta(file: Any, key: str) -> Tensor:
+    return file.get_tensor(key).to("meta")
+
+
+def check_fits(weights: InitialWeights, model: ModelSection) -> None:
+    """Compare a run's model with the one that the weights are of.
+
+    Args:
+        weights: the folder.
+        model: the run's section.
+
+    Raises:
+        ConfigError: every field that differs, with both values.
+    """
+    have, want = _identity(weights.model), _identity(model)
+    problems = [
+        f"megasdc.model.{field}: got {want[field]!r}; the weights in {weights.path} need {have[field]!r}."
+        for field in have
+        if have[field] != want[field]
+    ]
+    if problems:
+        hint = f"The section to use is in {weights.path / MODEL_FILE}."
+        raise ConfigError([*problems, hint], "megasdc.model.initial_weights")
+
+
+def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) -> None:
+    """Compare the tokenizer of prepared data with what the weights were trained with.
+
+    Rows of the embedding beyond the tokenizer's vocabulary, which some models have, are left out.
+
+    Args:
+        weights: the folder.
+        data: manifest of the prepared data.
+        where: folder of the prepared data.
+
+    Raises:
+        ConfigError: another number of entries, or another tokenizer.
+    """
+    rows, own, wanted = weights.vocab_size, weights.manifest.tokenizer_vocab_size, data.tokenizer.vocab_size
+    remedy = (
+        f'prepare the data with data.tokenizer {{"kind": "huggingface", "path": "{weights.path / TOKENIZER_FOLDER}"}}'
+    )
+    if wanted != rows and not (own == wanted < rows):
+        of_own = "" if own is None else f", their tokenizer {own}"
+        raise ConfigError(
+            f"megasdc.model.initial_weights: the weights in {weights.path} have {rows} vocabulary entries{of_own}, the "
+            f"tokenizer of {where} has {wanted}; {remedy}"
+        )
+    if not _same_tokenizer(data.tokenizer.kind, weights.path / TOKENIZER_FOLDER, Path(where) / "tokenizer"):
+        raise ConfigError(
+            f"megasdc.model.initial_weights: the tokenizer of {where} has as many entries as that of {weights.path}, "
+            f"but it is another; {remedy}"
+        )
+
+
+def _same_tokenizer(kind: str, one: Path, other: Path) -> bool:
+    """Whether two tokenizers are the same, as far as their files can be compared; true where they cannot."""
+    if kind == "sentencepiece":
+        if not (one / "tokenizer.model").is_file() or not (other / "tokenizer.model").is_file():
+            return True
+        return checksum_tokenizer(kind, one) == checksum_tokenizer(kind, other)
+    try:
+        contents = [json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in (one, other)]
+    except (OSError, ValueError):
+        return True
+    models = [content.get("model", {}) for content in contents]
+    return models[0].get("vocab") == models[1].get("vocab")
+
+
+def _identity(model: ModelSection) -> dict[str, Any]:
+    """The fields that decide what the weights mean, with defaults that depend on others filled in."""
+    found: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": query_groups(model),
+        "kv_channels": head_width(model),
+        "ffn_hidden_size": ffn_width(model),
+        "position_embedding": model.position_embedding,
+        "normalization": model.normalization,
+        "norm_epsilon": model.norm_epsilon,
+        "activation": model.activation,
+        "gated_mlp": model.gated_mlp,
+        "bias": model.bias,
+        "qkv_bias": model.bias or model.qkv_bias,
+        "tie_embeddings": model.tie_embeddings,
+    }
+    if model.position_embedding == "learned":
+        found["max_positions"] = model.max_positions
+    else:
+        found["rotary_base"] = model.rotary_base
+    ignored = {"deterministic_mode"}
+    found["megatron"] = {key: value for key, value in model.megatron.items() if key not in ignored}
+    return found
+
+
+def pad_vocabulary(rows: Tensor, padded: int) -> Tensor:
+    """Cut a vocabulary's rows [v, h] to a padded size, or fill it up with zeros; no real token uses what is added."""
+    if rows.shape[0] >= padded:
+        return rows[:padded]
+    return torch.cat((rows, torch.zeros(padded - rows.shape[0], *rows.shape[1:], dtype=rows.dtype)))

@@ -1,0 +1,88 @@
+"""How are large sets of tensors written without holding them? Safetensors files, one tensor after the other.
+
+The library's own writer needs all tensors of a file in memory; names, types and shapes are enough to write the header
+first.
+
+Source: the format, https://huggingface.co/docs/safetensors/index#format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasdc.errors import CheckpointError
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's values; it may be on the meta device."""
+    return tensor.numel() * tensor.element_size()
+
+
+def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write one safetensors file.
+
+    Args:
+        path: the file to make.
+        plan: what it holds, in order; only type and shape are read, so that meta tensors will do.
+        tensors: the values, in the same order; each may be forgotten when the next is asked for.
+
+    Raises:
+        ValueError: a tensor is not what the plan says.
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in plan.items():
+        end = offset + num_bytes(tensor)
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data start at a multiple of 8
+    expected = iter(plan.items())
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name, tensor in tensors:
+            wanted, like = next(expected, ("nothing", tensor))
+            if (name, tensor.dtype, tensor.shape) != (wanted, like.dtype, like.shape):
+                raise ValueError(
+                    f"{path}: {name} {tensor.dtype}{list(tensor.shape)} comes where {wanted} "
+                    f"{like.dtype}{list(like.shape)} was planned"
+                )
+            file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if (missing := next(expected, None)) is not None:
+            raise ValueError(f"{path}: {missing[0]} did not come")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; ``keys()`` and ``get_tensor(name)`` of the result read it.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; copy the folder again") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error

@@ -1,0 +1,72 @@
+"""How does one process run the whole model, for evaluation and generation? The pipeline's layers without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor, nn
+
+from megasdc.config import ModelSection, ParallelSection
+from megasdc.model.layers import LayerContext, WordEmbedding
+from megasdc.model.pipeline import TIED_KEY, layer_specs
+from megasdc.model.randomness import DropoutStreams
+from megasdc.model.transformer_config import build_transformer_config, padded_vocab_size
+from megasdc.parallel.dims import ParallelDims
+
+
+class WholeModel(nn.Module):
+    """All layers of a GPT in this process, in evaluation mode, with weights that are not set yet.
+
+    Args:
+        model: the resolved section.
+        vocab_size: real entries of the vocabulary.
+        dtype: type of the parameters.
+
+    Raises:
+        ConfigError: Megatron-core refuses the sizes.
+
+    Collective: none; a process group of this process alone must be there (``groups.single_process``).
+    """
+
+    def __init__(self, model: ModelSection, *, vocab_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        config = build_transformer_config(model, ParallelSection.model_validate({}), dtype)
+        config.perform_initialization = False  # the weights are read
+        self.max_positions = model.max_positions
+        self.vocab_size = vocab_size
+        context = LayerContext(
+            config=config,
+            dims=ParallelDims(1, 1, 1),
+            streams=DropoutStreams(0),
+            seed=0,
+            vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
+            max_positions=model.max_positions,
+            learned_positions=model.position_embedding == "learned",
+            rotary_base=model.rotary_base,
+            backend=model.backend,
+        )
+        self.tied = model.tie_embeddings
+        specs = layer_specs(context, tied=self.tied)
+        built = [None if isinstance(spec, TiedLayerSpec) and spec.forward_fn else spec.build() for spec in specs]
+        self.layers = nn.ModuleList(layer for layer in built if layer is not None)
+        self.to(dtype)
+        self.eval()
+
+    def pipeline_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter with its name in the pipeline."""
+        for name, parameter in self.layers.named_parameters():
+            tied = self.tied and name.startswith("0.")
+            yield (f"tied_modules.{TIED_KEY}.{name.removeprefix('0.')}" if tied else name), parameter
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [b, s] -> logits [s, b, v], the padded vocabulary."""
+        hidden = tokens
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if not self.tied:
+            return hidden
+        embedding = self.layers[0]
+        assert isinstance(embedding, WordEmbedding), "the first layer of the pipeline"
+        return embedding.logits(hidden)

@@ -1,0 +1,444 @@
+"""Do trained weights reach Hugging Face and come back, from every layout, and does bad input end with its code?"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import LLAMA_STYLE
+from whole_runs import metrics_of, prepare_text, train_run, write_config
+
+from megasdc.checkpoint.export_hf import divide, export_hf, parse_size
+from megasdc.checkpoint.import_hf import import_hf
+from megasdc.checkpoint.logical import load_weights, open_weights
+from megasdc.cli import main
+from megasdc.data.dataset import build_split
+from megasdc.data.loader import EvalLoader
+from megasdc.data.tokenizer import load_tokenizer
+from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
+
+pytestmark = pytest.mark.distributed
+
+_GPT: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": _GPT,
+    "gpt_3_heads": {**_GPT, "hidden_size": 48, "num_attention_heads": 3},
+    "llama": {**_GPT, **LLAMA_STYLE, "hidden_size": 96, "num_attention_heads": 6, "num_query_groups": 2},
+    "llama_3_groups": {**_GPT, **LLAMA_STYLE, "hidden_size": 96, "num_attention_heads": 6, "num_query_groups": 3},
+}
+DEFAULT = [
+    ("gpt", (1, 1, 1)),
+    ("gpt", (2, 2, 1)),
+    ("gpt_3_heads", (1, 2, 1)),
+    ("llama", (2, 1, 1)),
+    ("llama_3_groups", (1, 1, 2)),
+]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+FULL = [(name, layout) for name in ("gpt", "llama") for layout in LAYOUTS if (name, layout) not in DEFAULT]
+CASES = [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
+SAMPLES = 4
+Trained = Callable[[str, tuple[int, int, int]], Path]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text with 500 vocabulary entries, which are padded to 512."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
+    """Returns the run folder of a model that was trained for two steps at a layout, once a session."""
+    known: dict[Any, Path] = {}
+
+    def train(name: str, layout: tuple[int, int, int]) -> Path:
+        if (name, layout) not in known:
+            folder = tmp_path_factory.mktemp(f"{name}_{'x'.join(map(str, layout))}")
+            config = write_config(
+                folder / "c.json",
+                data,
+                folder / "run",
+                model=MODELS[name],
+                parallel__tensor=layout[0],
+                parallel__pipeline=layout[1],
+                training={"steps": 2, "eval_interval": 2, "eval_samples": SAMPLES},
+                checkpoint__interval=1,
+            )
+            results = train_run(config, math.prod(layout))
+            assert [code for code, _ in results if code] == [], results
+            known[name, layout] = folder / "run"
+        return known[name, layout]
+
+    return train
+
+
+def _load(folder: Path) -> Any:
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {key: value for key, value in info.items() if value and key != "error_msgs"}
+    assert not wrong, wrong
+    return model.eval()
+
+
+def _hf_loss(model: Any, data: Path) -> float:
+    """Mean loss of a model of transformers over the samples of an evaluation, in float64."""
+    stream = build_split(_section(data), 500, "valid", SAMPLES)
+    losses = []
+    for tokens, (labels, _) in EvalLoader(stream, 1, 0, 1, SAMPLES):
+        with torch.no_grad():
+            logits = model(tokens).logits[0].double()
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[0]))
+    return float(torch.stack(losses).mean())
+
+
+def _section(data: Path) -> Any:
+    from megasdc.config import DataSection
+
+    return DataSection.model_validate({"path": str(data), "sequence_length": 32})
+
+
+def _our_logits(source: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from megasdc.model.whole import WholeModel
+    from megasdc.parallel import groups
+
+    weights = open_weights(source)
+    with groups.single_process(), torch.no_grad():
+        model = WholeModel(weights.model, vocab_size=weights.vocab_size, dtype=torch.float32)
+        load_weights(weights, model.pipeline_parameters(), weights.model, vocab_size=weights.vocab_size)
+        return model(tokens).transpose(0, 1)[..., : weights.vocab_size]
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _same(one: Path, other: Path) -> bool:
+    first, second = _tensors(one), _tensors(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_export_computes_what_the_run_computed(
+    tmp_path: Path, data: Path, trained: Trained, name: str, layout: tuple[int, int, int]
+) -> None:
+    """Logits, the run's own loss and greedy text agree, and a re-import gives every tensor back bit for bit."""
+    from megasdc.train.inference import evaluate_weights, generate
+
+    run = trained(name, layout)
+    result = export_hf(run / "checkpoints", tmp_path / "out", max_shard_size="200KB")
+    assert result.step == 2
+    assert len(result.files) > 1
+    theirs = _load(tmp_path / "out")
+    assert theirs.config.vocab_size == 500
+
+    tokens = torch.randint(0, 500, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    error = (_our_logits(run / "checkpoints", tokens) - expected).abs().max()
+    assert error <= 1e-5 * expected.abs().max()
+
+    (reported,) = [row["eval/loss"] for row in metrics_of(run) if "eval/loss" in row]
+    assert _hf_loss(theirs, data) == pytest.approx(reported, rel=1e-5)
+    found = evaluate_weights(run / "checkpoints")
+    assert (found.loss, found.tokens) == (pytest.approx(reported, rel=1e-5), SAMPLES * 32)
+
+    prompt = "def parse(self, text):\n    return "
+    ours = generate(run / "checkpoints", prompt, max_tokens=20)
+    import transformers
+
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(prompt, return_tensors="pt").input_ids
+    assert ids[0].tolist() == ours.prompt_tokens
+    continued = theirs.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert continued.tolist() == ours.tokens
+
+    import_hf(tmp_path / "out", tmp_path / "weights")
+    export_hf(tmp_path / "weights", tmp_path / "again")
+    assert _same(tmp_path / "out", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "layout"),
+    [
+        ("llama", (2, 1, 1), (1, 2, 1)),
+        ("gpt", (1, 1, 1), (2, 2, 1)),
+        pytest.param("gpt", (2, 2, 1), (1, 1, 2), marks=pytest.mark.full),
+        pytest.param("llama", (2, 1, 1), (2, 2, 1), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_training_starts_from_imported_weights_at_another_layout(
+    tmp_path: Path, data: Path, trained: Trained, name: str, source: tuple[int, int, int], layout: tuple[int, int, int]
+) -> None:
+    """A step with rate 0, the first of a warm-up, keeps every imported tensor; a resume needs the folder no more."""
+    from megasdc.train.inference import evaluate_weights
+
+    export_hf(trained(name, source) / "checkpoints", tmp_path / "out")
+    section = import_hf(tmp_path / "out", tmp_path / "weights").model
+    config = write_config(
+        tmp_path / "c.json",
+        data,
+        tmp_path / "run",
+        model=section,
+        parallel__tensor=layout[0],
+        parallel__pipeline=layout[1],
+        training={"steps": 2, "eval_interval": 1, "eval_samples": SAMPLES},
+        checkpoint__interval=1,
+        deepspeed__scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}},
+    )
+    assert {code for code, _ in train_run(config, math.prod(layout), "megasdc.training.stop_step=1")} == {0}
+    before = metrics_of(trained(name, source))
+    (reported,) = [row["eval/loss"] for row in before if "eval/loss" in row]
+    now = [row["eval/loss"] for row in metrics_of(tmp_path / "run") if "eval/loss" in row]
+    assert now == [pytest.approx(reported, rel=1e-5)]
+    export_hf(tmp_path / "run/checkpoints", tmp_path / "again")
+    assert _same(tmp_path / "out", tmp_path / "again")
+    found = evaluate_weights(tmp_path / "weights", config_path=config)
+    assert found.loss == pytest.approx(reported, rel=1e-5)
+    shutil.rmtree(tmp_path / "weights")
+    assert {code for code, _ in train_run(config, math.prod(layout), "megasdc.checkpoint.resume=must")} == {0}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
+    """An exported model in one file."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    export_hf(trained("gpt", (1, 1, 1)) / "checkpoints", out)
+    return out
+
+
+def test_the_exported_tokenizer_gives_our_ids(exported: Path, data: Path) -> None:
+    """AutoTokenizer of the export encodes real text, odd spaces, unknown characters and look-alikes as ours does."""
+    import argparse
+    import heapq
+    import inspect
+
+    import transformers
+
+    ours = load_tokenizer("sentencepiece", data / "tokenizer")
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    texts = [
+        inspect.getsource(argparse),
+        inspect.getsource(heapq),
+        "",
+        " ",
+        "\n\n\t  a",
+        "  \u4f60\u597d \U0001f600 <eod>",
+    ]
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode([text])[0]
+        assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert theirs.eos_token_id == ours.end_of_document
+    assert len(theirs) == ours.vocab_size
+
+
+def test_types_and_files(tmp_path: Path, exported: Path, trained: Trained) -> None:
+    """--dtype changes the type alone; a large limit gives one file, and transformers loads either."""
+    source = trained("gpt", (1, 1, 1)) / "checkpoints"
+    result = export_hf(source, tmp_path / "half", dtype="bf16", max_shard_size="1GB")
+    assert (result.dtype, result.files) == ("bfloat16", ["model.safetensors"])
+    half, full = _tensors(tmp_path / "half"), _tensors(exported)
+    assert all(torch.equal(half[name], full[name].bfloat16()) for name in full)
+    assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
+    _load(tmp_path / "half")
+
+
+def test_sizes_and_their_division() -> None:
+    """Sizes are read as documented, and no file but one with a single tensor is larger than the limit."""
+    assert [parse_size(text) for text in ("2GB", "1.5 MiB", "100")] == [2 * 10**9, 3 * 2**19, 100]
+    for text in ("", "GB", "-1GB", "0", "2XB"):
+        with pytest.raises(ConfigError, match="max-shard-size"):
+            parse_size(text)
+    tensors = {name: torch.empty(size, device="meta") for name, size in (("a", 5), ("b", 5), ("c", 50), ("d", 1))}
+    shards = divide(tensors, 40)
+    assert [list(shard) for shard in shards.values()] == [["a", "b"], ["c"], ["d"]]
+    assert next(iter(shards)) == "model-00001-of-00003.safetensors"
+
+
+def test_generation_samples_and_cuts_the_context(exported: Path, trained: Trained, data: Path) -> None:
+    """The same seed draws the same text, top-k 1 is greedy, and a long prompt is seen from its last tokens on."""
+    from megasdc.train.inference import generate
+
+    source = trained("gpt", (1, 1, 1)) / "checkpoints"
+    draws = [generate(source, "def ", max_tokens=8, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    greedy = generate(source, "def ", max_tokens=8).tokens
+    assert generate(source, "def ", max_tokens=8, temperature=2.0, top_k=1).tokens == greedy
+    long = "import os, sys\n" * 30
+    ids = load_tokenizer("sentencepiece", data / "tokenizer").encode([long])[0]
+    assert len(ids) > 64
+    with torch.no_grad():
+        expected = int(_load(exported)(torch.tensor([ids[-64:]])).logits[0, -1].argmax())
+    assert generate(source, long, max_tokens=1).tokens == [expected]
+
+
+def _copy(trained: Trained, tmp_path: Path) -> Path:
+    shutil.copytree(trained("llama", (2, 1, 1)) / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_checkpoints(tmp_path: Path, trained: Trained) -> None:
+    """A changed or missing shard is named with code 72; of several checkpoints the newest whole one is taken."""
+    folder = _copy(trained, tmp_path)
+    _flip(folder / "step_00000002" / "layer_03-model_01-model_states.pt")
+    with pytest.raises(CheckpointError, match=r"layer_03-model_01-model_states.pt was changed"):
+        export_hf(folder / "step_00000002", tmp_path / "out")
+    assert export_hf(folder, tmp_path / "out").step == 1
+    (folder / "step_00000001" / "layer_02-model_00-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)layer_03-model_01.*layer_02-model_00-model_states.pt is missing"):
+        export_hf(folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        export_hf(tmp_path / "nowhere", tmp_path / "other")
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path, trained: Trained) -> None:
+    """An existing OUT is refused; --force replaces an earlier export and nothing else; a bad place is named."""
+    source = trained("gpt", (1, 1, 1)) / "checkpoints"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    for force in (False, True):
+        with pytest.raises(ConfigError, match=r"OUT: .*mine"):
+            export_hf(source, tmp_path / "mine", force=force)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is there already.*--force"):
+        export_hf(source, tmp_path / "out")
+    export_hf(source, tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(StorageError, match="cannot be written"):
+        export_hf(source, tmp_path / "mine" / "thesis.tex" / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> None:
+    """Without the prepared data the tokenizer is asked for; another one than the model's is refused."""
+    folder = _copy(trained, tmp_path)
+    data.rename(data.with_name("away"))
+    try:
+        with pytest.raises(DataError, match=r"tokenizer.*is not there; give it with --tokenizer"):
+            export_hf(folder, tmp_path / "out")
+        result = export_hf(folder, tmp_path / "out", tokenizer=data.with_name("away") / "tokenizer")
+        assert result.tokenizer == "auto"
+    finally:
+        data.with_name("away").rename(data)
+
+
+def test_models_that_cannot_be_imported(tmp_path: Path, exported: Path) -> None:
+    """Pickles, further tensors, damage and unknown architectures are refused by name, and OUT is not made."""
+    from safetensors.torch import load_file, save_file
+
+    def attempt(change: Callable[[Path], Any]) -> Any:
+        copy = tmp_path / "model"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(exported, copy)
+        change(copy)
+        return import_hf(copy, tmp_path / "out")
+
+    def edit(**changes: Any) -> Callable[[Path], Any]:
+        def change(folder: Path) -> None:
+            content = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**content, **changes}))
+
+        return change
+
+    def add(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, "transformer.h.0.attn.q_norm.weight": torch.ones(16)}, folder / "model.safetensors")
+
+    def truncate(folder: Path) -> None:
+        content = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content[:-8])
+
+    with pytest.raises(ConfigError, match=r"model_type: got 'mamba'.*supported are"):
+        attempt(edit(model_type="mamba"))
+    with pytest.raises(ConfigError, match=r"q_norm.weight: is not a tensor of a supported architecture"):
+        attempt(add)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a whole safetensors file"):
+        attempt(truncate)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin are pickles, which are not opened"):
+        attempt(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"))
+    with pytest.raises(CheckpointError, match=r"config.json is missing"):
+        attempt(lambda folder: (folder / "config.json").unlink())
+    with pytest.raises(ConfigError, match=r"MODEL: .*/nothing is not a folder here"):
+        import_hf(tmp_path / "nothing", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    attempt(lambda folder: None)
+    with pytest.raises(ConfigError, match="is there already"):
+        import_hf(exported, tmp_path / "out")
+
+
+def test_training_refuses_weights_that_do_not_fit(tmp_path: Path, data: Path, exported: Path) -> None:
+    """Other sizes, another vocabulary and changed files end all ranks with their code and both values."""
+    section = import_hf(exported, tmp_path / "weights").model
+
+    def attempt(**changes: Any) -> tuple[int, str]:
+        model = {**section, **changes.pop("model", {})}
+        config = write_config(tmp_path / "c.json", changes.pop("data", data), tmp_path / "run", model=model)
+        (result,) = train_run(config, 1)
+        return result
+
+    code, text = attempt(model={"num_layers": 2, "norm_epsilon": 1e-6})
+    assert code == 70
+    assert "megasdc.model.num_layers: got 2; the weights in" in text
+    assert "megasdc.model.norm_epsilon: got 1e-06" in text
+
+    content = json.loads((tmp_path / "weights/weights.json").read_text())
+    for key in ("vocab_size", "tokenizer_vocab_size"):
+        content[key] = 490
+    shutil.copytree(tmp_path / "weights", tmp_path / "other")
+    (tmp_path / "other/weights.json").write_text(json.dumps(content))
+    code, text = attempt(model={"initial_weights": str(tmp_path / "other")})
+    assert (code, "have 490 vocabulary entries" in text and "has 500" in text) == (70, True), text
+    shutil.copytree(tmp_path / "weights", tmp_path / "another")
+    _flip(tmp_path / "another/tokenizer/tokenizer.model")
+    code, text = attempt(model={"initial_weights": str(tmp_path / "another")})
+    assert (code, "but it is another" in text) == (70, True), text
+
+    _flip(tmp_path / "weights/layer_03.safetensors")
+    code, text = attempt()
+    assert (code, "layer_03.safetensors was changed" in text) == (72, True), text
+    code, text = attempt(model={"initial_weights": str(tmp_path / "gone")})
+    assert (code, "is not a folder made by `megasdc import-hf`" in text) == (72, True), text
+
+
+def test_the_commands(
+    tmp_path: Path, trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command prints one JSON object with --json, text without, and ends with the documented code."""
+    run = str(trained("gpt", (1, 1, 1)) / "checkpoints")
+    out, weights = str(tmp_path / "out"), str(tmp_path / "weights")
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["megasdc", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        codes.append(ended.value.code or 0)
+        return capsys.readouterr().out
+
+    codes: list[Any] = []
+    assert json.loads(call("export-hf", run, out, "--json"))["architecture"] == "GPT2LMHeadModel"
+    assert json.loads(call("import-hf", out, weights))["initial_weights"] == weights
+    assert json.loads(call("eval", run, "--split", "test", "--samples", "2", "--json"))["tokens"] == 64
+    assert call("generate", weights, "--prompt", "def ", "--max-tokens", "4").startswith("def ")
+    assert codes == [0, 0, 0, 0]
+    call("export-hf", run, out)
+    call("eval", weights)
+    call("export-hf", str(tmp_path), str(tmp_path / "x"))
+    assert codes[4:] == [70, 70, 72]

@@ -1,0 +1,12 @@
+"""Makes initial weights from a Hugging Face model; the same as `megasdc import-hf`.
+
+python tools/import_hf.py exported/smoke imported/smoke
+"""
+
+import sys
+
+from megasdc.cli import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "import-hf")
+    main()
