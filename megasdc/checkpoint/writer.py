@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,24 @@ class RecordingWriter:
             return
         target = Path(path)
         try:
-            self._inner.save(state_dict, path)
+            self._inner.save(with_plain_stage(state_dict), path)
             sync_path(target)
         except Exception as error:  # whatever it is, this rank must reach the others and tell them
             self.problem = describe_error(error, f"write {target}")
             return
         self.written[target] = describe_tensors(state_dict) if target.name.startswith("layer_") else None
+
+
+def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state with the ZeRO stage as a number.
+
+    DeepSpeed saves it as an enumeration, which some versions of Python (3.11.2 is one) pickle as a call of ``getattr``:
+    no file with that is ever opened.
+    """
+    optimizer = state_dict.get("optimizer_state_dict")
+    if not isinstance(optimizer, dict) or not isinstance(stage := optimizer.get("zero_stage"), Enum):
+        return state_dict
+    return {**state_dict, "optimizer_state_dict": {**optimizer, "zero_stage": stage.value}}
 
 
 def describe_tensors(state: dict[str, Any]) -> dict[str, str]:

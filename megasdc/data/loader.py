@@ -224,7 +224,7 @@ def _load(dataset: SampleStream, positions: Sequence[int]) -> MicroBatch:
     rows = [dataset[position] for position in positions]
     tokens, labels, loss_mask = (torch.stack(column) for column in zip(*rows, strict=True))
     for name, ids in (("token", tokens), ("label", labels)):
-        low, high = int(ids.min()), int(ids.max())
+        low, high = ids.aminmax()
         if low < 0 or high >= dataset.vocab_size:
             wrong = ((ids < 0) | (ids >= dataset.vocab_size)).nonzero()[0]
             row, column = int(wrong[0]), int(wrong[1])

@@ -19,6 +19,9 @@ from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
+BAR_INTERVAL_S = 1.0
+"""Seconds between two pictures of the progress bar."""
+
 
 class Reporter(StepHook):
     """Reports every ``interval`` steps.
@@ -49,6 +52,7 @@ class Reporter(StepHook):
         self.peak = peak
         self.progress = _progress_bar() if progress and writer is not None else None
         self._num_loaded = 0
+        self._shown_at = 0.0
         self._start_window()
 
     def _start_window(self, paused_s: float = 0.0) -> None:
@@ -71,12 +75,20 @@ class Reporter(StepHook):
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count the step; report when it is due."""
         self._losses.append((result.loss, result.tokens))
-        if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=run.step, loss=f"loss {result.loss:.4f}")
+        self._show(run, result)
         if run.step % self.interval == 0 or run.is_last_step:
             self._report(run, result)
             self._start_window(run.paused_s)
             self._num_loaded = 0
+
+    def _show(self, run: Run, result: StepResult) -> None:
+        """Redraw the bar, at most once in so many seconds: drawing takes time from the rank that trains."""
+        now = time.perf_counter()
+        if self.progress is None or (now - self._shown_at < BAR_INTERVAL_S and not run.is_last_step):
+            return
+        self._shown_at = now
+        loss = f"loss {result.loss:.4f}"
+        self.progress.update(self.progress.task_ids[0], completed=run.step, loss=loss, refresh=True)
 
     def _report(self, run: Run, result: StepResult) -> None:
         seconds = time.perf_counter() - self._window_start - (run.paused_s - self._paused_before)
@@ -154,5 +166,5 @@ def _progress_bar() -> Progress | None:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        refresh_per_second=1,  # rich's default of 10 takes 1 % of a core from the rank that draws
+        auto_refresh=False,  # no thread that draws while a step runs
     )
