@@ -87,7 +87,7 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
         given: a folder or file to use instead.
 
     Raises:
-        DataError: it is not there, or has more entries than the model.
+        DataError: it is not there, or is another one than the weights were trained with.
     """
     if given is not None:
         folder = Path(given)
@@ -106,6 +106,11 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
         raise DataError(
             f"tokenizer {folder} has {tokenizer.vocab_size} entries, the model of {weights.path} only "
             f"{weights.vocab_size}: it is another tokenizer; give the right one with --tokenizer"
+        )
+    if weights.tokenizer_checksum is not None and tokenizer.checksum != weights.tokenizer_checksum:
+        raise DataError(
+            f"tokenizer {folder} has checksum {tokenizer.checksum}, {weights.path} was trained with "
+            f"{weights.tokenizer_checksum}: it is another tokenizer; give the right one with --tokenizer"
         )
     return tokenizer
 

@@ -108,6 +108,7 @@ class InitialWeights:
                 f"{FORMAT_VERSION}"
             )
         self.vocab_size = self.manifest.vocab_size
+        self.tokenizer_checksum: str | None = None  # its tokenizer lies in the same folder, under the same manifest
         self._verified: set[str] = set()
 
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:

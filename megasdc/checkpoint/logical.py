@@ -37,6 +37,7 @@ class WeightSource(Protocol):
         path: the folder.
         model: the section that describes the weights.
         vocab_size: real rows of the vocabulary.
+        tokenizer_checksum: of the tokenizer that it was trained with; null: not known.
         step: optimizer step of a checkpoint; null: initial weights.
         config: the resolved configuration of the run; null: initial weights.
     """
@@ -44,6 +45,7 @@ class WeightSource(Protocol):
     path: Path
     model: ModelSection
     vocab_size: int
+    tokenizer_checksum: str | None
     step: int | None
     config: dict[str, Any] | None
 
@@ -76,6 +78,7 @@ class CheckpointWeights:
                 f"{path / SHARED_STATE_FILE} does not hold the configuration of a training run: {error!r}"
             ) from error
         self.vocab_size: int = state.get("vocab_size") or _vocabulary_of_data(state["config"], path)
+        self.tokenizer_checksum: str | None = state.get("tokenizer_checksum")
         self._splits: dict[int, dict[str, Split]] = {}
         for name, split in parameter_splits(self.model).items():
             index, rest = split_name(name)

@@ -143,7 +143,7 @@ def _build_hooks(
             peak=sections.logging.peak_tflops or _known_peak(config.precision),
             progress=sections.logging.progress_bar,
         ),
-        Saver(config, writer),
+        Saver(config, writer, manifest.tokenizer.checksum),
     ]
 
 

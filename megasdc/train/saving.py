@@ -37,10 +37,12 @@ class Saver(StepHook):
     Args:
         config: the run's configuration; its resolved form is stored in each checkpoint.
         writer: where rank 0 writes metrics; null on other ranks.
+        tokenizer_checksum: of the tokenizer that the data were prepared with; stored too.
     """
 
-    def __init__(self, config: RunConfig, writer: MetricsWriter | None) -> None:
+    def __init__(self, config: RunConfig, writer: MetricsWriter | None, tokenizer_checksum: str) -> None:
         self.config = config
+        self.tokenizer_checksum = tokenizer_checksum
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
         self.writer = writer
@@ -84,6 +86,7 @@ class Saver(StepHook):
             "skipped_steps": run.skipped_steps,
             "loader": merge_positions([state for state in states if state is not None]),
             "vocab_size": run.loader.dataset.vocab_size,
+            "tokenizer_checksum": self.tokenizer_checksum,
             "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks},
             "config": self.config.resolved(),
         }

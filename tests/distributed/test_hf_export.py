@@ -20,7 +20,7 @@ from megasdc.checkpoint.logical import load_weights, open_weights
 from megasdc.cli import main
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
-from megasdc.data.tokenizer import load_tokenizer
+from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
 from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
 
 pytestmark = pytest.mark.distributed
@@ -336,6 +336,11 @@ def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> No
             export_hf(folder, tmp_path / "out")
         result = export_hf(folder, tmp_path / "out", tokenizer=data.with_name("away") / "tokenizer")
         assert result.tokenizer == "auto"
+        texts = [path.read_text(encoding="utf-8")[::-1] for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+        train_sentencepiece(texts, tmp_path / "same_size.model", 500)
+        with pytest.raises(DataError, match="it is another tokenizer"):
+            export_hf(folder, tmp_path / "refused", tokenizer=tmp_path / "same_size.model")
+        assert not (tmp_path / "refused").exists()
     finally:
         data.with_name("away").rename(data)
 
