@@ -15,16 +15,18 @@ from torch import Tensor
 
 from megasdc.checkpoint.export_tokenizer import export_tokenizer
 from megasdc.checkpoint.files import TEMPORARY_PREFIX, commit_folder, write_durably
-from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights
+from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.logical import WeightSource, open_weights
 from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
-from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, load_tokenizer
+from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, load_tokenizer
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
 
 DataType = Literal["fp32", "bf16", "as-saved"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EXPORTED_BY = "Exported by megasdc"
+"""In the README.md of every export: a folder without it is not replaced."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -100,28 +102,38 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
             f"the tokenizer {folder} of {weights.path} is not there; give it with --tokenizer, or start in the folder "
             "that the run was started in"
         )
-    alone = folder.is_file() or ((folder / SENTENCEPIECE_FILE).exists() and not (folder / "tokenizer.json").exists())
+    model_file = folder if folder.is_file() else folder / SENTENCEPIECE_FILE
+    known = model_file.is_file() and checksum_tokenizer("sentencepiece", model_file) == weights.tokenizer_checksum
+    alone = folder.is_file() or known or (model_file.exists() and not (folder / "tokenizer.json").exists())
     tokenizer = load_tokenizer("sentencepiece" if alone else "huggingface", folder)
     if tokenizer.vocab_size > weights.vocab_size:
         raise DataError(
             f"tokenizer {folder} has {tokenizer.vocab_size} entries, the model of {weights.path} only "
             f"{weights.vocab_size}: it is another tokenizer; give the right one with --tokenizer"
         )
-    if weights.tokenizer_checksum is not None and tokenizer.checksum != weights.tokenizer_checksum:
+    # Of a Hugging Face tokenizer there are many files with the same meaning; their vocabulary alone is compared.
+    own = None if weights.config is None else Path(weights.config["megasdc"]["data"]["path"]) / "tokenizer"
+    if alone:
+        same = weights.tokenizer_checksum in (None, tokenizer.checksum)
+    else:
+        same = own is None or same_tokenizer("huggingface", folder, own)
+    if not same:
         raise DataError(
             f"tokenizer {folder} has checksum {tokenizer.checksum}, {weights.path} was trained with "
-            f"{weights.tokenizer_checksum}: it is another tokenizer; give the right one with --tokenizer"
+            f"that of checksum {weights.tokenizer_checksum}: it is another one; give the right one with --tokenizer"
         )
     return tokenizer
 
 
-def check_out(out: Path, force: bool, sign: str) -> None:
+def check_out(out: Path, force: bool, sign: str, text: str, source: Path | str) -> None:
     """Refuse to write over what is there.
 
     Args:
         out: the folder to write.
         force: replace it, if it is empty or was made by such a command.
         sign: a file that such a folder holds.
+        text: what that file contains.
+        source: what is read; it must not lie in ``out``.
 
     Raises:
         ConfigError: it is there, and may not be replaced.
@@ -130,8 +142,12 @@ def check_out(out: Path, force: bool, sign: str) -> None:
         return
     if not force:
         raise ConfigError(f"OUT: {out} is there already; give another folder, or --force to replace it")
-    if not (out / sign).is_file():
-        raise ConfigError(f"OUT: {out} holds no {sign}, so --force does not replace it; give another folder")
+    if Path(source).resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"OUT: {out} holds {source}, which is to be read; give another folder")
+    if not (out / sign).is_file() or text not in (out / sign).read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"OUT: {out} was not made by this command, so --force does not replace it; give another folder"
+        )
 
 
 def export_hf(
@@ -166,10 +182,10 @@ def export_hf(
         DataError: the tokenizer is missing or another one.
         StorageError: ``out`` cannot be written.
     """
-    target, limit = Path(out), parse_size(max_shard_size)
+    target, limit = Path(out).absolute(), parse_size(max_shard_size)
     if dtype not in (*_DTYPES, "as-saved"):
         raise ConfigError(f"--dtype: got {dtype!r}; allowed: fp32, bf16, as-saved")
-    check_out(target, force, "config.json")
+    check_out(target, force, "README.md", EXPORTED_BY, source)
     weights: WeightSource = open_weights(source, progress=progress, accept=hf_class)
     words = find_tokenizer(weights, tokenizer)
     plan = [_plan_layer(weights, index, dtype) for index in range(num_pipeline_layers(weights.model))]
@@ -295,7 +311,7 @@ def _write_texts(folder: Path, weights: WeightSource, end_of_document: int, resu
     of = f"imported from {weights.manifest.source}" if isinstance(weights, InitialWeights) else f"step {result.step}"
     tokenizer = result.note or "`AutoTokenizer` gives the ids that the model was trained with; no token is added."
     text = (
-        f"# {result.architecture}, {result.num_parameters:,} parameters\n\nExported by megasdc, {of}.\n"
+        f"# {result.architecture}, {result.num_parameters:,} parameters\n\n{EXPORTED_BY}, {of}.\n"
         f"A document begins after and ends with token {end_of_document}.\n\n## Tokenizer\n\n{tokenizer}\n"
     )
     write_durably(folder / "README.md", text)

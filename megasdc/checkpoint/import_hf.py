@@ -74,8 +74,8 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         CheckpointError: files are missing or damaged.
         StorageError: ``out`` cannot be written.
     """
-    target = Path(out)
-    check_out(target, force, WEIGHTS_FILE)
+    target = Path(out).absolute()
+    check_out(target, force, WEIGHTS_FILE, "format_version", source)
     folder = _local(source)
     config = _read_json(folder / "config.json")
     model = _section({**model_fields(config), "initial_weights": str(out)})

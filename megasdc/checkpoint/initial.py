@@ -206,14 +206,14 @@ def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) ->
             f"megasdc.model.initial_weights: the weights in {weights.path} have {rows} vocabulary entries{of_own}, the "
             f"tokenizer of {where} has {wanted}; {remedy}"
         )
-    if not _same_tokenizer(data.tokenizer.kind, weights.path / TOKENIZER_FOLDER, Path(where) / "tokenizer"):
+    if not same_tokenizer(data.tokenizer.kind, weights.path / TOKENIZER_FOLDER, Path(where) / "tokenizer"):
         raise ConfigError(
             f"megasdc.model.initial_weights: the tokenizer of {where} has as many entries as that of {weights.path}, "
             f"but it is another; {remedy}"
         )
 
 
-def _same_tokenizer(kind: str, one: Path, other: Path) -> bool:
+def same_tokenizer(kind: str, one: Path, other: Path) -> bool:
     """Whether two tokenizers are the same, as far as their files can be compared; true where they cannot."""
     if kind == "sentencepiece":
         if not (one / "tokenizer.model").is_file() or not (other / "tokenizer.model").is_file():

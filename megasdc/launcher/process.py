@@ -35,10 +35,18 @@ class LauncherProcess:
         self.stopped_by: int | None = None
         self._say = say
         # A session of its own: Ctrl-C in a terminal must reach it once, through us, not also directly.
+        # Where this process was started in the background of a script it ignores SIGINT, and a child would too: it
+        # could not be ended with it. What has a handler here is as usual in the child.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._process = subprocess.Popen(
-            list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True
+            list(command),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            start_new_session=True,
         )
         self._previous = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
+        self._previous[signal.SIGINT] = before
 
     def wait(self, has_failed: Callable[[], bool], failure_grace_s: float) -> int:
         """Wait for the launcher's end.

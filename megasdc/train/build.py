@@ -170,7 +170,8 @@ def build_training_engine(
         seed=sections.training.seed,
         dtype=DTYPES[config.precision],
     )
-    if sections.model.initial_weights is not None and not list_steps(checkpoint_folder(config)):
+    goes_on = sections.checkpoint.universal is not None or bool(list_steps(checkpoint_folder(config)))
+    if sections.model.initial_weights is not None and not goes_on:
         # Now, because the engine makes its fp32 copy of them; with a checkpoint there, the resume sets them.
         _start_from(sections.model.initial_weights, pipeline, config, dims, vocab_size)
     clock.mark("model")

@@ -19,7 +19,7 @@ from megasdc.config import RunConfig, load_config, parse_config
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
-from megasdc.errors import ConfigError
+from megasdc.errors import ConfigError, DataError
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel
@@ -111,6 +111,11 @@ def evaluate_weights(
     sections = config.megasdc
     if isinstance(weights, InitialWeights):
         check_vocabulary(weights, Manifest.load(sections.data.path), sections.data.path)
+    elif weights.tokenizer_checksum not in (None, now := Manifest.load(sections.data.path).tokenizer.checksum):
+        raise DataError(
+            f"megasdc.data.path: {sections.data.path} was prepared with a tokenizer of checksum {now}, {weights.path} "
+            f"was trained with {weights.tokenizer_checksum}; give data of the same tokenizer"
+        )
     if sections.data.sequence_length > weights.model.max_positions:
         raise ConfigError(
             f"megasdc.data.sequence_length: got {sections.data.sequence_length}; {weights.path} has max_positions "

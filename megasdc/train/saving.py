@@ -13,6 +13,7 @@ from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
 from megasdc.config import RunConfig
 from megasdc.data.loader import merge_positions, position_for
+from megasdc.data.manifest import Manifest
 from megasdc.determinism import capture_rng, restore_rng, seed_generators
 from megasdc.engine.engine import StepResult
 from megasdc.errors import CheckpointError
@@ -176,7 +177,12 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     except CheckpointError as error:
         hint = 'or name "loader" in megasdc.checkpoint.universal_without to begin the data anew'
         problem = Problem(f"{error}; {hint}", storage=False)
-    what = f"the data position of {found.path} cannot be carried over, nothing was changed"
+    data = config.megasdc.data.path
+    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
+    if saved not in (None, now):
+        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
+        problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
+    what = f"{found.path} cannot go on with these data, nothing was changed"
     raise_together(problem, found.place, what, run.host_group)
     load_universal(run.engine, found, group=run.host_group)
     _restore_counters(run, state)

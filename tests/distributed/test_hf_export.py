@@ -318,9 +318,17 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, trained: Trained) -> N
             export_hf(source, tmp_path / "mine", force=force)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="was not made by this command"):
+        export_hf(source, tmp_path / "out", force=True)
+    (tmp_path / "out" / "config.json").unlink()
+    export_hf(source, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"is there already.*--force"):
         export_hf(source, tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors").unlink()
     export_hf(source, tmp_path / "out", force=True)
+    with pytest.raises(ConfigError, match="which is to be read"):
+        export_hf(source, source.parent, force=True)
+    assert source.is_dir()
     assert (tmp_path / "out" / "model.safetensors").exists()
     with pytest.raises(StorageError, match="cannot be written"):
         export_hf(source, tmp_path / "mine" / "thesis.tex" / "out")
@@ -338,7 +346,7 @@ def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> No
         assert result.tokenizer == "auto"
         texts = [path.read_text(encoding="utf-8")[::-1] for path in sorted(Path(json.__file__).parent.glob("*.py"))]
         train_sentencepiece(texts, tmp_path / "same_size.model", 500)
-        with pytest.raises(DataError, match="it is another tokenizer"):
+        with pytest.raises(DataError, match="it is another one; give the right one"):
             export_hf(folder, tmp_path / "refused", tokenizer=tmp_path / "same_size.model")
         assert not (tmp_path / "refused").exists()
     finally:

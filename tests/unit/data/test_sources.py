@@ -33,7 +33,8 @@ def test_stdlib_is_the_text_of_its_modules_in_order():
     texts = list(iterate_documents(SourceSection(kind="stdlib"), skipped))
     root = Path(sysconfig.get_path("stdlib"))
     assert texts[0] == (root / "__future__.py").read_text("utf-8")
-    assert 20e6 < sum(map(len, texts)) < 60e6
+    # Distributions that package the library's own tests apart, as Debian does, leave 11 MB of 30.
+    assert (20e6 if (root / "test" / "test_os.py").exists() else 8e6) < sum(map(len, texts)) < 60e6
     paths = [path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts]
     assert len(texts) + sum(skipped.values()) == len(paths)
     assert skipped["files that are not UTF-8"] > 0
