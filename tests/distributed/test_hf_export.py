@@ -353,6 +353,19 @@ def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> No
         data.with_name("away").rename(data)
 
 
+def test_eval_on_data_of_another_tokenizer_is_refused(tmp_path: Path, trained: Trained, data: Path) -> None:
+    """A loss over ids that mean something else would be a number without sense: exit code 71."""
+    from megasdc.train.inference import evaluate_weights
+
+    other = shutil.copytree(data, tmp_path / "other")
+    content = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
+    content["tokenizer"]["checksum"] = "0" * 16
+    (other / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    folder = str(trained("gpt", (1, 1, 1)) / "checkpoints")
+    with pytest.raises(DataError, match="prepared with a tokenizer of checksum 0000"):
+        evaluate_weights(folder, overrides=[f"megasdc.data.path={other}"])
+
+
 def test_models_that_cannot_be_imported(tmp_path: Path, exported: Path) -> None:
     """Pickles, further tensors, damage and unknown architectures are refused by name, and OUT is not made."""
     from safetensors.torch import load_file, save_file
