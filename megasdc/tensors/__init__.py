@@ -1,0 +1,1 @@
+"""Exact bits: checksums of tensors, bit patterns, comparison."""

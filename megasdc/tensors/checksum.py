@@ -1,0 +1,159 @@
+"""Do two tensors hold the same bits? Checksums of 64 bits, by algorithms with a name and a version.
+
+A checksum depends on the bit pattern of every element and on its index in logical row-major order, and on nothing else:
+not on strides, device, chunk sizes or the order of a sum. NaN payloads and the sign of zero count. Type and shape are
+not part of the value: who compares checksums records both beside it. A value changes only with the version in the name.
+
+There are two, because no algorithm is fast everywhere: ``xxh3_64`` reads raw bytes in order, which a CPU does at the
+speed of its memory; ``mixed_sum_64`` is a sum over elements, which a GPU computes in any order. Each can be computed on
+any device, so that a CPU can check what a GPU wrote down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megasdc.errors import ConfigError
+from megasdc.tensors.bits import as_bits
+from megasdc.tensors.mixed_sum import mixed_sum
+
+_MASK = (1 << 64) - 1
+
+
+class ChecksumAlgorithm(Protocol):
+    """One way to compute a checksum.
+
+    Args:
+        name: with version; what a trace records and a configuration names.
+    """
+
+    name: str
+
+    def start(self, tensor: Tensor) -> int | Tensor:
+        """Begin a checksum; `read_back` ends it.
+
+        Args:
+            tensor: any shape and strides, any real type.
+
+        Returns:
+            The finished value on the host, an unsigned 64-bit integer; or an int64 scalar [] on the tensor's device
+            with the same bits, which need not be computed yet.
+
+        Raises:
+            ValueError: the type is complex.
+        """
+        ...
+
+
+class Xxh3:
+    """XXH3 with 64 bits and seed 0 over the raw bytes of all elements in row-major order; at home on the host.
+
+    A contiguous tensor in host memory is read where it lies. Any other is first copied as a whole: into row-major
+    order, and from a device to the host.
+
+    Sync: a tensor on a device is waited for.
+    Source: Collet, xxHash specification, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+    """
+
+    name = "xxh3_64.v1"
+
+    def start(self, tensor: Tensor) -> int:
+        """The finished value; see `ChecksumAlgorithm.start`."""
+        data = row_major_bits(tensor).cpu().view(torch.uint8)
+        return xxhash.xxh3_64_intdigest(data.numpy().data)
+
+
+class MixedSum:
+    """Sum over elements, each mixed with its index; at home on a GPU, where it stays until it is read.
+
+    `megasdc.tensors.mixed_sum` has the formula.
+
+    Sync: none.
+    """
+
+    name = "mixed_sum_64.v1"
+
+    def start(self, tensor: Tensor) -> Tensor:
+        """The value on the tensor's device; see `ChecksumAlgorithm.start`."""
+        return mixed_sum(row_major_bits(tensor))
+
+
+ALGORITHMS: dict[str, ChecksumAlgorithm] = {one.name: one for one in (Xxh3(), MixedSum())}
+"""Every algorithm by its name."""
+
+
+def algorithm(name: str) -> ChecksumAlgorithm:
+    """The algorithm of a name.
+
+    Raises:
+        ConfigError: there is none of that name; the message lists those there are.
+    """
+    if name not in ALGORITHMS:
+        raise ConfigError(f"checksum algorithm {name!r} is unknown; known are {', '.join(sorted(ALGORITHMS))}")
+    return ALGORITHMS[name]
+
+
+def default_algorithm(device: torch.device) -> ChecksumAlgorithm:
+    """The algorithm that is fastest for tensors of a device: XXH3 on the host, the mixed sum elsewhere."""
+    return algorithm(Xxh3.name if device.type == "cpu" else MixedSum.name)
+
+
+def read_back(values: Sequence[int | Tensor]) -> list[int]:
+    """End checksums that `ChecksumAlgorithm.start` began.
+
+    Args:
+        values: what it returned, of any algorithms and devices.
+
+    Returns:
+        The checksums in the same order, unsigned 64-bit integers.
+
+    Sync: one copy from each device that holds values, whatever their number.
+    """
+    places = defaultdict(list)
+    found = [value if isinstance(value, int) else 0 for value in values]
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places[value.device].append((place, value))
+    for held in places.values():
+        signed = torch.stack([value for _, value in held]).tolist()
+        for (place, _), value in zip(held, signed, strict=True):
+            found[place] = value & _MASK
+    return found
+
+
+def checksum(tensor: Tensor, name: str | None = None) -> int:
+    """The checksum of one tensor.
+
+    Args:
+        tensor: any shape and strides, any real type.
+        name: the algorithm; left out: the default of the tensor's device.
+
+    Returns:
+        An unsigned 64-bit integer; type and shape are not part of it.
+
+    Raises:
+        ConfigError: no algorithm has that name.
+        ValueError: the type is complex.
+
+    Sync: the tensor is waited for.
+    """
+    chosen = default_algorithm(tensor.device) if name is None else algorithm(name)
+    return read_back([chosen.start(tensor)])[0]
+
+
+def row_major_bits(tensor: Tensor) -> Tensor:
+    """The bit patterns of all elements in logical row-major order, copied only where they lie otherwise.
+
+    Returns:
+        [n], signed integers of the elements' width.
+
+    Raises:
+        ValueError: the type is complex.
+    """
+    return as_bits(tensor.detach().resolve_neg()).contiguous().view(-1)

@@ -1,0 +1,80 @@
+"""What is the mixed sum of a tensor? The formula in torch's integer operations, for every device.
+
+The sum over all elements, modulo 2^64, of mix(x_i + (i + 1) w), where x_i is the bit pattern of element i zero-extended
+to 64 bits and w is the odd integer nearest to 2^64 over the golden ratio. mix is a bijection, so a single wrong element
+always changes the sum. Several wrong ones cancel by chance alone, with probability 2^-64: for elements of up to 32 bits
+no two pairs of pattern and index (below 2^31) give mix the same argument. 64-bit elements that differ by multiples of w
+could be exchanged unseen; no fault makes those.
+
+A sum does not depend on the order of its terms, so that any kernel gives this value. All shifts of the mixer are by 32
+bits, which costs one instruction on a GPU, whose registers have 32 bits; an element takes two multiplications.
+
+Source: Lea's mixer, in Steele and Vigna 2021, LXM: Better Splittable Pseudorandom Number Generators (and Almost as
+Fast), OOPSLA, https://doi.org/10.1145/3485525; the steps of w are those of Steele, Lea, Flood 2014, Fast Splittable
+Pseudorandom Number Generators, OOPSLA. They draw random numbers; that an element is added to the argument is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WEYL = 0x9E3779B97F4A7C15
+MULTIPLIER = 0xDABA0B6EB09322E3
+CHUNK = 1 << 16
+"""Elements that the formula works on at once, so that it needs little memory and stays in a CPU's cache."""
+
+
+def mixed_sum(bits: Tensor) -> Tensor:
+    """The mixed sum, by the fused kernel on a GPU and by the formula elsewhere.
+
+    Args:
+        bits: [n], contiguous, signed integers of the elements' width.
+
+    Returns:
+        [] int64 on the same device, the bits of the unsigned value.
+
+    Raises:
+        LaunchError: the tensor is on a GPU and Triton is not installed.
+
+    Sync: none.
+    """
+    if bits.device.type == "cuda":
+        from megasdc.tensors.mixed_sum_kernel import fused_mixed_sum
+
+        return fused_mixed_sum(bits)
+    return mixed_sum_formula(bits)
+
+
+def mixed_sum_formula(bits: Tensor) -> Tensor:
+    """The mixed sum by torch's integer operations, whose int64 wraps modulo 2^64; what every kernel must agree with.
+
+    Args:
+        bits: [n], contiguous, signed integers of the elements' width.
+
+    Returns:
+        [] int64 on the same device, the bits of the unsigned value.
+
+    Sync: none.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    steps = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=bits.device).mul_(_signed(WEYL))
+    low = (1 << 8 * bits.element_size()) - 1
+    for begin in range(0, bits.numel(), CHUNK):
+        mixed = bits[begin : begin + CHUNK].to(torch.int64, copy=True)
+        if bits.element_size() < mixed.element_size():
+            mixed &= low  # zero-extends
+        mixed += steps[: mixed.numel()]
+        mixed += _signed(begin * WEYL)
+        for _ in range(2):
+            mixed ^= (mixed >> 32) & 0xFFFFFFFF  # a shift of int64 copies the sign
+            mixed *= _signed(MULTIPLIER)
+        mixed ^= (mixed >> 32) & 0xFFFFFFFF
+        total += mixed.sum()
+    return total
+
+
+def _signed(value: int) -> int:
+    """The int64 with the lowest 64 bits of an integer."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
