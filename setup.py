@@ -28,6 +28,7 @@ setup(
         "huggingface_hub",
         "protobuf",
         "tensorboard",
+        "pyarrow",
         "xxhash",
         "psutil",
         "pybind11",

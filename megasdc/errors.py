@@ -91,6 +91,12 @@ class PeerError(MegasdcError):
     exit_code = 79
 
 
+class TraceError(MegasdcError):
+    """A trace or golden trace is missing, damaged, or was not made for what it is compared with."""
+
+    exit_code = 80
+
+
 ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {
     kind.exit_code: kind
     for kind in (
@@ -104,6 +110,7 @@ ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {
         StorageError,
         LaunchError,
         PeerError,
+        TraceError,
     )
 }
 """Meaning of each documented exit code."""

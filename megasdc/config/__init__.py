@@ -14,6 +14,7 @@ from megasdc.config.sections import (
     ParallelSection,
     SourceSection,
     TokenizerSection,
+    TraceSection,
     TrainingSection,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "RunConfig",
     "SourceSection",
     "TokenizerSection",
+    "TraceSection",
     "TrainingSection",
     "check_layout",
     "ffn_width",

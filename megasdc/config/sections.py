@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megasdc.addresses import PHASES
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -240,6 +242,32 @@ class LoggingSection(Section):
     )
 
 
+class TraceSection(Section):
+    """Exact checksums of what every submodule computes, written to the run folder."""
+
+    enabled: bool = Field(False, description="Record a trace; off: no hook is attached anywhere.")
+    granularity: Literal["layer", "submodule", "gemm"] = Field(
+        "gemm",
+        description="layer: results of whole layers, embedding, output and loss; submodule: also norms, attention, MLP "
+        "and residual sums; gemm: also every linear layer.",
+    )
+    phases: list[Literal[PHASES]] = Field(  # type: ignore[valid-type]
+        list(PHASES), min_length=1, description="Phases that are recorded."
+    )
+    interval: PositiveInt = Field(1, description="Steps between recorded steps; the first is always recorded.")
+    micro_batches: list[NonNegativeInt] | None = Field(
+        None, description="Micro-batches of a step that are recorded, the first is 0; null: all."
+    )
+    layers: list[NonNegativeInt] | None = Field(
+        None,
+        description="Places of layers in the pipeline that are recorded: 0 word embedding, 1 positions, 2 the first "
+        "transformer layer; null: all.",
+    )
+    algorithm: str | None = Field(
+        None, description="Checksum algorithm by name; null: the fastest for the device (`megasdc bench checksum`)."
+    )
+
+
 class MegasdcSection(Section):
     """All sections of the `megasdc` key."""
 
@@ -248,4 +276,5 @@ class MegasdcSection(Section):
     parallel: ParallelSection = Field(default_factory=lambda: ParallelSection.model_validate({}))
     training: TrainingSection
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
+    trace: TraceSection = Field(default_factory=lambda: TraceSection.model_validate({}))
     logging: LoggingSection

@@ -6,10 +6,12 @@ with sequence parallelism. Every layer is built under a seed of its own.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.model.modules import (
@@ -84,40 +86,85 @@ class LayerContext:
         return self._rotary[key]
 
 
+@functools.cache
+def _local_embedding() -> type:
+    """Megatron-core's word embedding, whose result is what this tensor rank's own vocabulary entries give.
+
+    The sum over tensor ranks is left to the caller, so that a rank's own result can be observed before it. Made in a
+    function, because Megatron-core is imported late.
+    """
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+    class LocalEmbedding(VocabParallelEmbedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            """Look up [b, s] -> [b, s, h]; zero where the entry belongs to another rank."""
+            if self.num_embeddings_per_partition == self.num_embeddings:
+                return self._look_up(tokens)
+            elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
+            local = self._look_up((tokens - self.vocab_start_index).masked_fill(elsewhere, 0))
+            return local.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+        def _look_up(self, tokens: Tensor) -> Tensor:
+            # On CUDA the backward of an index sorts, that of F.embedding adds in any order.
+            return self.weight[tokens] if self.deterministic_mode else F.embedding(tokens, self.weight)
+
+    return LocalEmbedding
+
+
+class TiedOutput(nn.Module):
+    """Output of a model with tied embeddings; has no weights of its own.
+
+    Args:
+        tensor_parallel: whether there is more than one tensor rank.
+        sequence_parallel: whether hidden states are split along the sequence.
+    """
+
+    def __init__(self, tensor_parallel: bool, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.allreduce_dgrad = tensor_parallel and not sequence_parallel
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Hidden [s, b, h] (or [s/tp, b, h]) and weight [v/tp, h] -> logits [s, b, v/tp]."""
+        from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input=hidden,
+            weight=weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=self.allreduce_dgrad,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
 class WordEmbedding(nn.Module):
     """Token ids [b, s] to word vectors [s, b, h]; the vocabulary is split over tensor ranks."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
-        from megatron.core.tensor_parallel import VocabParallelEmbedding
-
         super().__init__()
-        self.config = context.config
         self.tensor_parallel = context.dims.tensor > 1
         with seeded_build(context.seed, index):
-            self.word_embeddings = VocabParallelEmbedding(
+            self.word_embeddings = _local_embedding()(
                 num_embeddings=context.vocab_size,
                 embedding_dim=context.config.hidden_size,
                 init_method=context.config.init_method,
                 config=context.config,
             )
+        self.output = TiedOutput(self.tensor_parallel, context.config.sequence_parallel)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up [b, s] -> [s, b, h]."""
-        return self.word_embeddings(tokens).transpose(0, 1).contiguous()
+        words = self.word_embeddings(tokens)
+        if self.tensor_parallel:
+            from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+            words = reduce_from_tensor_model_parallel_region(words)
+        return words.transpose(0, 1).contiguous()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of a model with tied embeddings: hidden [s, b, h] (or [s/tp, b, h]) -> logits [s, b, v/tp]."""
-        from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-
-        sequence_parallel = self.config.sequence_parallel
-        return linear_with_grad_accumulation_and_async_allreduce(
-            input=hidden,
-            weight=self.word_embeddings.weight,
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=self.tensor_parallel and not sequence_parallel,
-            sequence_parallel=sequence_parallel,
-        )
+        return self.output(hidden, self.word_embeddings.weight)
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+Observe = Callable[[str, Tensor], None]
+"""Called with the name of a rank's own intermediate result and the result, before a collective mixes ranks."""
 
 
 class TokenLoss:
@@ -27,7 +34,10 @@ class TokenLoss:
         columns = padded_vocab_size // tensor
         self.real_columns = max(0, min(columns, vocab_size - tp_rank * columns))
         self.columns = columns
+        self.first_column = tp_rank * columns
         self.tensor = tensor
+        self.tap: Callable[[Tensor], Tensor] | None = None
+        self.observe: Observe | None = None
 
     def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the loss of one micro-batch.
@@ -42,7 +52,12 @@ class TokenLoss:
         Collective: the tensor group.
         """
         labels, mask = labels_and_mask
-        return (self.per_token(logits, labels) * mask).sum() / labels.numel()
+        if self.tap is not None:
+            logits = self.tap(logits)
+        loss = self.per_token(logits, labels)
+        if self.observe is not None:
+            self.observe("output", loss)
+        return (loss * mask).sum() / labels.numel()
 
     def per_token(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token.
@@ -62,9 +77,70 @@ class TokenLoss:
                 logits = logits[..., : self.real_columns]
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             return loss.view_as(labels).transpose(0, 1)
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
 
         if self.real_columns < self.columns:
             padding = torch.arange(self.columns, device=logits.device) >= self.real_columns
             logits = logits.masked_fill(padding, torch.finfo(torch.float32).min)
-        return vocab_parallel_cross_entropy(logits, labels.contiguous()).transpose(0, 1)
+        group = get_tensor_model_parallel_group()
+        loss = VocabParallelCrossEntropy.apply(logits, labels, self.first_column, group, self.observe)
+        return loss.transpose(0, 1)
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over logits whose columns are divided over the ranks of a group.
+
+    Each rank's own maximum, sum and predicted logit can be observed before they are reduced; Megatron-core's function
+    shows only what they were reduced to, and overwrites its input.
+
+    Collective: the group, in forward only.
+    Source: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        first_column: int,
+        group: dist.ProcessGroup,
+        observe: Observe | None,
+    ) -> Tensor:
+        """Loss of every token.
+
+        Args:
+            ctx: autograd's.
+            logits: [s, b, v/tp], fp32.
+            labels: [s, b], over the whole vocabulary.
+            first_column: of this rank.
+            group: the tensor group.
+            observe: null, or told ``maximum``, ``predicted`` and ``sum``, each [s, b].
+
+        Returns:
+            [s, b], fp32.
+        """
+        observe = observe or (lambda name, value: None)
+        maximum = logits.amax(-1)
+        observe("maximum", maximum)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - maximum.unsqueeze(-1)
+        column = labels - first_column
+        elsewhere = (column < 0) | (column >= logits.shape[-1])
+        column = column.masked_fill(elsewhere, 0).unsqueeze(-1)
+        predicted = shifted.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0.0)
+        observe("predicted", predicted)
+        exponentials = shifted.exp_()
+        total = exponentials.sum(-1)
+        observe("sum", total)
+        dist.all_reduce(predicted, group=group)
+        dist.all_reduce(total, group=group)
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, elsewhere)
+        return total.log() - predicted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Softmax minus one at the label, times the gradient of the loss, [s, b, v/tp]."""
+        softmax, column, elsewhere = ctx.saved_tensors
+        ones = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+        gradient = softmax.scatter_add_(-1, column, -ones)  # in place: autograd refuses a second backward
+        return gradient.mul_(gradients[0].unsqueeze(-1)), None, None, None, None

@@ -20,6 +20,18 @@ SITE_EMBEDDING, SITE_ATTENTION_RESIDUAL, SITE_MLP_RESIDUAL, SITE_HEADS = 0, 1, 2
 """Numbers of the dropout sites of a layer; attention head i uses SITE_HEADS + i."""
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose input gradient is one sum of its own.
+
+    PyTorch computes it in several operations on a CPU, whose gradients autograd would add one by one to that of the
+    residual path; observing the gradient would then change the order of the sum.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimension."""
+        return super().forward(x.view_as(x))
+
+
 class Norm:
     """Makes a LayerNorm or RMSNorm whose gradients are marked for the sum over tensor ranks where they need it.
 
@@ -30,7 +42,7 @@ class Norm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
         """Return the norm that ``config.normalization`` names, over the last [hidden_size] elements."""
-        kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
+        kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

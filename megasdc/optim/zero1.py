@@ -7,6 +7,8 @@ every data-parallel rank. The names used here are DeepSpeed 0.19's private ones;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +43,75 @@ def reduced_gradients(optimizer: Any) -> list[Tensor]:
     if is_bf16_optimizer(optimizer):
         return list(optimizer.fp32_groups_gradients_flat)
     return [gradient for group in optimizer.averaged_gradients.values() if group for gradient in group]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter that this rank owns.
+
+    Args:
+        parameter: the whole parameter of this stage and tensor rank.
+        flat: the flat fp32 partition that holds the owned part; the inner optimizer's key to its state.
+        start: first element in ``flat``.
+        numel: number of elements, at least 1.
+        gradient: the owned part of the reduced gradient, [numel], a view; valid between the reduction and the step.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    start: int
+    numel: int
+    gradient: Tensor | None
+
+    @property
+    def master(self) -> Tensor:
+        """The owned part of the fp32 weights, [numel], a view."""
+        return self.flat.detach().narrow(0, self.start, self.numel)
+
+    def states(self, optimizer: Any) -> dict[str, Tensor]:
+        """The owned part of each optimizer state that has one value an element, [numel], views.
+
+        Args:
+            optimizer: DeepSpeed's ZeRO-1 optimizer.
+        """
+        state = optimizer.optimizer.state.get(self.flat, {})
+        return {
+            name: value.detach().narrow(0, self.start, self.numel)
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == self.flat.shape
+        }
+
+
+def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
+    """What this rank owns of each parameter of its stage, in the order of the optimizer's groups.
+
+    Read from the fragment addresses and not through ``safe_get_full_optimizer_state``, because DeepSpeed links the
+    optimizer state of the first of several groups only (0.19.8).
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer.
+    """
+    bf16 = is_bf16_optimizer(optimizer)
+    for index, parameters in enumerate(optimizer.bf16_groups if bf16 else optimizer.bit16_groups):
+        if bf16:
+            flat = optimizer.fp32_groups_flat_partition[index]
+            gradients = optimizer.fp32_groups_gradient_flat_partition[index]
+        else:
+            flat = optimizer.single_partition_of_fp32_groups[index]
+            owned = optimizer.averaged_gradients.get(index) or []
+            by_parameter = {
+                id(parameter): gradient
+                for parameter, gradient in zip(optimizer.params_in_partition[index], owned, strict=False)
+            }
+        for parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                continue
+            place = mapping.hp_fragment_address
+            gradient = gradients.narrow(0, place.start, place.numel) if bf16 else by_parameter.get(id(parameter))
+            yield Fragment(
+                parameter, flat, place.start, place.numel, None if gradient is None else gradient.detach().flatten()
+            )
 
 
 @torch.no_grad()

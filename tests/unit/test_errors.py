@@ -26,6 +26,7 @@ def test_exit_codes_do_not_change():
         "StorageError": 77,
         "LaunchError": 78,
         "PeerError": 79,
+        "TraceError": 80,
     }
 
 

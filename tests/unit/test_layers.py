@@ -12,6 +12,7 @@ import megasdc
 PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
     "errors": 0,
+    "addresses": 1,
     "events": 1,
     "config": 1,
     "tensors": 2,
@@ -38,7 +39,7 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
-NO_TORCH = {"errors", "events", "config"}
+NO_TORCH = {"errors", "addresses", "events", "config"}
 
 
 def part_of(file):

@@ -1,0 +1,43 @@
+"""Where in a run was something observed? One address, the same on every rank, node and restart.
+
+No torch: configurations, events and files name addresses too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD = "forward", "recompute", "backward", "weight_grad"
+REDUCED_GRAD, UPDATE, PARAMETER = "reduced_grad", "update", "parameter"
+PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
+"""Phases in the order in which a step runs them.
+
+forward, recompute: what a submodule computed, before a collective mixes ranks. backward: the gradient of its input,
+likewise. weight_grad: what one micro-batch adds to the gradient of a parameter. reduced_grad, update: this rank's shard
+after the reduction and after the optimizer. parameter: after the all-gather.
+"""
+MICRO_BATCH_PHASES = PHASES[:4]
+"""Phases that belong to one micro-batch; the others belong to a step."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """One observation of one rank.
+
+    Args:
+        step: optimizer step, first is 1.
+        micro_batch: micro-batch in the step, first is 0; null in phases that belong to the whole step.
+        phase: one of ``PHASES``.
+        fqn: full name of the submodule, its first number the place of its layer in the whole pipeline.
+        slot: which tensor of the submodule, such as ``output``, ``input``, ``weight``, ``exp_avg``.
+    """
+
+    step: int
+    micro_batch: int | None
+    phase: str
+    fqn: str
+    slot: str
+
+    def __str__(self) -> str:
+        where = f"step {self.step}" + ("" if self.micro_batch is None else f", micro-batch {self.micro_batch}")
+        return f"{where}, {self.phase} of {self.fqn} ({self.slot})"

@@ -1,0 +1,128 @@
+"""How does a feature see what every submodule of a rank computes, each result at its address?
+
+Listeners are called in the order given: what changes results on purpose comes before what records them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, Address
+from megasdc.engine.hooks import EngineHook
+from megasdc.model.submodules import Attachment, Submodule
+from megasdc.optim.zero1 import owned_fragments
+
+if TYPE_CHECKING:
+    from megasdc.engine.engine import TrainingEngine
+
+Listener = Callable[[Address, Tensor], Tensor | None]
+"""Called with the address and value of a result; answers null, or the value to go on with, [the same shape]."""
+
+
+class Observer(EngineHook):
+    """Shows listeners the results of one rank, in the order in which they come.
+
+    While it is attached, forward and backward passes in training show their results; evaluations do not.
+
+    Args:
+        engine: the engine; the observer adds itself to its hooks.
+        submodules: which submodules, from ``list_submodules(engine.module)``.
+        listeners: called in this order for every result.
+
+    Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
+        the collectives of column-parallel layers are called from another place.
+    """
+
+    def __init__(self, engine: TrainingEngine, submodules: Sequence[Submodule], listeners: Sequence[Listener]) -> None:
+        self._undo = ExitStack()
+        self._listeners = tuple(listeners)
+        self._step = 0
+        self._micro_batch = 0
+        self._pass: str | None = None
+        self._names = {
+            id(parameter): (submodule.fqn, slot)
+            for submodule in submodules
+            for slot, parameter in submodule.parameters.items()
+        }
+        self._parameters = [
+            (submodule.fqn, slot, parameter)
+            for submodule in submodules
+            for slot, parameter in submodule.parameters.items()
+        ]
+        attachment = Attachment(engine.module, list(submodules), self._emit_local)
+        self._undo.callback(attachment.close)
+        handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: self._emit_update(engine))
+        self._undo.callback(handle.remove)
+        engine.hooks.append(self)
+        self._undo.callback(engine.hooks.remove, self)
+
+    def close(self) -> None:
+        """Take every hook away; idempotent."""
+        self._undo.close()
+
+    # --- which micro-batch --------------------------------------------------------------------------------------
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Results belong to this forward pass from now on."""
+        self._step, self._micro_batch, self._pass = engine.step_number, micro_batch, FORWARD
+
+    def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Results belong to no pass."""
+        self._pass = None
+
+    def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Results belong to this backward pass from now on; a forward in it is a recomputation."""
+        self._step, self._micro_batch, self._pass = engine.step_number, micro_batch, BACKWARD
+
+    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Results belong to no pass."""
+        self._pass = None
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Show this rank's shard of the reduced gradients."""
+        for fragment in owned_fragments(engine.optimizer):
+            if fragment.gradient is not None and (name := self._names.get(id(fragment.parameter))):
+                self._emit_in_place(REDUCED_GRAD, *name, fragment.gradient)
+
+    def _emit_update(self, engine: TrainingEngine) -> None:
+        """Show what the inner optimizer has just stepped, before it is gathered."""
+        stepped = {id(flat) for group in engine.optimizer.optimizer.param_groups for flat in group["params"]}
+        for fragment in owned_fragments(engine.optimizer):
+            name = self._names.get(id(fragment.parameter))
+            if name is None or id(fragment.flat) not in stepped:
+                continue
+            fqn, parameter = name
+            self._emit_in_place(UPDATE, fqn, f"{parameter}.master", fragment.master)
+            for state, value in fragment.states(engine.optimizer).items():
+                self._emit_in_place(UPDATE, fqn, f"{parameter}.{state}", value)
+
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Show the parameters as they were gathered."""
+        for fqn, slot, parameter in self._parameters:
+            self._emit_in_place(PARAMETER, fqn, slot, parameter.data)
+
+    def _emit_local(self, phase: str, fqn: str, slot: str, result: Tensor) -> Tensor | None:
+        if self._pass is None:
+            return None
+        if phase == FORWARD and self._pass == BACKWARD:
+            phase = RECOMPUTE
+        return self._emit(Address(self._step, self._micro_batch, phase, fqn, slot), result)
+
+    def _emit_in_place(self, phase: str, fqn: str, slot: str, value: Tensor) -> None:
+        answer = self._emit(Address(self._step, None, phase, fqn, slot), value)
+        if answer is not None:
+            value.copy_(answer)
+
+    def _emit(self, address: Address, result: Tensor) -> Tensor | None:
+        changed = None
+        for listener in self._listeners:
+            answer = listener(address, result if changed is None else changed)
+            if answer is not None:
+                changed = answer
+        return changed

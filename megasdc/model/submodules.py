@@ -1,0 +1,288 @@
+"""Which submodules does a stage have, and how is each one's own result seen, forward and backward?
+
+A result is seen before a collective mixes tensor ranks: the outputs of row-parallel and vocabulary-parallel layers
+before their sum, the input gradient of a column-parallel layer before its sum, which Megatron-core's autograd function
+hides; while observers are attached the collective is moved out of that function, at the same place of the computation
+and with the same bits. Without observers no hook is attached anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD
+from megasdc.errors import ConfigError
+from megasdc.model.layers import FinalNorm, OutputLayer, PositionEmbedding, TransformerBlock, WordEmbedding
+
+Emit = Callable[[str, str, str, Tensor], Tensor | None]
+"""Called with (phase, fqn, slot, result); answers null, or the value to go on with."""
+
+EMBEDDING, POSITIONS, NORM, QKV, CORE_ATTENTION = "embedding", "positions", "norm", "qkv", "core_attention"
+PROJECTION, RESIDUAL, FC1, ACTIVATION, FC2 = "projection", "residual", "fc1", "activation", "fc2"
+BLOCK, FINAL_NORM, HEAD, LOSS = "block", "final_norm", "head", "loss"
+KINDS = (
+    EMBEDDING,
+    POSITIONS,
+    NORM,
+    QKV,
+    CORE_ATTENTION,
+    PROJECTION,
+    RESIDUAL,
+    FC1,
+    ACTIVATION,
+    FC2,
+    BLOCK,
+    FINAL_NORM,
+    HEAD,
+    LOSS,
+)
+"""Kinds of submodules, as a step runs them; ``block`` is the second residual sum, the result of a whole layer."""
+
+LOSS_FQN = "loss"
+_BLOCK_PARTS = {
+    "input_layernorm": NORM,
+    "self_attention.linear_qkv": QKV,
+    "self_attention.q_layernorm": NORM,
+    "self_attention.k_layernorm": NORM,
+    "self_attention.core_attention": CORE_ATTENTION,
+    "self_attention.linear_proj": PROJECTION,
+    "self_attn_bda": RESIDUAL,
+    "pre_mlp_layernorm": NORM,
+    "mlp.linear_fc1": FC1,
+    "mlp.activation": ACTIVATION,
+    "mlp.linear_fc2": FC2,
+    "mlp_bda": BLOCK,
+}
+_COLUMN = frozenset({QKV, FC1, HEAD})
+_ROW = frozenset({PROJECTION, FC2})
+
+
+@dataclass(frozen=True)
+class Submodule:
+    """One entry of the catalogue.
+
+    Args:
+        fqn: full name; its first number is the place of the layer in the whole pipeline.
+        kind: one of ``KINDS``.
+        module: what computes it; null for an activation, which Megatron-core computes in a function, and for the loss.
+        parameters: its own parameters by name, without those of submodules below it.
+    """
+
+    fqn: str
+    kind: str
+    module: nn.Module | None
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def layer(self) -> int | None:
+        """Place of its layer in the whole pipeline; null for the loss."""
+        return None if self.kind == LOSS else int(self.fqn.split(".", 1)[0])
+
+
+def list_submodules(stage: Any) -> list[Submodule]:
+    """Every submodule of this rank's stage, in the order of its forward pass.
+
+    Tied embeddings: the parameter belongs to the embedding on the first stage, to the output on a last stage of its
+    own.
+
+    Args:
+        stage: the ``GPTPipeline``.
+
+    Raises:
+        ConfigError: the submodules are Transformer Engine's, whose own results cannot be seen.
+    """
+    found: list[Submodule] = []
+    owned: set[int] = set()
+    for index, layer in enumerate(stage.forward_funcs, start=stage._local_start):
+        for name, kind, module in _parts(layer):
+            parameters = {}
+            holder = layer.args[0].word_embeddings if isinstance(layer, functools.partial) else module
+            if holder is not None and kind != POSITIONS:
+                parameters = dict(holder.named_parameters(recurse=False))
+            elif kind == POSITIONS:
+                parameters = {key.removeprefix("positions."): value for key, value in module.named_parameters()}
+            parameters = {key: value for key, value in parameters.items() if id(value) not in owned}
+            owned.update(map(id, parameters.values()))
+            found.append(Submodule(f"{index}.{name}", kind, module, parameters))
+    if stage.loss_fn is not None and stage._local_stop == stage._num_layers:
+        found.append(Submodule(LOSS_FQN, LOSS, None, {}))
+    missing = {name for name, value in stage.named_parameters() if id(value) not in owned}
+    if missing:
+        raise RuntimeError(f"parameters of no submodule in the catalogue: {', '.join(sorted(missing))}")
+    return found
+
+
+def _parts(layer: Any) -> Iterator[tuple[str, str, Any]]:
+    """(name in the layer, kind, module) of one entry of the pipeline."""
+    if isinstance(layer, functools.partial):  # the tied output
+        yield "output", HEAD, layer.args[0].output
+    elif isinstance(layer, WordEmbedding):
+        yield "word_embeddings", EMBEDDING, layer.word_embeddings
+    elif isinstance(layer, PositionEmbedding):
+        yield "positions", POSITIONS, layer
+    elif isinstance(layer, TransformerBlock):
+        if layer.context.backend != "torch":
+            raise ConfigError(
+                f"megasdc.model.backend is {layer.context.backend}: results of its submodules cannot be observed; "
+                'set it to "torch", or leave traces and faults out'
+            )
+        for name, kind in _BLOCK_PARTS.items():
+            module = None if kind == ACTIVATION else _get(layer.layer, name)
+            if kind == ACTIVATION or (module is not None and not type(module).__name__.startswith("Identity")):
+                yield f"layer.{name}", kind, module
+    elif isinstance(layer, FinalNorm):
+        yield "norm", FINAL_NORM, layer.norm
+    elif isinstance(layer, OutputLayer):
+        yield "output", HEAD, layer.output
+    else:
+        raise RuntimeError(f"a pipeline layer of type {type(layer).__name__} is not in the catalogue")
+
+
+def _get(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+class Attachment:
+    """Hooks on every submodule of a stage; ``close`` takes all of them away.
+
+    Args:
+        stage: the ``GPTPipeline``.
+        submodules: what to observe, from ``list_submodules``.
+        emit: told every result. Forward, a value that it answers overwrites the result where it lies; backward and
+            for weight gradients it takes the result's place.
+    """
+
+    def __init__(self, stage: Any, submodules: list[Submodule], emit: Emit) -> None:
+        self._undo = ExitStack()
+        self._emit = emit
+        for submodule in submodules:
+            if submodule.kind == LOSS:
+                self._attach_loss(stage.loss_fn)
+            elif submodule.kind == ACTIVATION:
+                block = stage.forward_funcs[int(submodule.fqn.split(".")[0]) - stage._local_start]
+                self._attach_activation(submodule.fqn, block.layer.mlp)
+            else:
+                self._attach_module(submodule)
+        for submodule in submodules:
+            for slot, parameter in submodule.parameters.items():
+                self._on_weight_gradient(submodule.fqn, slot, parameter)
+
+    def close(self) -> None:
+        """Leave the stage as it was found."""
+        self._undo.close()
+
+    def _attach_module(self, submodule: Submodule) -> None:
+        fqn, module = submodule.fqn, submodule.module
+        assert module is not None, "only activation and loss have no module"
+        if submodule.kind in _ROW:
+            self._observe_row(fqn, module)
+        else:
+            self._hold(module.register_forward_hook(lambda _m, _a, out: self._forward(fqn, "output", _first(out))))
+        if submodule.kind == EMBEDDING:  # token ids have no gradient
+            return
+        if submodule.kind in _COLUMN:
+            self._move_column_collective(module)
+        slots = ("query", "key", "value") if submodule.kind == CORE_ATTENTION else ("input",)
+        self._hold(module.register_forward_pre_hook(lambda _m, args: self._tap_inputs(fqn, slots, args)))
+
+    def _attach_loss(self, loss: Any) -> None:
+        loss.observe = lambda slot, value: self._forward(LOSS_FQN, slot, value)
+        loss.tap = lambda logits: self._tap(LOSS_FQN, "input", logits)
+
+        def restore() -> None:
+            loss.observe = loss.tap = None
+
+        self._undo.callback(restore)
+
+    def _attach_activation(self, fqn: str, mlp: Any) -> None:
+        """The result is what FC2 takes in; the gradient of the input is the one that FC1's output gets."""
+        self._hold(mlp.linear_fc2.register_forward_pre_hook(lambda _m, args: self._forward(fqn, "output", args[0])))
+        self._hold(
+            mlp.linear_fc1.register_forward_hook(lambda _m, _a, out: (self._tap(fqn, "input", out[0]), *out[1:]))
+        )
+
+    def _forward(self, fqn: str, slot: str, result: Tensor) -> None:
+        value = self._emit(FORWARD, fqn, slot, result.detach())
+        if value is not None:
+            result.data.copy_(value)
+
+    def _observe_row(self, fqn: str, module: Any) -> None:
+        local = module._forward_impl
+
+        def observed(*args: Any, **options: Any) -> Tensor:
+            result = local(*args, **options)
+            self._forward(fqn, "output", result)
+            return result
+
+        module._forward_impl = observed
+        self._undo.callback(delattr, module, "_forward_impl")
+
+    def _move_column_collective(self, module: Any) -> None:
+        """Take the sum of input gradients out of the linear layer; ``_tap_inputs`` comes after it in the forward."""
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            gather_from_sequence_parallel_region,
+        )
+
+        before = {
+            name: getattr(module, name)
+            for name in ("allreduce_dgrad", "sequence_parallel", "disable_grad_reduce")
+            if hasattr(module, name)
+        }
+        if before["sequence_parallel"]:
+            outside = gather_from_sequence_parallel_region
+        elif before["allreduce_dgrad"]:
+            outside = copy_to_tensor_model_parallel_region
+        else:
+            return
+        module.allreduce_dgrad = module.sequence_parallel = False
+        if "disable_grad_reduce" in before:
+            module.disable_grad_reduce = True
+        self._undo.callback(vars(module).update, before)
+        self._hold(module.register_forward_pre_hook(lambda _m, args: (outside(args[0]), *args[1:])))
+
+    def _tap_inputs(self, fqn: str, slots: tuple[str, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tapped = list(args)
+        for place, slot in enumerate(slots):
+            value = args[place]
+            if isinstance(value, tuple):  # (branch, bias) of a residual sum
+                tapped[place] = (self._tap(fqn, slot, value[0]), *value[1:])
+            else:
+                tapped[place] = self._tap(fqn, slot, value)
+        return tuple(tapped)
+
+    def _tap(self, fqn: str, slot: str, value: Tensor) -> Tensor:
+        return _GradientTap.apply(value, lambda gradient: self._emit(BACKWARD, fqn, slot, gradient))
+
+    def _on_weight_gradient(self, fqn: str, slot: str, parameter: nn.Parameter) -> None:
+        self._hold(parameter.register_hook(lambda gradient: self._emit(WEIGHT_GRAD, fqn, slot, gradient.detach())))
+
+    def _hold(self, handle: Any) -> None:
+        self._undo.callback(handle.remove)
+
+
+class _GradientTap(torch.autograd.Function):
+    """Identity whose backward shows the gradient and takes the answer in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, emit: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.emit = emit
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        answer = ctx.emit(gradients[0])
+        return (gradients[0] if answer is None else answer), None
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

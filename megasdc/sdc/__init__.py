@@ -1,0 +1,1 @@
+"""Did a rank compute something else? Traces, golden traces, comparison, verdicts."""
