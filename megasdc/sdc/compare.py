@@ -1,0 +1,128 @@
+"""Where do two sets of traces part first, and on which rank?
+
+The first divergence is by execution order over all ranks. Results are recorded before collectives mix ranks, so that
+whichever rank comes first in this order is the one that computed something else; the others received it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.trace import Trace
+
+_STEP_PHASES = {REDUCED_GRAD: 1, UPDATE: 2, PARAMETER: 3}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One result that is not what was expected.
+
+    Args:
+        rank: global rank.
+        address: of the result.
+        place: how many results the rank recorded before it.
+        expected: checksum that was expected; null where no result was.
+        got: checksum that was computed; null where none was.
+    """
+
+    rank: int
+    address: Address
+    place: int
+    expected: int | None
+    got: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison of several ranks' traces found.
+
+    Args:
+        compared: results that were compared, over all ranks.
+        divergences: in execution order over all ranks.
+        first: those of ``divergences`` that no other comes before; of several ranks only where several were wrong at
+            the same place.
+    """
+
+    compared: int
+    divergences: tuple[Divergence, ...]
+    first: tuple[Divergence, ...]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Number of divergences by rank, of ranks that have any."""
+        counts: dict[int, int] = {}
+        for divergence in self.divergences:
+            counts[divergence.rank] = counts.get(divergence.rank, 0) + 1
+        return counts
+
+
+def execution_key(address: Address, place: int, dims: ParallelDims) -> tuple[int, ...]:
+    """Where a result stands in the order in which one replica computes a step.
+
+    A micro-batch runs forward through the stages and backward through them in reverse; micro-batches do not influence
+    each other before gradients are reduced. Ranks of one stage run the same program, so the number of results before
+    one orders them too.
+
+    Args:
+        address: of the result.
+        place: how many results its rank recorded before it.
+        dims: place of its rank.
+    """
+    if address.phase not in MICRO_BATCH_PHASES:
+        return address.step, _STEP_PHASES[address.phase], 0, 0, 0, place
+    assert address.micro_batch is not None, "every result of these phases belongs to a micro-batch"
+    forward = address.phase == FORWARD
+    stage = dims.pp_rank if forward else dims.pipeline - 1 - dims.pp_rank
+    return address.step, 0, address.micro_batch, int(not forward), stage, place
+
+
+def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layout: ParallelDims) -> Comparison:
+    """Compare every rank's trace with what was expected of it.
+
+    Args:
+        expected: trace by global rank.
+        got: trace by global rank; of the same layout.
+        layout: sizes of the parallel dimensions.
+
+    Raises:
+        ValueError: the ranks are not the same.
+    """
+    if set(expected) != set(got):
+        raise ValueError(f"traces of ranks {sorted(got)} are compared with those of ranks {sorted(expected)}")
+    compared = 0
+    found = []
+    for rank in sorted(expected):
+        dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
+        divergences = compare_rank(rank, expected[rank], got[rank])
+        compared += max(len(expected[rank]), len(got[rank]))
+        found += [(execution_key(one.address, one.place, dims), one) for one in divergences]
+    found.sort(key=lambda pair: (pair[0], pair[1].rank))
+    first = tuple(one for key, one in found if key == found[0][0])
+    return Comparison(compared, tuple(one for _, one in found), first)
+
+
+def compare_rank(rank: int, expected: Trace, got: Trace) -> list[Divergence]:
+    """Every difference between two traces of one rank, in the order of the second, then what it lacks.
+
+    Args:
+        rank: global rank, only to name it.
+        expected: what was expected.
+        got: what was computed.
+    """
+    if expected.addresses == got.addresses:
+        pairs = enumerate(zip(got.addresses, expected.checksums, got.checksums, strict=True))
+        return [Divergence(rank, address, place, a, b) for place, (address, a, b) in pairs if a != b]
+    wanted = {address: (place, value) for place, (address, value) in enumerate(_pairs(expected))}
+    found = []
+    for place, (address, value) in enumerate(_pairs(got)):
+        known = wanted.pop(address, None)
+        if known is None or known[1] != value:
+            found.append(Divergence(rank, address, place, None if known is None else known[1], value))
+    return found + [Divergence(rank, address, place, value, None) for address, (place, value) in wanted.items()]
+
+
+def _pairs(trace: Trace) -> list[tuple[Address, int]]:
+    return list(zip(trace.addresses, trace.checksums, strict=True))
