@@ -34,6 +34,13 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 
+golden_app = typer.Typer(
+    help="Golden traces: what trusted hardware computed, and whether this hardware computes the same.",
+    epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden",
+    no_args_is_help=True,
+)
+app.add_typer(golden_app, name="golden")
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
@@ -395,6 +402,87 @@ def generate(
             progress=not as_json,
         )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.prompt + result.text)
+
+
+@golden_app.command("record", epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden")
+def golden_record(
+    config: ConfigOption,
+    out: Annotated[Path, typer.Option("--out", help="The golden file to write; replaced if it exists.")],
+    overrides: Overrides = None,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Data-parallel size of the golden layout.")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case in each set of processes.")] = 3,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Run the configuration's workload - seeded weights and tokens, a few steps - and keep its checksums.
+
+    It runs in two sets of fresh processes; a workload that does not repeat bit for bit is refused. The file holds for
+    devices, versions and layout like these; its key says which.
+    """
+    from rich.console import Console
+
+    from megasdc.config import load_config
+    from megasdc.golden.progress import run_progress
+    from megasdc.golden.record import record
+
+    with run_progress(Console(stderr=True), "recording") as on_progress:
+        golden = record(
+            load_config(config, overrides or []),
+            out,
+            replicas=replicas,
+            repeats=repeats,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+        )
+    results = sum(len(trace) for trace in golden.traces.values())
+    if as_json:
+        typer.echo(json.dumps({"file": str(out), "key": golden.key, "results": results, "repeats": golden.repeats}))
+        return
+    typer.echo(
+        f"{out}: {results:,} results of {golden.layout}, {len(golden.cases)} cases, equal in {golden.repeats} runs"
+    )
+    for name, value in golden.key.items():
+        typer.echo(f"  {name}: {value}")
+
+
+@golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
+def golden_verify(
+    file: Annotated[Path, typer.Argument(help="The golden file.")],
+    local: Annotated[
+        int | None,
+        typer.Option("--local", min=0, help="Verify so many devices of this host, each alone; 0: all that are there."),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")] = 3,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the workload of a golden file on this host and compare every result.
+
+    Exit code 0: every rank healthy; 73: some rank computed something else, named with its first result that differs;
+    75, 79: a rank hung or died; 80: not comparable, or the file is no golden trace. Over many hosts:
+    `deepspeed --hostfile H launch/golden_verify.py FILE`.
+    """
+    from rich.console import Console
+
+    from megasdc.golden.progress import run_progress
+    from megasdc.golden.result import render_result
+    from megasdc.golden.verify import count_devices, verify_here
+
+    devices = None if local is None else local or count_devices()
+    with run_progress(Console(stderr=True), "verifying") as on_progress:
+        result = verify_here(
+            file, devices=devices, repeats=repeats, minutes=minutes, timeout_s=timeout_s, on_progress=on_progress
+        )
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render_result(result, Console())
+    raise typer.Exit(result.exit_code)
 
 
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")

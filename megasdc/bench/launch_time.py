@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasdc.bench.ranks import TAIL_CHARACTERS, base_environment
 from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.config import DataSection
 from megasdc.errors import MegasdcError
 from megasdc.events import read_events
+from megasdc.parallel.local_ranks import TAIL_CHARACTERS, base_environment, build_operator
 
 TIMEOUT_S = 600.0
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
@@ -98,19 +98,6 @@ def measure_launches(
         "dominates": max(phases, key=lambda name: phases[name].median),
         "samples": counted,
     }
-
-
-def build_operator() -> None:
-    """Compile DeepSpeed's CPU operator if need be, in a process of its own; done before, it takes some seconds.
-
-    Raises:
-        MegasdcError: it cannot be compiled.
-    """
-    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=base_environment(1), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MegasdcError(f"DeepSpeed's CPU operator could not be compiled:\n{done.stderr[-TAIL_CHARACTERS:]}")
 
 
 def _launch_once(folder: Path, name: str, data: Path, ranks: int, threads: int) -> dict[str, float]:

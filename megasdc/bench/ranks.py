@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import MegasdcError
+from megasdc.parallel.local_ranks import TAIL_CHARACTERS, rank_environment
 
-TAIL_CHARACTERS = 3000
 GRACE_S = 5.0
 
 
@@ -77,7 +77,7 @@ def run_ranks(
                 processes.append(
                     subprocess.Popen(
                         arguments,
-                        env=rank_environment(rank, ranks, threads, store.port),
+                        env=_bench_environment(rank, ranks, threads, store.port),
                         stdin=subprocess.DEVNULL,
                         stdout=terminal if rank == 0 else output,
                         stderr=terminal if rank == 0 else output,
@@ -101,39 +101,14 @@ def run_ranks(
     _raise_if_failed(codes, folder)
 
 
-def rank_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
-    """What a launcher would set for a rank, on top of this process's environment."""
+def _bench_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
+    """A rank's environment; the store is the parent's, the terminal one that shows a progress bar."""
     return {
-        **base_environment(threads),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **rank_environment(rank, ranks, threads, "127.0.0.1", port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TERM": "xterm",
         "COLUMNS": "120",
     }
-
-
-def base_environment(threads: int) -> dict[str, str]:
-    """This process's environment as a run has it, and with this Python environment's own tools first on PATH.
-
-    DeepSpeed's CPU operator is compiled again, for half a minute, whenever another ``ninja`` than the last one is
-    found first.
-    """
-    return {
-        **os.environ,
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
-        "TORCH_EXTENSIONS_DIR": extensions_dir(),
-        "OMP_NUM_THREADS": str(threads),
-        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # as launch/pretrain_gpt.py sets it
-    }
-
-
-def extensions_dir() -> str:
-    """The folder of DeepSpeed's compiled operators: the user's choice, else one for each Python environment."""
-    return os.environ.get("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 
 def _drain(master: int, log: Path) -> None:

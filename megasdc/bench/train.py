@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.bench.launch_time import build_operator, measure_launches
+from megasdc.bench.launch_time import measure_launches
 from megasdc.bench.machine import describe_machine
 from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.statistics import Cost, Estimate, estimate_median, ratios
+from megasdc.parallel.local_ranks import build_operator
 
 AGAINST = ("plain", "hf", "launch")
 BARS = {"plain": 1.01, "hf": 1.0}

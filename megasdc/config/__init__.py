@@ -8,6 +8,7 @@ from megasdc.config.presets import PRESETS
 from megasdc.config.sections import (
     CheckpointSection,
     DataSection,
+    GoldenSection,
     LoggingSection,
     MegasdcSection,
     ModelSection,
@@ -22,6 +23,7 @@ __all__ = [
     "PRESETS",
     "CheckpointSection",
     "DataSection",
+    "GoldenSection",
     "Layout",
     "LoggingSection",
     "MegasdcSection",

@@ -268,6 +268,19 @@ class TraceSection(Section):
     )
 
 
+class GoldenSection(Section):
+    """The workload of golden traces: seeded weights and tokens, no corpus; `trace` says what is recorded of it."""
+
+    steps: PositiveInt = Field(2, description="Optimizer steps of one run.")
+    micro_batches: PositiveInt = Field(2, description="Micro-batches of a step on each replica.")
+    micro_batch_size: PositiveInt = Field(1, description="Samples of a micro-batch; more fill the device.")
+    sequence_lengths: list[PositiveInt] | None = Field(
+        None, description="Tokens of a sample, one case each; null: `data.sequence_length` alone."
+    )
+    seeds: PositiveInt = Field(1, description="Different tokens for each length; a case each.")
+    vocab_size: PositiveInt = Field(8192, description="Entries of the vocabulary, instead of a tokenizer's.")
+
+
 class MegasdcSection(Section):
     """All sections of the `megasdc` key."""
 
@@ -277,4 +290,5 @@ class MegasdcSection(Section):
     training: TrainingSection
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
     trace: TraceSection = Field(default_factory=lambda: TraceSection.model_validate({}))
+    golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))
     logging: LoggingSection

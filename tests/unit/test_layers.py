@@ -30,6 +30,7 @@ LAYERS = {
     "sdc": 4,
     "study": 4,
     "train": 5,
+    "golden": 6,
     "bench": 6,
     "experiments": 6,
     "report": 6,

@@ -1,0 +1,172 @@
+"""What does one rank of a cell do? Runs the workload, records or verifies, and reports a line a run.
+
+Started as ``python -m megasdc.golden.rank REQUEST`` by ``megasdc.golden.cells``; a cell is as many ranks as a golden
+trace has, in a world of its own. The request is JSON: ``folder`` to report in, ``config`` resolved, ``golden`` file or
+null to record, ``repeats``, ``minutes`` or null, ``timeout_s``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.addresses import Address
+from megasdc.config import RunConfig, parse_config
+from megasdc.errors import MegasdcError
+from megasdc.parallel import groups
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.golden import Golden, key_differences, load_golden
+from megasdc.sdc.key import golden_key
+from megasdc.sdc.trace import Trace, Tracer
+from megasdc.sdc.trace_file import TraceWriter
+from megasdc.sdc.verdict import find
+from megasdc.tensors.checksum import algorithm, default_algorithm
+from megasdc.train.build import set_threads
+from megasdc.train.main import as_known_error, set_up_logging
+from megasdc.train.workload import Workload, workload_cases
+
+PULSE_S = 1.0
+"""Seconds between signs of life."""
+
+
+class Reports:
+    """Lines of JSON that the process watching this rank reads; a thread adds a sign of life with the progress made.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+        self._lock = threading.Lock()
+        self.results = 0
+        self.last = ""
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Write one line."""
+        with self._lock:
+            self._file.write(json.dumps({"kind": kind, "time": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+    def count(self, address: Address, _result: torch.Tensor) -> None:
+        """A listener: how far this rank has come."""
+        self.results += 1
+        self.last = str(address)
+
+    def _beat(self) -> None:
+        while True:
+            self.send("pulse", results=self.results, last=self.last)
+            time.sleep(PULSE_S)
+
+
+def run_case(workload: Workload, algorithm_name: str, case: Any, before: tuple[Any, ...] = ()) -> Trace:
+    """One run of the workload.
+
+    Args:
+        workload: of this rank.
+        algorithm_name: of the checksums.
+        case: the inputs.
+        before: listeners that come before the tracer.
+
+    Collective: all ranks of the world.
+    """
+    tracer = Tracer(algorithm(algorithm_name), workload.trace)
+    workload.run(case, [*before, tracer])
+    return tracer.take()
+
+
+def _record(config: RunConfig, workload: Workload, dims: ParallelDims, request: dict[str, Any], to: Reports) -> None:
+    name = config.megasdc.trace.algorithm or default_algorithm(workload.engine.device).name
+    layout = ParallelDims(dims.tensor, dims.pipeline, dims.data)
+    to.send("key", key=golden_key(config, layout, name), algorithm=name, differences={})
+    for repeat in range(request["repeats"]):
+        for number, case in enumerate(workload_cases(config)):
+            trace = run_case(workload, name, case, (to.count,))
+            file = (
+                Path(request["folder"]) / f"repeat_{repeat:03d}" / f"case_{number:03d}" / f"rank_{dims.rank:05d}.arrow"
+            )
+            writer = TraceWriter(file, {})
+            writer.append(trace)
+            writer.close()
+            to.send("run", repeat=repeat, case=number, compared=len(trace))
+
+
+def _verify(config: RunConfig, workload: Workload, dims: ParallelDims, request: dict[str, Any], to: Reports) -> None:
+    golden = load_golden(Path(request["golden"]), dims.rank)
+    key = golden_key(config, golden.layout, golden.algorithm)
+    differences = key_differences(golden.key, key)
+    to.send("key", key=key, algorithm=golden.algorithm, differences=differences)
+    if _any_rank(bool(differences)):
+        return  # all ranks of a cell stop together: what one receives from another is not comparable either
+    started = time.monotonic()
+    repeat = 0
+    while _goes_on(repeat, started, request):
+        for number in range(len(golden.cases)):
+            _verify_case(golden, workload, dims, repeat, number, to)
+        repeat += 1
+
+
+def _verify_case(golden: Golden, workload: Workload, dims: ParallelDims, repeat: int, number: int, to: Reports) -> None:
+    trace = run_case(workload, golden.algorithm, golden.cases[number], (to.count,))
+    finding = find(golden.traces[number, dims.rank], trace, dims)
+    to.send("run", repeat=repeat, case=number, **asdict(finding))
+
+
+def _goes_on(repeat: int, started: float, request: dict[str, Any]) -> bool:
+    """Whether another repeat starts: decided by rank 0 of the cell where time decides."""
+    if request["minutes"] is None:
+        return repeat < int(request["repeats"])
+    return repeat == 0 or not _any_rank(time.monotonic() - started >= 60.0 * float(request["minutes"]))
+
+
+def _any_rank(value: bool) -> bool:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    flag = torch.tensor([int(value)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def main() -> int:
+    """Run as a rank; 0, or the exit code of what went wrong."""
+    request = json.loads(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    reports = Reports(Path(request["folder"]) / f"rank_{rank:05d}.jsonl")
+    set_up_logging(rank)
+    try:
+        config = parse_config(request["config"])
+        parallel = config.megasdc.parallel
+        set_threads(parallel.threads)
+        groups.init_process_group(request["timeout_s"])
+        dims = groups.init_model_parallel(parallel.tensor, parallel.pipeline, request["timeout_s"])
+        workload = Workload(config, dims)
+        groups.set_all_timeouts(request["timeout_s"])
+        reports.send("ready")
+        (_record if request["golden"] is None else _verify)(config, workload, dims, request, reports)
+        dist.barrier()
+        reports.send("done")
+        groups.shutdown()
+    except Exception as error:
+        known = as_known_error(error)
+        reports.send("error", text=str(known or error), type=type(known or error).__name__)
+        if known is None:
+            raise
+        print(known, file=sys.stderr)
+        return known.exit_code if isinstance(known, MegasdcError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,165 @@
+"""What is said at the end of a verification? A verdict a rank, a table, JSON, an exit code."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megasdc.addresses import Address
+from megasdc.errors import CorruptionError, HangError, PeerError, TraceError
+from megasdc.golden.cells import RankReport
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.verdict import (
+    ABSENT,
+    AFFECTED,
+    DIED,
+    DIVERGENT,
+    HEALTHY,
+    HUNG,
+    NOT_COMPARABLE,
+    STOPPED,
+    Finding,
+    RankVerdict,
+    judge,
+)
+
+EXIT_CODES = {
+    DIVERGENT: CorruptionError.exit_code,
+    HUNG: HangError.exit_code,
+    DIED: PeerError.exit_code,
+    ABSENT: PeerError.exit_code,
+    NOT_COMPARABLE: TraceError.exit_code,
+    STOPPED: PeerError.exit_code,
+}
+"""Exit code by verdict; where several verdicts were given, that of the first in this order."""
+_STYLES = {HEALTHY: "green", DIVERGENT: "bold red", AFFECTED: "yellow", NOT_COMPARABLE: "magenta"}
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """Verdicts of all ranks.
+
+    Args:
+        layout: of a cell.
+        reports: what became of each rank.
+        verdicts: in the same order.
+    """
+
+    layout: ParallelDims
+    reports: Sequence[RankReport]
+    verdicts: Sequence[RankVerdict]
+
+    @property
+    def exit_code(self) -> int:
+        """0: all healthy."""
+        given = {verdict.status for verdict in self.verdicts}
+        return next((code for status, code in EXIT_CODES.items() if status in given), 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON holds it."""
+        return {
+            "exit_code": self.exit_code,
+            "layout": self.layout.layout,
+            "counts": {status: sum(v.status == status for v in self.verdicts) for status in sorted(_all(self))},
+            "ranks": [
+                {
+                    "host": report.host,
+                    "rank": report.rank,
+                    "cell": report.cell,
+                    "cell_rank": report.cell_rank,
+                    **asdict(verdict),
+                    "exit_code": report.code,
+                }
+                for report, verdict in zip(self.reports, self.verdicts, strict=True)
+            ],
+        }
+
+
+def _all(result: VerifyResult) -> set[str]:
+    return {verdict.status for verdict in result.verdicts}
+
+
+def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> VerifyResult:
+    """Give every rank its verdict.
+
+    Args:
+        reports: of all ranks of all cells.
+        header: of the golden file.
+    """
+    layout = ParallelDims(**header["layout"])
+    cells: defaultdict[int, list[RankReport]] = defaultdict(list)
+    for report in reports:
+        cells[report.cell].append(report)
+    verdicts: dict[tuple[int, int], RankVerdict] = {}
+    for cell, members in cells.items():
+        compared = judge({report.cell_rank: [_finding(run) for run in report.runs] for report in members})
+        behind = _behind(members)
+        for report in members:
+            verdicts[cell, report.cell_rank] = _verdict(report, compared[report.cell_rank], behind)
+    ordered = [verdicts[report.cell, report.cell_rank] for report in reports]
+    return VerifyResult(layout, list(reports), ordered)
+
+
+def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> RankVerdict:
+    if compared.status == DIVERGENT:  # whatever came after
+        return replace(compared, detail=report.detail)
+    if report.ended == "hung" and report.cell_rank not in behind:
+        return replace(compared, status=STOPPED, detail=f"waited for another rank of its cell; {report.detail}")
+    ends = {"died": DIED, "hung": HUNG, "stopped": STOPPED, "absent": ABSENT}
+    if report.ended in ends:
+        return replace(compared, status=ends[report.ended], detail=report.detail)
+    if report.ended == "failed":
+        peer = report.code in (PeerError.exit_code, HangError.exit_code)
+        return replace(compared, status=STOPPED if peer else DIED, detail=report.detail)
+    if report.differences:
+        parts = (f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in report.differences.items())
+        return RankVerdict(NOT_COMPARABLE, detail="; ".join(parts))
+    if not report.runs:
+        return RankVerdict(NOT_COMPARABLE, detail="another rank of its cell is not comparable")
+    return compared
+
+
+def _behind(members: Sequence[RankReport]) -> set[int]:
+    """Of ranks that hang, those that others waited for: frozen ones, else those with the fewest results."""
+    hung = [report for report in members if report.ended == "hung"]
+    frozen = [report for report in hung if "no sign of life" in report.detail]
+    if frozen:
+        return {report.cell_rank for report in frozen}
+    fewest = min((report.position for report in hung), default=0)
+    return {report.cell_rank for report in hung if report.position == fewest}
+
+
+def _finding(run: dict[str, Any]) -> Finding:
+    first = run["first"]
+    return Finding(run["compared"], run["divergences"], None if first is None else Address(**first), tuple(run["key"]))
+
+
+def render_result(result: VerifyResult, console: Console) -> None:
+    """Print the table, and one line that sums it up."""
+    table = Table(title=f"golden verification, {result.layout}")
+    for name in ("host", "rank", "place", "verdict", "runs", "first difference", "results that differ"):
+        table.add_column(name)
+    for report, verdict in zip(result.reports, result.verdicts, strict=True):
+        dims = ParallelDims(result.layout.tensor, result.layout.pipeline, result.layout.data, report.cell_rank)
+        wrong = f"{verdict.wrong_runs} of {verdict.runs} wrong" if verdict.wrong_runs else str(verdict.runs)
+        table.add_row(
+            report.host,
+            str(report.rank),
+            f"cell {report.cell}: tp {dims.tp_rank} pp {dims.pp_rank} dp {dims.dp_rank}",
+            Text(verdict.status, style=_STYLES.get(verdict.status, "red")),
+            wrong,
+            "" if verdict.first is None else str(verdict.first),
+            str(verdict.addresses or ""),
+        )
+    console.print(table)
+    for report, verdict in zip(result.reports, result.verdicts, strict=True):
+        if verdict.detail:
+            console.print(Text(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}"))
+    counts = ", ".join(f"{sum(v.status == s for v in result.verdicts)} {s}" for s in sorted(_all(result)))
+    console.print(f"{len(result.verdicts)} ranks: {counts}")

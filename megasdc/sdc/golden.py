@@ -1,0 +1,185 @@
+"""What did trusted hardware compute? A golden trace: checksums of a seeded workload, and the key that says for whom.
+
+One file, a zip archive: ``header.json`` and one trace a case and rank. The header holds the SHA-256 of every member and
+of itself, so that a truncated or edited file is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import StorageError, TraceError
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace_file import TraceWriter, read_trace
+from megasdc.tensors.checksum import ALGORITHMS
+
+FORMAT = "megasdc.golden.v1"
+_HEADER = "header.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs of the workload.
+
+    Args:
+        seed: of the tokens.
+        sequence_length: tokens s of a sample.
+    """
+
+    seed: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The contents of a golden file.
+
+    Args:
+        key: what must be equal for results to be comparable, by name.
+        config: the resolved configuration of the workload.
+        layout: sizes of the parallel dimensions; as many ranks have a trace in each case.
+        algorithm: of the checksums.
+        cases: inputs, in order.
+        repeats: how often the workload was repeated, with the same results, when it was recorded.
+        recorded: when and where, for people.
+        traces: by (case, rank).
+    """
+
+    key: dict[str, Any]
+    config: dict[str, Any]
+    layout: ParallelDims
+    algorithm: str
+    cases: tuple[Case, ...]
+    repeats: int
+    recorded: dict[str, Any]
+    traces: Mapping[tuple[int, int], Trace]
+
+
+def key_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Parts of two keys that differ, as (expected, got); a part that one lacks is null there."""
+    names = sorted(set(expected) | set(got))
+    return {name: (expected.get(name), got.get(name)) for name in names if expected.get(name) != got.get(name)}
+
+
+def save_golden(path: Path, golden: Golden) -> None:
+    """Write a golden file, whole or not at all.
+
+    Args:
+        path: replaced if it exists.
+        golden: the contents.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "key": golden.key,
+        "config": golden.config,
+        "layout": golden.layout.layout,
+        "algorithm": golden.algorithm,
+        "cases": [asdict(case) for case in golden.cases],
+        "repeats": golden.repeats,
+        "recorded": golden.recorded,
+        "sha256": {},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+            temporary = Path(scratch) / "golden"
+            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+                for (case, rank), trace in sorted(golden.traces.items()):
+                    data = _trace_bytes(trace, Path(scratch) / "trace")
+                    header["sha256"][_member(case, rank)] = hashlib.sha256(data).hexdigest()
+                    archive.writestr(_member(case, rank), data)
+                header["digest"] = _digest(header)
+                archive.writestr(_HEADER, json.dumps(header, indent=1))
+            os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
+
+
+def load_header(path: Path) -> dict[str, Any]:
+    """Read the header of a golden file and check its digest.
+
+    Raises:
+        TraceError: the file is missing, truncated, edited or of another format.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            header = json.loads(archive.read(_HEADER))
+        if header.get("format") != FORMAT:
+            raise TraceError(f"{path}: the format is {header.get('format')!r}, needed is {FORMAT!r}")
+        if header.pop("digest", None) != _digest(header):
+            raise TraceError(f"{path}: the header is not the one that was written; record the golden trace again")
+    except FileNotFoundError as error:
+        raise TraceError(f"{path} does not exist; `megasdc golden record --config F --out {path}` makes it") from error
+    except (zipfile.BadZipFile, KeyError, ValueError, AttributeError, OSError) as error:
+        raise TraceError(f"{path} is damaged or no golden trace: {error}; copy it again or record it again") from error
+    if header["algorithm"] not in ALGORITHMS:
+        raise TraceError(
+            f"{path}: checksum algorithm {header['algorithm']!r} is unknown here; known are {', '.join(ALGORITHMS)}"
+        )
+    return header
+
+
+def load_golden(path: Path, rank: int | None = None) -> Golden:
+    """Read a golden file and check every trace that is taken from it.
+
+    Args:
+        path: the file.
+        rank: only the traces of this rank; null: of all.
+
+    Raises:
+        TraceError: the file is missing, truncated, edited, of another format, or names an unknown algorithm.
+    """
+    header = load_header(path)
+    layout = ParallelDims(**header["layout"])
+    cases = tuple(Case(**case) for case in header["cases"])
+    ranks = range(layout.world_size) if rank is None else [rank]
+    traces = {}
+    try:
+        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as scratch:
+            for case in range(len(cases)):
+                for one in ranks:
+                    data = archive.read(_member(case, one))
+                    if hashlib.sha256(data).hexdigest() != header["sha256"].get(_member(case, one)):
+                        raise TraceError(f"{path}: {_member(case, one)} is not the trace that was written")
+                    file = Path(scratch) / "trace"
+                    file.write_bytes(data)
+                    traces[case, one] = read_trace(file)[1]
+    except (zipfile.BadZipFile, KeyError, OSError) as error:
+        raise TraceError(f"{path} is damaged: {error}; copy it again or record it again") from error
+    return Golden(
+        header["key"],
+        header["config"],
+        layout,
+        header["algorithm"],
+        cases,
+        header["repeats"],
+        header["recorded"],
+        traces,
+    )
+
+
+def _member(case: int, rank: int) -> str:
+    return f"case_{case:03d}/rank_{rank:05d}.arrow"
+
+
+def _trace_bytes(trace: Trace, scratch: Path) -> bytes:
+    writer = TraceWriter(scratch, {})
+    writer.append(trace)
+    writer.close()
+    return scratch.read_bytes()
+
+
+def _digest(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""What is computed for a golden trace? Seeded weights and tokens, a few steps, started anew as often as one likes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megasdc.config import GoldenSection, RunConfig, check_layout, parse_config
+from megasdc.data.loader import MicroBatch
+from megasdc.engine.engine import StepResult
+from megasdc.engine.observer import Listener, Observer
+from megasdc.model.randomness import mix
+from megasdc.model.submodules import list_submodules
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.golden import Case
+from megasdc.sdc.trace import choose_submodules
+from megasdc.train.build import build_training_engine
+from megasdc.train.startup import StartClock
+
+
+def workload_config(config: RunConfig) -> RunConfig:
+    """The configuration of the workload that a run's configuration means.
+
+    Batch sizes are those of the ``golden`` section; what writes or reads files is left out.
+    """
+    raw = config.resolved()
+    golden = config.megasdc.golden
+    for name in ("train_batch_size", "tensorboard", "wandb", "csv_monitor", "comet"):
+        raw.pop(name, None)
+    raw["train_micro_batch_size_per_gpu"] = golden.micro_batch_size
+    raw["gradient_accumulation_steps"] = golden.micro_batches
+    sections = raw["megasdc"]
+    sections["checkpoint"] = {}
+    sections["model"]["initial_weights"] = None
+    sections["training"] = {"steps": golden.steps, "seed": config.megasdc.training.seed}
+    return parse_config(raw, source=config.source)
+
+
+def workload_cases(config: RunConfig) -> tuple[Case, ...]:
+    """Every set of inputs: each sequence length with each seed."""
+    golden = config.megasdc.golden
+    lengths = golden.sequence_lengths or [config.megasdc.data.sequence_length]
+    return tuple(Case(seed, length) for length in lengths for seed in range(golden.seeds))
+
+
+class Workload:
+    """The engine of one rank and the state it starts from.
+
+    Args:
+        config: from ``workload_config``.
+        dims: layout and place of this rank.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(self, config: RunConfig, dims: ParallelDims) -> None:
+        self.section: GoldenSection = config.megasdc.golden
+        layout = check_layout(config, dims.world_size)
+        self.engine = build_training_engine(config, layout, dims, self.section.vocab_size, StartClock(0.0))
+        self.engine.lr_scheduler = None  # one that warms up from zero would hide the updates of the first steps
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = config.deepspeed["optimizer"]["params"]["lr"]
+        self.trace = config.megasdc.trace
+        every = list_submodules(self.engine.module)
+        self.submodules = choose_submodules(every, self.trace.granularity, self.trace.layers)
+        self._length: int | None = None
+        self._save_start()
+
+    def run(self, case: Case, listeners: Sequence[Listener]) -> list[StepResult]:
+        """Take the workload's steps from its start, with its results shown to listeners.
+
+        Args:
+            case: the inputs.
+            listeners: of an ``Observer``; a tracer, and before it what changes results on purpose.
+
+        Collective: all ranks of the world.
+        """
+        self.reset()
+        if self._length != case.sequence_length:
+            self.engine.reset_activation_shape()
+            self._length = case.sequence_length
+        observer = Observer(self.engine, self.submodules, listeners)
+        try:
+            batches = self._batches(case)
+            return [self.engine.train_step(batches) for _ in range(self.section.steps)]
+        finally:
+            observer.close()
+
+    def _batches(self, case: Case) -> Iterator[MicroBatch]:
+        """Micro-batches of all steps, the same on every replica, so that a replica's place changes nothing."""
+        shape = (self.section.micro_batch_size, case.sequence_length + 1)
+        mask = torch.ones(shape[0], case.sequence_length)
+        for number in range(self.section.steps * self.section.micro_batches):
+            generator = torch.Generator().manual_seed(mix(case.seed, number))
+            tokens = torch.randint(0, self.section.vocab_size, shape, generator=generator)
+            yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), mask)
+
+    # --- the start ----------------------------------------------------------------------------------------------
+
+    def _save_start(self) -> None:
+        optimizer = self.engine.optimizer
+        inner = optimizer.optimizer
+        self._flats = [flat for group in inner.param_groups for flat in group["params"]]
+        tensors = [*self.engine.module.parameters(), *self._flats]
+        self._start = [(value, value.detach().clone()) for value in tensors]
+        self._states = {flat: copy.deepcopy(inner.state[flat]) for flat in self._flats if flat in inner.state}
+        self._groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._scaler = copy.deepcopy(getattr(optimizer, "loss_scaler", None))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Put weights, optimizer and counters back to where they were built.
+
+        Sync: none.
+        """
+        engine, optimizer = self.engine, self.engine.optimizer
+        for value, start in self._start:
+            value.data.copy_(start)
+        inner = optimizer.optimizer
+        for flat in self._flats:
+            saved = self._states.get(flat)
+            if saved is None:
+                inner.state.pop(flat, None)
+                continue
+            for name, value in saved.items():
+                if isinstance(value, torch.Tensor):
+                    inner.state[flat][name].copy_(value)
+                else:
+                    inner.state[flat][name] = copy.deepcopy(value)
+        for group, start in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(copy.deepcopy(start))
+        if self._scaler is not None:
+            optimizer.loss_scaler.__dict__.update(copy.deepcopy(self._scaler.__dict__))
+        engine.global_steps = engine.global_samples = engine.micro_steps = engine.skipped_steps = 0
+        optimizer.zero_grad()
