@@ -490,11 +490,11 @@ def bench_preparing(
     raise typer.Exit(int(not result.passed))
 
 
-@bench_app.command("checksum", epilog="Example: megasdc bench checksum --blocks 40 --sizes 4 --sizes 64")
+@bench_app.command("checksum", epilog="Example: megasdc bench checksum --blocks 40 --sizes 16 --sizes 64")
 def bench_checksums(
     blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each side.")] = 40,
     sizes: Annotated[
-        list[int] | None, typer.Option("--sizes", help="MiB of a tensor; may be repeated; left out: 4 and 64.")
+        list[int] | None, typer.Option("--sizes", help="MiB of a tensor; may be repeated; default: 1 to 256.")
     ] = None,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads of tensor.sum(); XXH3 has one.")] = 1,
     trials: Annotated[int, typer.Option("--trials", help="Faults of each kind.")] = 4000,
@@ -512,7 +512,9 @@ def bench_checksums(
     from megasdc.bench.checksum import ChecksumBenchOptions, bench_checksum
     from megasdc.bench.render import progress_bar, render_checksum
 
-    options = ChecksumBenchOptions(blocks=blocks, sizes_mib=tuple(sizes or (4, 64)), threads=threads, trials=trials)
+    options = ChecksumBenchOptions(
+        blocks=blocks, sizes_mib=tuple(sizes or (1, 4, 16, 64, 256)), threads=threads, trials=trials
+    )
     with progress_bar(Console(stderr=True)) as on_progress:
         result = bench_checksum(options, on_progress)
     text = json.dumps(result.as_dict(), indent=2)

@@ -45,7 +45,7 @@ class ChecksumBenchOptions:
     """
 
     blocks: int = 40
-    sizes_mib: tuple[int, ...] = (4, 64)
+    sizes_mib: tuple[int, ...] = (1, 4, 16, 64, 256)
     threads: int = 1
     trials: int = 4000
 
