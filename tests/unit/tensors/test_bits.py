@@ -122,6 +122,7 @@ def test_distances_of_nan():
     nans = torch.tensor([0x7FC00000, 0x7FC00000, 0x7FC00000, -0x400000, 0], dtype=torch.int32).view(torch.float32)
     others = torch.tensor([0x7FC00000, 0x7FC00001, 0, -0x400000, -(2**31)], dtype=torch.int32).view(torch.float32)
     assert ulp_distance(nans, others).tolist() == [0, LARGEST, LARGEST, 0, 0]
+    assert ulp_distance(others, nans).tolist() == [0, LARGEST, LARGEST, 0, 0]
 
 
 def test_distances_need_like_tensors():
