@@ -8,6 +8,7 @@ from megasdc.config.presets import PRESETS
 from megasdc.config.sections import (
     CheckpointSection,
     DataSection,
+    DeterminismSection,
     LoggingSection,
     MegasdcSection,
     ModelSection,
@@ -21,6 +22,7 @@ __all__ = [
     "PRESETS",
     "CheckpointSection",
     "DataSection",
+    "DeterminismSection",
     "Layout",
     "LoggingSection",
     "MegasdcSection",
