@@ -7,6 +7,7 @@ every data-parallel rank. The names used here are DeepSpeed 0.19's private ones;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,3 +78,26 @@ def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
             continue
         total += torch.linalg.vector_norm(parameter, dtype=torch.float32).double() ** 2
     return total
+
+
+def parameter_states(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """What the optimizer keeps for each parameter, as far as this rank owns it.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer.
+        module: the stage.
+
+    Yields:
+        (parameter's name, ``master``, ``exp_avg`` or ``exp_avg_sq``, flat view), in the order of the stage's
+        parameters; nothing for a parameter whose shard lies on other ranks.
+    """
+    inner = optimizer.optimizer
+    for name, parameter in module.named_parameters():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            continue
+        flat = inner.param_groups[mapping.param_group_index]["params"][0]
+        place = mapping.hp_fragment_address
+        moments = [(key, value) for key, value in inner.state[flat].items() if key != "step"]
+        for key, whole in [("master", flat.detach()), *moments]:
+            yield name, key, whole.flatten().narrow(0, place.start, place.numel)
