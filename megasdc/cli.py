@@ -202,6 +202,36 @@ def launch(
     raise typer.Exit(result.exit_code)
 
 
+@app.command("check-determinism", epilog="Example: megasdc check-determinism --config configs/smoke.json --steps 3")
+def check_determinism(
+    config: ConfigOption,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each run.")] = 3,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks on this machine; left out: the fewest that fit.")
+    ] = None,
+    lint_only: Annotated[bool, typer.Option("--lint-only", help="List causes, run nothing.")] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """List what could make two runs differ, then make two short runs here and compare every loss, norm, optimizer
+    state and parameter by checksum.
+
+    Exit code 0: nothing was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
+    are equal, but something was found that can make others differ.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.render import progress_bar
+    from megasdc.bench.repeat import check_determinism
+    from megasdc.config import load_config
+
+    loaded = load_config(config, overrides or ())
+    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+        report = check_determinism(loaded, ranks=ranks, steps=steps, lint_only=lint_only, on_progress=on_progress)
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    raise typer.Exit(report.exit_code)
+
+
 @app.command("summary", epilog="Example: megasdc summary runs/smoke")
 def summary(
     run_dir: Annotated[Path, typer.Argument(help="Run folder (megasdc.logging.run_dir).")],
@@ -488,8 +518,12 @@ def golden_verify(
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
 def bench_training(
     against: Annotated[
-        Literal["plain", "hf", "launch", "all"],
-        typer.Option("--against", help="A bare PipelineEngine loop, HF Llama + ZeRO-1, time to first step, or all."),
+        Literal["plain", "hf", "determinism", "launch", "all"],
+        typer.Option(
+            "--against",
+            help="A bare PipelineEngine loop, HF Llama + ZeRO-1, deterministic mode against without, time to first "
+            "step, or all.",
+        ),
     ] = "all",
     blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each loop.")] = 30,
     steps_per_block: Annotated[int, typer.Option("--steps-per-block", help="Steps of a block.")] = 10,

@@ -1,12 +1,65 @@
-"""What makes a run repeatable? The state of every global generator, captured and restored, or seeded anew."""
+"""What makes a run repeatable? PyTorch's switches, and the state of every global generator.
+
+The environment's part is in ``megasdc.config.environment``: it must be set before torch is imported. Random numbers
+that train - initial weights, dropout - come from neither: they are functions of seed, step, sample and layer
+(``megasdc.model.randomness``).
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+
+from megasdc.config import DeterminismSection
+
+
+def set_deterministic(section: DeterminismSection) -> Callable[[], None]:
+    """Set PyTorch's switches for deterministic mode; without it nothing.
+
+    Deterministic algorithms decide over SDPA as well: flash and memory-efficient attention take their repeatable
+    backward pass, and cuDNN's attention is not chosen. A warning instead of an error (``warn_only``) is not offered,
+    because both then stay as they are. Filling new memory, which PyTorch does by default in this mode, costs one
+    more write of every tensor and only makes wrong programs repeatable, so it is off unless asked for.
+
+    Args:
+        section: the `determinism` section.
+
+    Returns:
+        A function that puts everything back as it was.
+
+    Sync: none.
+    """
+    if not section.enabled:
+        return lambda: None
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    wanted: list[tuple[Any, str, bool]] = [
+        (torch.utils.deterministic, "fill_uninitialized_memory", section.fill_uninitialized_memory),
+        (cudnn, "benchmark", False),
+        (cudnn, "deterministic", True),
+        (cudnn, "allow_tf32", False),
+        # Whether and how these reduce is the choice of cuBLAS for a shape and a GPU.
+        (matmul, "allow_fp16_accumulation", False),
+        (matmul, "allow_fp16_reduced_precision_reduction", False),
+        (matmul, "allow_bf16_reduced_precision_reduction", False),
+    ]
+    before = [(place, name, getattr(place, name)) for place, name, _ in wanted]
+    mode, precision = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
+    for place, name, value in wanted:
+        setattr(place, name, value)
+    torch.set_float32_matmul_precision("highest")  # TF32 off for matrix products, on GPUs and with oneDNN
+    torch.use_deterministic_algorithms(True)
+
+    def undo() -> None:
+        torch.set_deterministic_debug_mode(mode)
+        torch.set_float32_matmul_precision(precision)
+        for place, name, value in before:
+            setattr(place, name, value)
+
+    return undo
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -2,8 +2,9 @@
 
 Every failure that a user can cause or meet has one class here. The exit code of a class is the protocol between a
 training rank, the launcher and whoever restarts the run, so a number is never used twice and never changes meaning.
-0 is success, 1 an unexpected exception, 2 wrong command-line usage; Megatron-core's rerun machinery uses 16 and 17;
-64 to 78 overlap with ``sysexits.h`` only in spirit. Codes above 128 stay free for signals.
+0 is success, 1 an unexpected exception or a comparison that failed, 2 wrong command-line usage, 3 a setting found by
+``megasdc check-determinism``; Megatron-core's rerun machinery uses 16 and 17; 64 to 78 overlap with ``sysexits.h`` only
+in spirit. Codes above 128 stay free for signals.
 """
 
 from __future__ import annotations

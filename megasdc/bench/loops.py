@@ -5,6 +5,7 @@ All three train on the same samples in memory, with the same DeepSpeed configura
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megasdc.bench.options import TrainBenchOptions
-from megasdc.config import Layout, RunConfig, ffn_width
+from megasdc.config import DeterminismSection, Layout, RunConfig, ffn_width
 from megasdc.data.loader import MicroBatchLoader
+from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
@@ -41,18 +43,20 @@ class MemoryStream:
     """Random tokens in memory, as a loader reads them; position k is sample k modulo their number.
 
     Args:
-        options: sizes.
-        num_samples: distinct samples.
+        vocab: entries of the vocabulary.
+        sequence: tokens s of a sample.
+        distinct: different samples.
+        length: samples of the stream.
     """
 
-    def __init__(self, options: TrainBenchOptions, num_samples: int) -> None:
+    def __init__(self, vocab: int, sequence: int, distinct: int, length: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self._tokens = torch.randint(0, options.vocab, (num_samples, options.sequence + 1), generator=generator)
-        self._mask = torch.ones(options.sequence)
+        self._tokens = torch.randint(0, vocab, (distinct, sequence + 1), generator=generator)
+        self._mask = torch.ones(sequence)
         self.path = "memory"
         self.identity = "memory"
-        self.vocab_size = options.vocab
-        self._length = options.total_steps * options.tokens_per_step // options.sequence
+        self.vocab_size = vocab
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -157,6 +161,28 @@ class MegasdcLoop:
         self.run_state.events.close()
         if self.writer is not None:
             self.writer.close()
+
+
+class DeterministicLoop(MegasdcLoop):
+    """``MegasdcLoop`` in deterministic mode, which is switched on for each block and off again.
+
+    Args:
+        config: the configuration; deterministic mode is put into it.
+        *rest: as of ``MegasdcLoop``.
+    """
+
+    def __init__(self, config: RunConfig, *rest: Any) -> None:
+        self.section = DeterminismSection.model_validate({"enabled": True})
+        sections = config.megasdc.model_copy(update={"determinism": self.section})
+        super().__init__(dataclasses.replace(config, megasdc=sections), *rest)
+
+    def run(self, steps: int) -> None:
+        """Take so many more steps."""
+        undo = set_deterministic(self.section)
+        try:
+            super().run(steps)
+        finally:
+            undo()
 
 
 class _LossRecord(StepHook):

@@ -1,4 +1,4 @@
-"""How does a benchmark start its ranks? One process each, rank 0 on a terminal of its own, messages through a pipe.
+"""How does a benchmark or a check start its ranks? One process each, rank 0 on a terminal, messages through a pipe.
 
 Rank 0 gets a pseudo-terminal as its standard error, so that our loop shows the progress bar that it shows to a user,
 and pays for it.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import MegasdcError
+from megasdc.errors import ERRORS_BY_EXIT_CODE, LaunchError
 from megasdc.parallel.local_ranks import TAIL_CHARACTERS, rank_environment
 
 GRACE_S = 5.0
@@ -58,7 +58,7 @@ def run_ranks(
         on_message: called with each message of rank 0.
 
     Raises:
-        MegasdcError: a rank failed; with the end of its output.
+        MegasdcError: a rank failed, with the end of its output; of the class of its exit code, else a LaunchError.
     """
     import torch.distributed as dist
 
@@ -145,4 +145,5 @@ def _raise_if_failed(codes: list[int], folder: Path) -> None:
     # A rank that was ended from here, or lost its peer, says less than the one that failed by itself.
     first = next((rank for rank in failed if codes[rank] > 0), failed[0])
     text = (folder / f"rank_{first}.log").read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
-    raise MegasdcError(f"rank {first} of the benchmark ended with exit code {codes[first]} (all: {codes}):\n{text}")
+    kind = ERRORS_BY_EXIT_CODE.get(codes[first], LaunchError)
+    raise kind(f"rank {first} ended with exit code {codes[first]} (all: {codes}):\n{text}")

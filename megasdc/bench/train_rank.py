@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megasdc.bench.loops import (
     DISTINCT_STEPS,
+    DeterministicLoop,
     HuggingFaceLoop,
     Loop,
     MegasdcLoop,
@@ -32,7 +33,7 @@ from megasdc.bench.statistics import Block, Cost, run_alternating
 from megasdc.config import check_layout
 from megasdc.errors import MegasdcError
 from megasdc.parallel import groups
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_run_folder, set_threads
 from megasdc.train.main import set_up_logging
 
 
@@ -63,7 +64,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
 
     Args:
         options: sizes.
-        against: ``plain`` or ``hf``.
+        against: ``plain``, ``hf`` or ``determinism``.
         folder: where our loop writes.
         messages: where rank 0 reports.
 
@@ -78,14 +79,19 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
     groups.init_process_group(config.megasdc.parallel.timeout_s)
     dims = groups.init_model_parallel(1, 1, config.megasdc.parallel.timeout_s)
     distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
-    stream = MemoryStream(options, distinct)
-    ours = MegasdcLoop(config, layout, dims, options, stream, folder)
-    batches = endless_batches(stream, options, dims)
-    other: Loop = (
-        PlainLoop(config, layout, dims, options, batches)
-        if against == "plain"
-        else HuggingFaceLoop(config, layout, options, batches)
-    )
+    samples = options.total_steps * layout.train_batch_size
+    stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
+    other: Loop
+    if against == "determinism":
+        ours: MegasdcLoop = DeterministicLoop(config, layout, dims, options, stream, folder)
+        other = MegasdcLoop(config, layout, dims, options, stream, prepare_run_folder(folder / "other"))
+    else:
+        ours = MegasdcLoop(config, layout, dims, options, stream, folder)
+        batches = endless_batches(stream, options, dims)
+        if against == "plain":
+            other = PlainLoop(config, layout, dims, options, batches)
+        else:
+            other = HuggingFaceLoop(config, layout, options, batches)
     sizes = [sum(p.numel() for p in loop.engine.module.parameters()) for loop in (ours, other)]
     if sizes[0] != sizes[1]:
         raise MegasdcError(f"the compared models have {sizes[0]:,} and {sizes[1]:,} parameters; they must be equal")
@@ -100,6 +106,8 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
         measure_block,
         lambda done: messages.send(kind="progress", done=done, total=options.blocks),
     )
+    if isinstance(other, MegasdcLoop):
+        other.close()
     ours.close()
     messages.send(
         kind="result",

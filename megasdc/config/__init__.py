@@ -8,6 +8,7 @@ from megasdc.config.presets import PRESETS
 from megasdc.config.sections import (
     CheckpointSection,
     DataSection,
+    DeterminismSection,
     GoldenSection,
     LoggingSection,
     MegasdcSection,
@@ -23,6 +24,7 @@ __all__ = [
     "PRESETS",
     "CheckpointSection",
     "DataSection",
+    "DeterminismSection",
     "GoldenSection",
     "Layout",
     "LoggingSection",

@@ -60,6 +60,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _data_problems(file.data)
     yield from _blend_problems(file.data)
     yield from _training_problems(file)
+    yield from _determinism_problems(file)
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)
@@ -76,6 +77,12 @@ def _divisible(name: str, value: int, by_name: str, by: int, remedy: str) -> Ite
     if value % by:
         yield Problem((name, by_name), f"{name}: got {value}, which {by_name} {by} does not divide; {remedy}.")
 
+
+DETERMINISTIC_MEGATRON_FIELDS = {"deterministic_mode": True, "tp_comm_overlap": False}
+"""What deterministic mode needs of fields that `model.megatron` may set.
+
+Source: Megatron-core, docs/user-guide/deterministic-training.md: the overlapped tensor-parallel sums do not repeat.
+"""
 
 _M = "megasdc.model"
 _P = "megasdc.parallel"
@@ -250,6 +257,29 @@ def _training_problems(file: MegasdcSection) -> Iterator[Problem]:
             f"megasdc.training.eval_interval: got {file.training.eval_interval}, but megasdc.data.split "
             f"{file.data.split} leaves nothing for validation; set 0 or give the second share.",
         )
+
+
+def _determinism_problems(file: MegasdcSection) -> Iterator[Problem]:
+    path = "megasdc.determinism.enabled"
+    if not file.determinism.enabled:
+        if file.determinism.fill_uninitialized_memory:
+            name = "megasdc.determinism.fill_uninitialized_memory"
+            yield Problem((name, path), f"{name}: got true with {path} false, where it has no effect; set {path} true.")
+        return
+    if file.parallel.threads == 0:
+        yield Problem(
+            (f"{_P}.threads", path),
+            f"{_P}.threads: got 0, which leaves the number of threads to each machine, with {path} true; sums depend "
+            "on that number: give one.",
+        )
+    for field, wanted in DETERMINISTIC_MEGATRON_FIELDS.items():
+        if file.model.megatron.get(field, wanted) != wanted:
+            name = f"{_M}.megatron.{field}"
+            yield Problem(
+                (name, path),
+                f"{name}: got {str(not wanted).lower()} with {path} true, which needs {str(wanted).lower()}; "
+                "remove it.",
+            )
 
 
 def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Iterator[Problem]:

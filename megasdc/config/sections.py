@@ -202,6 +202,21 @@ class TrainingSection(Section):
     )
 
 
+class DeterminismSection(Section):
+    """Whether two runs on machines of one kind must agree in every bit."""
+
+    enabled: bool = Field(
+        False,
+        description="Choose only what repeats bit for bit in PyTorch, cuBLAS, cuDNN, NCCL, Megatron-core and "
+        "Transformer Engine; an operation that cannot raises. false: nothing is set.",
+    )
+    fill_uninitialized_memory: bool = Field(
+        False,
+        description="Fill every new tensor with NaN before it is written, to find code that reads what nobody wrote; "
+        "slow, and not needed to repeat a run. Needs `enabled`.",
+    )
+
+
 class CheckpointSection(Section):
     """When and where to save, what to keep, what to resume from."""
 
@@ -288,6 +303,7 @@ class MegasdcSection(Section):
     data: DataSection
     parallel: ParallelSection = Field(default_factory=lambda: ParallelSection.model_validate({}))
     training: TrainingSection
+    determinism: DeterminismSection = Field(default_factory=lambda: DeterminismSection.model_validate({}))
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
     trace: TraceSection = Field(default_factory=lambda: TraceSection.model_validate({}))
     golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from megasdc.addresses import Address
 from megasdc.config import RunConfig, parse_config
 from megasdc.errors import MegasdcError
+from megasdc.golden.key import golden_key
 from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Golden, key_differences, load_golden
-from megasdc.sdc.key import golden_key
-from megasdc.sdc.trace import Trace, Tracer
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.verdict import find
-from megasdc.tensors.checksum import algorithm, default_algorithm
+from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import set_threads
 from megasdc.train.main import as_known_error, set_up_logging
 from megasdc.train.workload import Workload, workload_cases
@@ -69,29 +68,13 @@ class Reports:
             time.sleep(PULSE_S)
 
 
-def run_case(workload: Workload, algorithm_name: str, case: Any, before: tuple[Any, ...] = ()) -> Trace:
-    """One run of the workload.
-
-    Args:
-        workload: of this rank.
-        algorithm_name: of the checksums.
-        case: the inputs.
-        before: listeners that come before the tracer.
-
-    Collective: all ranks of the world.
-    """
-    tracer = Tracer(algorithm(algorithm_name), workload.trace)
-    workload.run(case, [*before, tracer])
-    return tracer.take()
-
-
 def _record(config: RunConfig, workload: Workload, dims: ParallelDims, request: dict[str, Any], to: Reports) -> None:
     name = config.megasdc.trace.algorithm or default_algorithm(workload.engine.device).name
     layout = ParallelDims(dims.tensor, dims.pipeline, dims.data)
     to.send("key", key=golden_key(config, layout, name), algorithm=name, differences={})
     for repeat in range(request["repeats"]):
         for number, case in enumerate(workload_cases(config)):
-            trace = run_case(workload, name, case, (to.count,))
+            trace = workload.trace(case, name, (to.count,))
             file = (
                 Path(request["folder"]) / f"repeat_{repeat:03d}" / f"case_{number:03d}" / f"rank_{dims.rank:05d}.arrow"
             )
@@ -117,7 +100,7 @@ def _verify(config: RunConfig, workload: Workload, dims: ParallelDims, request: 
 
 
 def _verify_case(golden: Golden, workload: Workload, dims: ParallelDims, repeat: int, number: int, to: Reports) -> None:
-    trace = run_case(workload, golden.algorithm, golden.cases[number], (to.count,))
+    trace = workload.trace(golden.cases[number], golden.algorithm, (to.count,))
     finding = find(golden.traces[number, dims.rank], trace, dims)
     to.send("run", repeat=repeat, case=number, **asdict(finding))
 

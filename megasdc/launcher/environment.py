@@ -29,12 +29,16 @@ FORWARDED_PREFIXES = (
     "DS_",
     "DEEPSPEED_",
     "CUBLAS_",
+    "NVTE_",
+    "ONEDNN_",
+    "DNNL_",
     "MEGASDC_",
     "WANDB_",
 )
 # A secret would be readable on command lines and in launch.json; `wandb login` on the host of rank 0 does without.
 NEVER_FORWARDED = ("WANDB_API_KEY",)
 FORWARDED_NAMES = (
+    "ATEN_CPU_CAPABILITY",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "GOMP_CPU_AFFINITY",
     "HF_DATASETS_OFFLINE",

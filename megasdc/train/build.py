@@ -16,10 +16,11 @@ import torch.distributed as dist
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.initial import InitialWeights, check_fits, check_vocabulary
 from megasdc.checkpoint.logical import load_weights
-from megasdc.config import Layout, RunConfig, check_layout, ffn_width
+from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig, check_layout, ffn_width
 from megasdc.data.dataset import build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
+from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
@@ -66,6 +67,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     manifest = verify_data(sections.data)[0]
     folder = prepare_run_folder(Path(sections.logging.run_dir))
     set_threads(sections.parallel.threads)
+    set_deterministic(sections.determinism)
     clock.mark("checks")
     groups.init_process_group(sections.parallel.timeout_s)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
@@ -163,7 +165,7 @@ def build_training_engine(
     """
     sections = config.megasdc
     pipeline, streams = build_pipeline(
-        sections.model,
+        effective_model(sections),
         sections.parallel,
         dims,
         vocab_size=vocab_size,
@@ -185,6 +187,17 @@ def build_training_engine(
     )
     clock.mark("engine")
     return engine
+
+
+def effective_model(sections: MegasdcSection) -> ModelSection:
+    """The model section with what deterministic mode asks of Megatron-core.
+
+    With it the embedding is looked up by indexing, whose backward pass repeats on GPUs, and Transformer Engine's
+    attention checks its environment variable.
+    """
+    if not sections.determinism.enabled:
+        return sections.model
+    return sections.model.model_copy(update={"megatron": {**sections.model.megatron, "deterministic_mode": True}})
 
 
 def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDims, vocab_size: int) -> None:

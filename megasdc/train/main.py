@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from megasdc.config import RunConfig, check_layout, find_warnings, load_config
+from megasdc.config.environment import set_deterministic_environment
 from megasdc.errors import HangError, MegasdcError, PeerError, StorageError
 from megasdc.train.signals import StopSignals
 
@@ -51,6 +52,7 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
     try:
         config = load_config(config_path, overrides)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)

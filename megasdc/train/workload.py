@@ -15,7 +15,8 @@ from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Case
-from megasdc.sdc.trace import choose_submodules
+from megasdc.sdc.trace import Trace, Tracer, choose_submodules
+from megasdc.tensors.checksum import algorithm
 from megasdc.train.build import build_training_engine
 from megasdc.train.startup import StartClock
 
@@ -62,9 +63,9 @@ class Workload:
         self.engine.lr_scheduler = None  # one that warms up from zero would hide the updates of the first steps
         for group in self.engine.optimizer.param_groups:
             group["lr"] = config.deepspeed["optimizer"]["params"]["lr"]
-        self.trace = config.megasdc.trace
+        self._trace = config.megasdc.trace
         every = list_submodules(self.engine.module)
-        self.submodules = choose_submodules(every, self.trace.granularity, self.trace.layers)
+        self.submodules = choose_submodules(every, self._trace.granularity, self._trace.layers)
         self._length: int | None = None
         self._save_start()
 
@@ -87,6 +88,20 @@ class Workload:
             return [self.engine.train_step(batches) for _ in range(self.section.steps)]
         finally:
             observer.close()
+
+    def trace(self, case: Case, algorithm_name: str, before: Sequence[Listener] = ()) -> Trace:
+        """Run once and return the trace.
+
+        Args:
+            case: the inputs.
+            algorithm_name: of the checksums.
+            before: listeners that come before the tracer.
+
+        Collective: all ranks of the world.
+        """
+        tracer = Tracer(algorithm(algorithm_name), self._trace)
+        self.run(case, [*before, tracer])
+        return tracer.take()
 
     def _batches(self, case: Case) -> Iterator[MicroBatch]:
         """Micro-batches of all steps, the same on every replica, so that a replica's place changes nothing."""

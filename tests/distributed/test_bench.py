@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 SMALL = {"blocks": 2, "steps_per_block": 2, "micro_batch": 1, "hidden": 64, "layers": 1, "sequence": 32, "vocab": 500}
 
 
-@pytest.mark.parametrize("against", ["plain", "hf"])
+@pytest.mark.parametrize("against", ["plain", "hf", "determinism"])
 def test_comparison(against):
-    """Both loops take the same steps; ratios, rates and verdict follow from the blocks; plain is bit-identical."""
+    """Both loops take the same steps; ratios, rates and verdict follow from the blocks; our own have equal bits."""
     told = []
     result = bench_train(TrainBenchOptions(**SMALL), (against,), on_progress=lambda *call: told.append(call))
     (found,) = result.comparisons
@@ -34,7 +34,9 @@ def test_comparison(against):
     assert found.ratios["wall"].median == pytest.approx(float(np.median(ours / other)))
     assert found.tokens_per_s[0] == pytest.approx(2 * 2 * 2 * 32 / float(np.median(ours)))
     assert told[-1] == (f"against {against}", 2, 2)
-    if against == "plain":
+    if against == "determinism":
+        assert found.passed and found.bar is None
+    if against != "hf":
         assert found.difference is None
         assert found.first_losses[0] == found.first_losses[1] and found.last_losses[0] == found.last_losses[1]
     else:

@@ -11,7 +11,7 @@ from harness import run_distributed
 from tiny import GPT, LLAMA, full_tensors, make_engine, micro_batches
 
 from megasdc.engine.hooks import EngineHook
-from megasdc.optim.zero1 import is_bf16_optimizer
+from megasdc.optim.zero1 import is_bf16_optimizer, owned_fragments
 
 pytestmark = pytest.mark.distributed
 
@@ -160,3 +160,32 @@ def test_steps_equal_torch_adamw(
     assert max(largest.values()) <= 2, largest
     for name, value in last.items():
         torch.testing.assert_close(value, expected[9][name], rtol=1e-6, atol=1e-8)
+
+
+def _named_states(precision: str, grad_accum: str) -> Any:
+    engine = make_engine(GPT, 1, 1, precision=precision, grad_accum=grad_accum)
+    engine.train_step(micro_batches(engine, 1))
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    local = [
+        (names[id(fragment.parameter)], key, values.clone())
+        for fragment in owned_fragments(engine.optimizer)
+        for key, values in [("master", fragment.master), *fragment.states(engine.optimizer).items()]
+    ]
+    parameters = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return engine.dims.dp_rank, local, parameters
+
+
+@pytest.mark.parametrize(("precision", "grad_accum"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_optimizer_states_are_those_of_the_named_parameter(precision: str, grad_accum: str) -> None:
+    """Of all ranks together, each parameter's master rounds to the parameter, and its moments are of one gradient."""
+    found = sorted(run_distributed(_named_states, 2, precision, grad_accum), key=lambda rank: rank[0])
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    for _, local, _ in found:
+        assert local
+        for name, key, values in local:
+            whole[name, key] = torch.cat([whole[name, key], values]) if (name, key) in whole else values
+    for name, parameter in found[0][2].items():
+        assert torch.equal(whole[name, "master"].to(parameter.dtype), parameter.flatten())
+        mean, square = whole[name, "exp_avg"].double(), whole[name, "exp_avg_sq"].double()
+        torch.testing.assert_close(square, mean**2 * (1 - 0.95) / (1 - 0.9) ** 2, rtol=1e-5, atol=1e-30)
+    assert len(whole) == 3 * len(found[0][2])

@@ -76,6 +76,18 @@ def problem(deepspeed=None, **sections):
         ({"data": {"blend": [{"path": "x"}]}}, ["blend.0.weight", "needed"]),
         ({"data": {"tokenizer": {"kind": "huggingface"}}}, ["tokenizer.path: missing"]),
         ({"training": {"eval_interval": 5}, "data": {"split": [1, 0, 0]}}, ["eval_interval: got 5", "[1, 0, 0]"]),
+        (
+            {"determinism": {"fill_uninitialized_memory": True}},
+            ["fill_uninitialized_memory: got true", "enabled false"],
+        ),
+        (
+            {"determinism": {"enabled": True}, "parallel": {"threads": 0}},
+            ["threads: got 0", "determinism.enabled true"],
+        ),
+        (
+            {"determinism": {"enabled": True}, "model": {"megatron": {"deterministic_mode": False}}},
+            ["deterministic_mode: got false", "needs true"],
+        ),
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
         ({"model": {"megatron": {"hidden_size": 4}}}, ["megatron.hidden_size: got 4", "megasdc.model.hidden_size"]),
         ({"model": {"megatron": {"qk_layernrm": True}}}, ["no such field", "did you mean qk_layernorm?"]),

@@ -92,6 +92,13 @@ def test_wandb_is_forwarded_without_its_secret() -> None:
     assert (found.get("WANDB_PROJECT"), "WANDB_API_KEY" in found) == ("p", False)
 
 
+def test_what_changes_bits_is_forwarded() -> None:
+    """A variable that chooses other kernels here is the same on every host."""
+    environ = {"NVTE_FLASH_ATTN": "0", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}
+    environ |= {"NCCL_PROTO": "LL", "CUBLAS_WORKSPACE_CONFIG": ":16:8", "DNNL_MAX_CPU_ISA": "AVX2"}
+    assert environ.items() <= forwarded_environment(environ, set()).items()
+
+
 def test_forwarded_environment() -> None:
     """What ranks need goes along, secrets do not, and .deepspeed_env wins."""
     environ = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2", "HF_TOKEN": "x", "HOME": "/"}

@@ -1,0 +1,106 @@
+"""What does one rank of a repeatability check do? Some training steps under a tracer.
+
+Started by ``megasdc.bench.ranks``, one process a rank. The first argument is the request as JSON, the second, on rank 0
+alone, the file descriptor that messages go to. torch is imported after deterministic mode's environment is set.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megasdc.bench.ranks import Messages
+from megasdc.config import RunConfig, TraceSection, check_layout, parse_config
+from megasdc.config.environment import set_deterministic_environment
+from megasdc.train.main import as_known_error, set_up_logging
+
+logger = logging.getLogger("megasdc")
+
+DISTINCT_STEPS = 8
+"""Steps after which random samples repeat."""
+
+
+def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messages: Messages) -> None:
+    """Train some steps and write this rank's trace.
+
+    Args:
+        config: the configuration.
+        steps: how many.
+        prepared: whether to read the prepared data; otherwise random tokens from a fixed seed.
+        folder: where the trace goes.
+        messages: told about each step.
+
+    Raises:
+        MegasdcError: with the class that says what is wrong.
+
+    Collective: all ranks of the world.
+    """
+    from megasdc.bench.loops import MemoryStream
+    from megasdc.data.dataset import build_datasets, verify_data
+    from megasdc.data.loader import MicroBatchLoader, SampleStream
+    from megasdc.determinism import set_deterministic
+    from megasdc.engine.observer import Observer
+    from megasdc.model.submodules import list_submodules
+    from megasdc.parallel import groups
+    from megasdc.sdc.trace import Tracer
+    from megasdc.sdc.trace_file import TraceWriter, trace_path
+    from megasdc.tensors.checksum import default_algorithm
+    from megasdc.train.build import build_training_engine, set_threads
+    from megasdc.train.startup import StartClock
+
+    sections = config.megasdc
+    layout = check_layout(config, int(os.environ["WORLD_SIZE"]))
+    set_threads(sections.parallel.threads)
+    set_deterministic(sections.determinism)
+    samples = steps * layout.train_batch_size
+    stream: SampleStream
+    if prepared:
+        vocab = verify_data(sections.data)[0].tokenizer.vocab_size
+        stream = build_datasets(sections.data, vocab, samples, 0, cache_dir=folder)[0]
+    else:
+        vocab = sections.data.tokenizer.vocab_size
+        distinct = min(steps, DISTINCT_STEPS) * layout.train_batch_size
+        stream = MemoryStream(vocab, sections.data.sequence_length, distinct, samples)
+    groups.init_process_group(sections.parallel.timeout_s)
+    dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
+    engine = build_training_engine(config, layout, dims, vocab, StartClock(time.monotonic()))
+    groups.set_all_timeouts(sections.parallel.timeout_s)
+    loader = MicroBatchLoader(stream, layout.micro_batch_size, dims.dp_rank, dims.data)
+    messages.send(done=0)
+    tracer = Tracer(default_algorithm(engine.device), TraceSection.model_validate({}))
+    observer = Observer(engine, list_submodules(engine.module), [tracer])
+    writer = TraceWriter(trace_path(folder, dims.rank, 1), {})
+    for step in range(1, steps + 1):
+        engine.train_step(loader)
+        writer.append(tracer.take())
+        messages.send(done=step)
+    observer.close()
+    writer.close()
+    groups.shutdown()
+
+
+def main() -> None:
+    """Run as a rank."""
+    request: dict[str, Any] = json.loads(sys.argv[1])
+    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    set_up_logging(int(os.environ["RANK"]))
+    try:
+        config = parse_config(request["config"], source=request["source"])
+        set_deterministic_environment(config.megasdc.determinism, os.environ)
+        run_steps(config, request["steps"], request["prepared"], Path(request["folder"]), messages)
+    except Exception as error:
+        known = as_known_error(error)
+        if known is None:
+            raise
+        logger.error("%s", known)
+        sys.stderr.flush()
+        os._exit(known.exit_code)  # destructors of process groups may wait for ranks that have gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Which environment variables does deterministic mode need? Set before torch, CUDA and NCCL read them; no torch here.
+
+cuBLAS reads its variable when its first handle is made, NCCL when a communicator is made, Transformer Engine when an
+attention module is built: a training rank sets them when it has read its configuration and has not yet imported torch.
+
+What is not here, and why: ``NCCL_NVLS_ENABLE`` and ``NCCL_COLLNET_ENABLE``, because only the algorithm Ring may be
+chosen; flash-attention and the choice of SDPA's backend, because both follow PyTorch's and Transformer Engine's
+switches; ``PYTHONHASHSEED``, because nothing that trains depends on the order of a set of strings, which
+``megasdc check-determinism`` sees, whose two runs hash differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from megasdc.config.sections import DeterminismSection
+from megasdc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that decides whether sums are added in one order.
+
+    Attributes:
+        name: of the variable.
+        value: what deterministic mode sets where it is unset or empty.
+        accepted: values with which a run repeats; letter case is ignored.
+        reason: what differs otherwise.
+    """
+
+    name: str
+    value: str
+    accepted: tuple[str, ...]
+    reason: str
+
+    def is_fixed(self, environ: Mapping[str, str]) -> bool:
+        """Whether it has one of the accepted values."""
+        return environ.get(self.name, "").lower() in [value.lower() for value in self.accepted]
+
+
+VARIABLES = (
+    Variable(
+        "CUBLAS_WORKSPACE_CONFIG",
+        ":4096:8",
+        (":4096:8", ":16:8"),
+        "cuBLAS may take another kernel when several streams share its workspace",
+    ),
+    # Tree is refused: it has no all-gather (NVIDIA/nccl issue 317), and its shape over nodes is not fixed.
+    Variable("NCCL_ALGO", "Ring", ("Ring",), "NCCL chooses the algorithm, and NVLS adds in no fixed order"),
+    # LL128 is refused: forced on a platform that does not support it, it corrupts data.
+    Variable("NCCL_PROTO", "Simple", ("Simple", "LL"), "NCCL's choice of protocol moves the borders of its chunks"),
+    Variable(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "0",
+        ("0",),
+        "Transformer Engine may take attention kernels, flash-attention's among them, that add with atomic operations",
+    ),
+)
+"""Everything that deterministic mode needs of the environment.
+
+Sources: cuBLAS documentation, section Results Reproducibility; NCCL user guide, Environment Variables, and
+NVIDIA/nccl issue 1497 (NVLS); Megatron-core, docs/user-guide/deterministic-training.md.
+"""
+
+
+def set_deterministic_environment(section: DeterminismSection, environ: MutableMapping[str, str]) -> None:
+    """Set what deterministic mode needs; without it nothing.
+
+    A value that was set to something else is an error and not overwritten: whoever set it meant it, a run that only
+    seems to repeat is worse than none, and on several hosts it may be set on some of them alone.
+
+    Args:
+        section: the `determinism` section.
+        environ: the process's environment, changed in place.
+
+    Raises:
+        ConfigError: a variable has a value with which runs differ; every such variable is named.
+    """
+    if not section.enabled:
+        return
+    problems = [
+        f"environment variable {variable.name}: got {environ[variable.name]!r} with megasdc.determinism.enabled true; "
+        f"allowed: {' or '.join(variable.accepted)} ({variable.reason} otherwise); unset it."
+        for variable in VARIABLES
+        if environ.get(variable.name) and not variable.is_fixed(environ)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    for variable in VARIABLES:
+        if not environ.get(variable.name):
+            environ[variable.name] = variable.value

@@ -1,0 +1,158 @@
+"""What could make two runs of one configuration differ? Settings, environment variables and modules, from a list.
+
+Only what is known to change bits is listed. Looked at and found to have no part in it: ``zero_optimization.
+overlap_comm`` (DeepSpeed 0.19's pipeline engine turns it off), ``contiguous_gradients``, ``round_robin_gradients`` and
+bucket sizes (gradients are reduced after the last backward pass, in the order of the parameters), fp16's dynamic loss
+scale (a function of the gradients), activation recompute and dropout (masks are functions of seed, step, sample and
+layer, see ``megasdc.model.randomness``), the order of samples (a function of ``data.seed``), huge pages, apex
+(not used). Other kinds of processors or GPUs and other versions of packages give other bits whatever is set here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megasdc.config.environment import VARIABLES
+from megasdc.config.load import RunConfig
+from megasdc.config.read import shown
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+CPU_KERNEL_VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
+"""Choose other CPU kernels; each was seen to change the bits of a layer (torch 2.13, AVX-512)."""
+STARTUP_MODULES = ("sitecustomize", "usercustomize")
+"""Python imports these before anything else, if it finds them."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that could make two runs differ.
+
+    Attributes:
+        place: dotted path of a setting, name of an environment variable, or name of a module.
+        text: what it does.
+        remedy: what to do about it.
+        between: what two runs would differ: ``runs`` on one machine, or only runs on two ``machines``.
+    """
+
+    place: str
+    text: str
+    remedy: str
+    between: Literal["runs", "machines"]
+
+    def render(self) -> str:
+        """One line for people."""
+        what = "two runs" if self.between == "runs" else "runs on two machines"
+        return f"{self.place}: {self.text}; {what} can differ. Remedy: {self.remedy}."
+
+
+def find_causes(
+    config: RunConfig, environ: Mapping[str, str], startup_modules: Mapping[str, str], cuda: bool
+) -> list[Cause]:
+    """List everything known that could make two runs of a configuration differ.
+
+    Args:
+        config: the configuration.
+        environ: environment that ranks get.
+        startup_modules: from ``find_startup_modules``.
+        cuda: whether it trains on GPUs.
+    """
+    causes = [
+        *(_gpu_causes(config, environ) if cuda else _cpu_causes(config, environ)),
+        *_setting_causes(config, cuda),
+        *_data_causes(config),
+    ]
+    for name, path in startup_modules.items():
+        text = f"{path} runs at the start of every process and can change whatever is imported later"
+        causes.append(Cause(f"module {name}", text, "take its folder out of PYTHONPATH, or read it", "runs"))
+    return causes
+
+
+def find_startup_modules() -> dict[str, str]:
+    """Files of modules that Python imports by itself at the start and that come with neither Python nor the system."""
+    own = {Path(folder).resolve() for folder in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
+    found = {}
+    for name in STARTUP_MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        path = Path(spec.origin)
+        if not own & set(path.resolve().parents) and not os.fspath(path).startswith(("/usr/lib/", "/etc/")):
+            found[name] = os.fspath(path)
+    return found
+
+
+def _gpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Cause]:
+    switch = "megasdc.determinism.enabled"
+    enabled = config.megasdc.determinism.enabled
+    if not enabled:
+        text = (
+            "got false: kernels of PyTorch that add with atomic operations may be taken (embedding, attention backward)"
+        )
+        yield Cause(switch, text, "set true", "runs")
+    for variable in VARIABLES:
+        transformer_engine = config.megasdc.model.backend == "transformer_engine"
+        if variable.name.startswith("NVTE_") and not transformer_engine:
+            continue
+        value = environ.get(variable.name)
+        if value and not variable.is_fixed(environ):
+            text = f"got {value!r}: {variable.reason}"
+            yield Cause(variable.name, text, f"unset it, with {switch} true, or set {variable.accepted[0]}", "runs")
+        elif not value and not enabled:
+            yield Cause(variable.name, f"not set: {variable.reason}", f"set {variable.value}, or {switch} true", "runs")
+    if enabled:
+        return
+    if config.precision != "fp32":
+        place = f"torch.backends.cuda.matmul.allow_{config.precision}_reduced_precision_reduction"
+        text = f"true by default: whether sums are rounded to {config.precision} on the way is up to cuBLAS and the GPU"
+        yield Cause(place, text, f"set {switch} true", "machines")
+    if environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
+        text = "fp32 products are computed in TF32 on GPUs that have it"
+        yield Cause("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", text, f"unset it, or set {switch} true", "machines")
+
+
+def _cpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Cause]:
+    threads = config.megasdc.parallel.threads
+    if threads == 0:
+        number = environ.get("OMP_NUM_THREADS") or "the number of cores"
+        text = f"got 0: the number of threads is {number} here, and sums depend on it"
+        yield Cause("megasdc.parallel.threads", text, "give a number", "machines")
+    if threads != 1 and environ.get("OMP_DYNAMIC", "").lower() == "true":
+        text = "got true: fewer threads are used when the machine is busy, and sums depend on their number"
+        yield Cause("OMP_DYNAMIC", text, "unset it", "runs")
+    for name in CPU_KERNEL_VARIABLES:
+        if value := environ.get(name):
+            text = f"got {value!r}: other kernels are taken than where it is not set"
+            yield Cause(name, text, "unset it, or set it alike on every machine", "machines")
+
+
+def _setting_causes(config: RunConfig, cuda: bool) -> Iterator[Cause]:
+    if config.megasdc.model.megatron.get("tp_comm_overlap"):
+        text = "got true: the overlapped sums over tensor ranks are added in no fixed order"
+        yield Cause("megasdc.model.megatron.tp_comm_overlap", text, "remove it", "runs")
+    offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
+    on_host = not cuda or offload.get("device", "none") != "none"
+    if on_host and not config.deepspeed["optimizer"]["params"]["torch_adam"]:
+        text = "got false: DeepSpeed's Adam is compiled for the processor it is built on, and rounds as that does"
+        yield Cause("optimizer.params.torch_adam", text, "set true, or use equal processors", "machines")
+
+
+def _data_causes(config: RunConfig) -> Iterator[Cause]:
+    data = config.megasdc.data
+    for index, source in enumerate(data.sources):
+        if source.kind == "hub" and not COMMIT.fullmatch(source.revision or ""):
+            text = f"got {shown(source.revision)}, which names another state of the dataset once it is changed"
+            remedy = "give a commit, or copy the prepared data instead of preparing them anew"
+            yield Cause(f"megasdc.data.sources.{index}.revision", text, remedy, "machines")
+    path = data.tokenizer.path
+    if data.tokenizer.kind == "huggingface" and path and not Path(path).exists():
+        text = f"got the hub name {path!r}, whose newest state is taken"
+        remedy = "name a folder, or copy the prepared data instead of preparing them anew"
+        yield Cause("megasdc.data.tokenizer.path", text, remedy, "machines")
