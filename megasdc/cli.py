@@ -212,7 +212,8 @@ def summary(
 
 
 CheckpointFolder = Annotated[
-    Path, typer.Argument(help="Folder of one checkpoint (step_NNNNNNNN), or of several: all are looked at.")
+    Path,
+    typer.Argument(help="Folder of one checkpoint, universal or not, or of several: all are looked at."),
 ]
 
 
@@ -229,7 +230,7 @@ def verify_checkpoint(
 
     reports = [
         verify.verify_checkpoint(path, checksums=checksums, progress=not as_json)
-        for path in verify.find_folders(folder)
+        for path in verify.find_folders(folder, universal=True)
     ]
     if as_json:
         typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
@@ -243,7 +244,7 @@ def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
     """Say what a checkpoint holds, from its manifest alone: step, layout, versions, sizes."""
     from megasdc.checkpoint import verify
 
-    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder)]
+    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder, universal=True)]
     typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
 
 

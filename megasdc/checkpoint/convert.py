@@ -26,6 +26,7 @@ from rich.console import Console
 
 from megasdc.checkpoint.allowlist import check_pickle, load_checked
 from megasdc.checkpoint.files import SHARED_STATE_FILE, commit_folder, sync_path
+from megasdc.checkpoint.kinds import is_universal
 from megasdc.checkpoint.manifest import describe_file, installed_versions
 from megasdc.checkpoint.sources import Source, read_source
 from megasdc.checkpoint.universal import (
@@ -33,7 +34,6 @@ from megasdc.checkpoint.universal import (
     STATES,
     UNIVERSAL_FORMAT_VERSION,
     UniversalManifest,
-    is_universal,
     universal_folder,
     write_universal_manifest,
 )

@@ -14,6 +14,9 @@ LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete"
 SHARED_STATE_FILE = "megasdc.json"
+UNIVERSAL_FILE = "universal.json"
+UNIVERSAL_STEP = "universal_step_"
+WEIGHTS_FILE = "weights.json"
 TEMPORARY_PREFIX = ".tmp_"
 REPLACED_PREFIX = ".tmp_replaced_"
 _CHUNK_BYTES = 1 << 22
@@ -83,15 +86,26 @@ def commit_folder(temporary: Path, final: Path) -> None:
     """Give a written folder its name by one rename.
 
     A folder that has the name already is moved aside first and deleted afterwards; ``remove_leftovers`` brings it back
-    if the process dies in between.
+    if the process dies in between. Of a link that has the name, only the link is.
     """
     aside = final.with_name(f"{REPLACED_PREFIX}{final.name}")
-    if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(final):
+        remove_entry(aside)
         os.rename(final, aside)
     os.rename(temporary, final)
     sync_path(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_entry(aside)
+
+
+def remove_entry(path: Path) -> None:
+    """Remove a folder with all that is in it, a file, or a link, whose target stays; nothing if it is not there.
+
+    What of a folder cannot be removed is left.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def delete_folder(folder: Path) -> None:
@@ -123,7 +137,7 @@ def remove_leftovers(folder: Path | str) -> list[str]:
             os.rename(entry, final)
             done.append(f"{final.name} restored: the save that was to replace it did not finish")
             continue
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()

@@ -14,16 +14,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megasdc.checkpoint.export_hf import check_out, writing_folder
-from megasdc.checkpoint.files import hash_file, write_durably
+from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file, write_durably
 from megasdc.checkpoint.initial import (
     FORMAT_VERSION,
     MODEL_FILE,
     TOKENIZER_FOLDER,
-    WEIGHTS_FILE,
     FileRecord,
     WeightsManifest,
     layer_file,
 )
+from megasdc.checkpoint.kinds import explain_folder
 from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import DTYPES, open_tensors, write_tensors
 from megasdc.config import ModelSection
@@ -240,7 +240,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: {path.parent} is not a Hugging Face model") from error
+        raise CheckpointError(
+            explain_folder(path.parent, "a Hugging Face model with safetensors")
+            or f"{path} is missing: {path.parent} is not a Hugging Face model"
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import SHARED_STATE_FILE
-from megasdc.checkpoint.initial import InitialWeights, is_initial_weights, pad_vocabulary
+from megasdc.checkpoint.initial import InitialWeights, pad_vocabulary
+from megasdc.checkpoint.kinds import is_initial_weights
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.config import ModelSection
