@@ -268,8 +268,10 @@ def convert_checkpoint(
     The result is named in megasdc.checkpoint.universal of the run that goes on.
     """
     from megasdc.checkpoint.convert import convert_to_universal
+    from megasdc.train.signals import exiting_on_signals
 
-    report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
+    with exiting_on_signals():
+        report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
 
 
@@ -304,16 +306,18 @@ def export_hf(
     """
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.checkpoint.export_hf import export_hf
+        from megasdc.train.signals import exiting_on_signals
 
-        result = export_hf(
-            source,
-            out,
-            dtype=dtype,  # type: ignore[arg-type]
-            max_shard_size=max_shard_size,
-            tokenizer=tokenizer,
-            force=force,
-            progress=not as_json,
-        )
+        with exiting_on_signals():
+            result = export_hf(
+                source,
+                out,
+                dtype=dtype,  # type: ignore[arg-type]
+                max_shard_size=max_shard_size,
+                tokenizer=tokenizer,
+                force=force,
+                progress=not as_json,
+            )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
 
 
@@ -327,8 +331,10 @@ def import_hf(
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.checkpoint.import_hf import import_hf
+        from megasdc.train.signals import exiting_on_signals
 
-        result = import_hf(model, out, force=force, progress=not as_json)
+        with exiting_on_signals():
+            result = import_hf(model, out, force=force, progress=not as_json)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -56,6 +59,22 @@ def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -
             if progress is not None:
                 progress(len(piece))
     return state.hexdigest()
+
+
+@contextmanager
+def plain_path(folder: Path) -> Iterator[Path]:
+    """A path of a folder that means itself as a pattern too; DeepSpeed (0.19.8) finds its files by patterns.
+
+    Args:
+        folder: the folder; where its path has brackets, stars or question marks, a link to it is yielded.
+    """
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
+        link = Path(scratch) / "checkpoint"
+        link.symlink_to(folder.resolve())
+        yield link
 
 
 def sync_path(path: Path | str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
+from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_read, find_unexpected
 from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
 from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
@@ -119,6 +119,8 @@ def verify_checkpoint(
             lambda record: check_file(folder, record, manifest, checksums=checksums, progress=advance), manifest.files
         )
         problems += [line for lines in answers for line in lines]
+    if not folder.exists():
+        problems = [deleted_while_read(folder)]
     return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes)
 
 

@@ -1,0 +1,174 @@
+"""Do conversion, export and import end cleanly when they are disturbed, and keep what they promise?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from whole_runs import MODELS, events_of, prepare_text, train_run, write_config
+
+from megasdc.checkpoint import convert, export_hf, import_hf
+from megasdc.checkpoint.logical import CheckpointWeights
+from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.cli import main
+from megasdc.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.distributed
+
+CHANGES: dict[str, Any] = {
+    "model": {**MODELS["llama"], "num_query_groups": 1},
+    "deepspeed__bf16": {"enabled": True},
+    "training": {"steps": 2, "eval_interval": 2, "eval_samples": 4},
+    "checkpoint__interval": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The folder of a run of two steps in bf16, on one rank."""
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder / "c.json", data, folder / "run", **CHANGES)
+    assert train_run(config, 1) == [(0, None)]
+    return folder / "run"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, run: Path) -> Path:
+    """A copy of its last checkpoint, which a test may harm."""
+    return Path(shutil.copytree(run / "checkpoints" / "step_00000002", tmp_path / "copy" / "step_00000002"))
+
+
+def _command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Any:
+    """Run the command line here; its exit code."""
+    monkeypatch.setattr("sys.argv", ["megasdc", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def _before(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, act: Callable[..., Any]) -> None:
+    """Do something just before a function, which then works as always."""
+    function = getattr(place, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        act(*args, **options)
+        return function(*args, **options)
+
+    monkeypatch.setattr(place, name, wrapped)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_conversion_that_is_ended_leaves_nobody_behind(tmp_path: Path, checkpoint: Path, number: int) -> None:
+    """DeepSpeed's process ends with the command, even a killed one; else the folder goes too, and the code says why."""
+    command = ["convert-checkpoint", str(checkpoint), "--to", "universal", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen([sys.executable, "-m", "megasdc", *command], stderr=subprocess.DEVNULL)
+    children: list[psutil.Process] = []
+    while not children:
+        assert process.poll() is None, "it ended before it could be disturbed"
+        children = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if any(argument.endswith("conversion_child.py") for argument in child.cmdline())
+        ]
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".converting_out").exists() == (number == signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_export_or_import_that_is_ended_leaves_nothing(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """With tensors written and the end not reached, the temporary folder goes and the exit code is 128 + signal."""
+    out, weights = tmp_path / "out", tmp_path / "weights"
+    handler = signal.getsignal(number)
+
+    def send(*args: Any) -> None:
+        assert any(tmp_path.glob(".tmp_*/*.safetensors"))
+        os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        _before(patch, export_hf, "export_tokenizer", send)
+        assert _command(patch, "export-hf", run / "checkpoints", out) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    export_hf.export_hf(run / "checkpoints", out)
+    with monkeypatch.context() as patch:
+        _before(patch, import_hf, "_copy_tokenizer", send)
+        assert _command(patch, "import-hf", out, weights) == 128 + number
+    assert list(tmp_path.iterdir()) == [out]
+    assert signal.getsignal(number) == handler
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_named(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Retention takes the source away during conversion, export or verification: exit code 72, reason and remedy."""
+
+    def disturb(place: Any, name: str, act: Callable[..., Any], *command: object) -> None:
+        kept = shutil.copytree(checkpoint, tmp_path / "kept", dirs_exist_ok=True)
+        with monkeypatch.context() as patch:
+            _before(patch, place, name, act)
+            assert _command(patch, *command) == 72
+        assert f"{checkpoint} was deleted or replaced while it was read" in capsys.readouterr().err
+        shutil.copytree(kept, checkpoint)
+
+    def delete(*args: Any, **options: Any) -> None:
+        shutil.rmtree(checkpoint)
+
+    def delete_when_read(weights: Any, index: int, device: str = "cpu") -> None:
+        if device == "cpu" and index == 2:
+            delete()
+
+    converting = ("convert-checkpoint", checkpoint, "--to", "universal", "--out", tmp_path / "out")
+    exporting = ("export-hf", checkpoint, tmp_path / "out")
+    disturb(convert, "_run_deepspeed", delete, *converting)
+    disturb(convert, "read_source", delete, *converting)
+    disturb(CheckpointWeights, "layer", delete_when_read, *exporting)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "kept"]
+
+
+def test_paths_may_have_brackets(tmp_path: Path, data: Path, checkpoint: Path) -> None:
+    """A folder that a pattern would not find is converted; a run starts from the result, and resumes, in such ones."""
+    folder = tmp_path / "lr[1e-3] *"
+    checkpoint.parent.rename(folder)
+    report = convert.convert_to_universal(folder / checkpoint.name, workers=1)
+    assert verify_checkpoint(report.path).ok
+    changes = {**CHANGES, "training": {"steps": 4}, "checkpoint__universal": report.path}
+    config = write_config(tmp_path / "c.json", data, folder / "next", **changes)
+    assert train_run(config, 1, "megasdc.training.stop_step=3") == [(0, None)]
+    assert [event["step"] for event in events_of(folder / "next", "resume", "universal")] == [2]
+    assert train_run(config, 1) == [(0, None)]
+    assert [event["step"] for event in events_of(folder / "next", "resume", "checkpoint")] == [3]
+
+
+def test_outputs_in_and_over_their_source(tmp_path: Path, checkpoint: Path) -> None:
+    """Neither form is written into the checkpoint that it is made from; an empty folder needs no --force."""
+    with pytest.raises(CheckpointError, match="lies in the checkpoint that is converted"):
+        convert.convert_to_universal(checkpoint, checkpoint / "universal")
+    with pytest.raises(ConfigError, match=r"OUT: .* lies in"):
+        export_hf.export_hf(checkpoint, checkpoint / "exported")
+    assert verify_checkpoint(checkpoint).ok
+    (tmp_path / "out").mkdir()
+    assert convert.convert_to_universal(checkpoint, tmp_path / "out", workers=1).step == 2
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    convert.convert_to_universal(checkpoint, tmp_path / "link", force=True, workers=1)
+    assert not (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "link", "out"]
