@@ -339,6 +339,8 @@ def import_hf(
         typer.echo(json.dumps(asdict(result), indent=2))
         return
     typer.echo(f"{result.path}: {result.architecture}, {result.num_parameters:,} parameters", err=True)
+    if result.note is not None:
+        typer.echo(f"megasdc: warning: {result.note}", err=True)
     typer.echo("put this into the configuration, under megasdc.model:", err=True)
     typer.echo(json.dumps(result.model, indent=2))
 

@@ -5,11 +5,12 @@ Pure functions over whole (unsharded) tensors with the real rows of the vocabula
 """
 
 from megasdc.model.hf.classes import HfClass, hf_class, hf_config
-from megasdc.model.hf.fields import model_fields
+from megasdc.model.hf.fields import architecture, model_fields, vocabulary
 from megasdc.model.hf.tensors import (
     Form,
     Rule,
     from_hf,
+    hf_shapes,
     join_qkv,
     num_pipeline_layers,
     rules,
@@ -21,13 +22,16 @@ __all__ = [
     "Form",
     "HfClass",
     "Rule",
+    "architecture",
     "from_hf",
     "hf_class",
     "hf_config",
+    "hf_shapes",
     "join_qkv",
     "model_fields",
     "num_pipeline_layers",
     "rules",
     "split_qkv",
     "to_hf",
+    "vocabulary",
 ]

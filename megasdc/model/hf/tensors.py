@@ -114,6 +114,46 @@ def _llama_rules(model: ModelSection, layer: int) -> list[Rule]:
     return found
 
 
+def hf_shapes(model: ModelSection, vocab_size: int) -> dict[str, list[int]]:
+    """The shape that every tensor of a Hugging Face model must have, by its full name.
+
+    Args:
+        model: the resolved section.
+        vocab_size: rows of the word embedding.
+
+    Raises:
+        ConfigError: as ``hf_class``.
+    """
+    h, f, d = model.hidden_size, ffn_width(model), head_width(model)
+    heads, groups = model.num_attention_heads * d, query_groups(model) * d
+    of_weights = {
+        "wte": [vocab_size, h],
+        "wpe": [model.max_positions, h],
+        "c_attn": [h, 3 * h],
+        "attn.c_proj": [h, h],
+        "c_fc": [h, f],
+        "mlp.c_proj": [f, h],
+        "embed_tokens": [vocab_size, h],
+        "lm_head": [vocab_size, h],
+        "q_proj": [heads, h],
+        "k_proj": [groups, h],
+        "v_proj": [groups, h],
+        "o_proj": [h, heads],
+        "gate_proj": [f, h],
+        "up_proj": [f, h],
+        "down_proj": [h, f],
+    }
+    gpt2 = hf_class(model) == "GPT2LMHeadModel"
+    found = {}
+    for index in range(num_pipeline_layers(model)):
+        for name in (name for rule in rules(model, index) for name in rule.theirs):
+            owner, _, kind = name.rpartition(".")
+            weight = next((shape for end, shape in of_weights.items() if owner.endswith(end)), [h])  # norms are vectors
+            outputs = weight[-1:] if gpt2 else weight[:1]
+            found[name] = weight if kind == "weight" else outputs
+    return found
+
+
 def to_hf(model: ModelSection, index: int, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of one pipeline layer, as Hugging Face has them.
 
