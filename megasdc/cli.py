@@ -353,12 +353,20 @@ def evaluate(
     ] = None,
     split: Annotated[Literal["train", "valid", "test"], typer.Option("--split", help="Which documents.")] = "valid",
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="How many; left out: training.eval_samples.")
+        int | None,
+        typer.Option(
+            "--samples", min=1, help="At most so many, each once; left out: training.eval_samples of the file."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Compute loss and perplexity of a model on one process, whatever layout it was trained at."""
+    """Compute loss and perplexity of a model on one process, whatever layout it was trained at.
+
+    --set may change the data, training.eval_samples, the micro-batch and the precision. Where the split holds fewer
+    samples than asked for, all are used once, and the result says so. Of an imported model with more embedding rows
+    than tokenizer entries all rows are in the softmax, as in transformers.
+    """
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.train.inference import evaluate_weights
 
@@ -382,7 +390,7 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="0: the most probable token; above: one is drawn.")
     ] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw among so many; 0: among all.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the draws.")] = 0,
     tokenizer: TokenizerOption = None,
     as_json: Json = False,
 ) -> None:
