@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from whole_runs import MODELS, events_of, prepare_text, train_run, write_config
+import torch
+from whole_runs import MODELS, events_of, metrics_of, prepare_text, train_run, write_config
 
 from megasdc.checkpoint import convert, export_hf, import_hf
 from megasdc.checkpoint.logical import CheckpointWeights
@@ -172,3 +174,133 @@ def test_outputs_in_and_over_their_source(tmp_path: Path, checkpoint: Path) -> N
     convert.convert_to_universal(checkpoint, tmp_path / "link", force=True, workers=1)
     assert not (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "link", "out"]
+
+
+def test_a_run_in_bf16_is_exported_and_evaluated(tmp_path: Path, run: Path, data: Path) -> None:
+    """The tensors are the saved bf16 weights bit for bit, and the loss is the run's own and that of transformers."""
+    import transformers
+    from safetensors.torch import load_file
+
+    from megasdc.config import DataSection
+    from megasdc.data.dataset import build_split
+    from megasdc.data.loader import EvalLoader
+    from megasdc.train.inference import evaluate_weights
+
+    result = export_hf.export_hf(run / "checkpoints", tmp_path / "out")
+    assert result.dtype == "bfloat16"
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    file = run / "checkpoints" / "step_00000002" / "layer_00-model_00-model_states.pt"
+    saved = torch.load(file, weights_only=False)["word_embeddings.weight"]
+    assert torch.equal(tensors["model.embed_tokens.weight"], saved[:500])
+    (reported,) = [row["eval/loss"] for row in metrics_of(run) if "eval/loss" in row]
+    assert evaluate_weights(run / "checkpoints").loss == pytest.approx(reported, rel=1e-3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    assert model.dtype == torch.bfloat16
+    section = DataSection.model_validate({"path": str(data), "sequence_length": 32})
+    losses = []
+    for tokens, (labels, _) in EvalLoader(build_split(section, 500, "valid", 4), 1, 0, 1, 4):
+        with torch.no_grad():
+            losses.append(torch.nn.functional.cross_entropy(model(tokens).logits[0].double(), labels[0]))
+    assert float(torch.stack(losses).mean()) == pytest.approx(reported, rel=1e-2)
+
+
+def _byte_level_tokenizer(folder: Path) -> Path:
+    """A tokenizer of transformers as GPT-2's, trained on a module."""
+    import argparse
+
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train([argparse.__file__], trainer)
+    fast: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|endoftext|>")
+    fast.save_pretrained(str(folder))
+    return folder
+
+
+def test_a_tokenizer_of_transformers_is_exported_as_it_is(tmp_path: Path, data: Path) -> None:
+    """Prepared, trained and exported with one, AutoTokenizer of the export gives the ids of the original."""
+    import transformers
+
+    from megasdc.config import DataSection
+    from megasdc.data.prepare import prepare
+    from megasdc.train.inference import generate
+
+    original = _byte_level_tokenizer(tmp_path / "tokenizer")
+    section = DataSection.model_validate(
+        {
+            "path": str(tmp_path / "data"),
+            "split": [8, 1, 1],
+            "sources": [{"kind": "files", "path": str(data.parent / "texts")}],
+            "tokenizer": {"kind": "huggingface", "path": str(original)},
+        }
+    )
+    prepare(section, tmp_path / "data", workers=1, progress=False)
+    changes = {"training": {"steps": 1, "eval_interval": 0}, "model": {**MODELS["gpt"], "num_layers": 1}}
+    config = write_config(tmp_path / "c.json", tmp_path / "data", tmp_path / "run", **changes)
+    assert train_run(config, 1) == [(0, None)]
+    result = export_hf.export_hf(tmp_path / "run" / "checkpoints", tmp_path / "out")
+    assert (result.tokenizer, result.note) == ("auto", None)
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (original, tmp_path / "out"))
+    text = (data.parent / "texts" / "heapq.txt").read_text(encoding="utf-8") + " <|endoftext|>  caf\u00e9\n"
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after.eos_token_id == before.eos_token_id == 0
+    imported = import_hf.import_hf(tmp_path / "out", tmp_path / "weights")
+    assert imported.tokenizer_vocab_size == len(before)
+    prompt = "def f(x):\n    return"
+    assert generate(tmp_path / "weights", prompt, max_tokens=1).prompt_tokens == before(prompt)["input_ids"]
+
+
+_LAYERS, _HIDDEN, _FFN = 24, 512, 1408
+_MEASURE = """
+import sys
+from pathlib import Path
+from megasdc.checkpoint.export_hf import export_hf
+from megasdc.checkpoint.import_hf import import_hf
+import deepspeed, transformers
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+def peak(work):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+model, weights, out, tokenizer = sys.argv[1:]
+print(peak(lambda: import_hf(model, weights)), peak(lambda: export_hf(weights, out, tokenizer=tokenizer)))
+"""
+
+
+def test_export_and_import_hold_a_layer_and_not_the_model(tmp_path: Path, data: Path) -> None:
+    """Above what the interpreter needs, a model of 310 MB takes less than a quarter of that at its peak."""
+    from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
+    from megasdc.config import ModelSection
+    from megasdc.model.hf import hf_config, hf_shapes
+
+    sizes = {"num_layers": _LAYERS, "hidden_size": _HIDDEN, "ffn_hidden_size": _FFN, "num_attention_heads": 8}
+    model = ModelSection.model_validate({**MODELS["llama"], **sizes})
+    plan = {name: torch.empty(shape, device="meta") for name, shape in hf_shapes(model, 500).items()}
+    total = sum(map(num_bytes, plan.values()))
+    assert total > 300e6
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf_config(model, 500, 1, "float32")))
+    tensors = ((name, torch.ones(like.shape)) for name, like in plan.items())
+    write_tensors(tmp_path / "model" / "model.safetensors", plan, tensors)
+    folders = [str(tmp_path / name) for name in ("model", "weights", "out")]
+    command = [sys.executable, "-c", _MEASURE, *folders, str(data / "tokenizer")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    importing, exporting = map(int, done.stdout.split()[-2:])
+    assert importing < total / 4
+    assert exporting < total / 4
+    shutil.rmtree(tmp_path)
