@@ -88,11 +88,14 @@ def test_a_conversion_that_is_ended_leaves_nobody_behind(tmp_path: Path, checkpo
             if any(argument.endswith("conversion_child.py") for argument in child.cmdline())
         ]
         time.sleep(0.01)
+    if number != signal.SIGKILL:
+        children[0].suspend()  # it does not end by itself
     process.send_signal(number)
     assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
     assert psutil.wait_procs(children, timeout=60)[1] == []
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".converting_out").exists() == (number == signal.SIGKILL)
+    assert not (tmp_path / ".converting_out" / "latest_universal").exists(), "DeepSpeed has finished its work"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
