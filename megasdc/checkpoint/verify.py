@@ -108,7 +108,8 @@ def verify_checkpoint(
             if not has_marker(folder, manifest):
                 problems.append("the marker is missing: not every node finished the save")
     except CheckpointError as error:
-        return CheckpointReport(str(folder), None, [str(error)], 0, 0)
+        problem = str(error) if folder.exists() else deleted_while_read(folder)
+        return CheckpointReport(str(folder), None, [problem], 0, 0)
     bar = _progress_bar() if progress else nullcontext()
     with bar as shown, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         advance: Callable[[int], None] | None = None
