@@ -249,7 +249,8 @@ def summary(
 
 
 CheckpointFolder = Annotated[
-    Path, typer.Argument(help="Folder of one checkpoint (step_NNNNNNNN), or of several: all are looked at.")
+    Path,
+    typer.Argument(help="Folder of one checkpoint, universal or not, or of several: all are looked at."),
 ]
 
 
@@ -266,7 +267,7 @@ def verify_checkpoint(
 
     reports = [
         verify.verify_checkpoint(path, checksums=checksums, progress=not as_json)
-        for path in verify.find_folders(folder)
+        for path in verify.find_folders(folder, universal=True)
     ]
     if as_json:
         typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
@@ -280,7 +281,7 @@ def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
     """Say what a checkpoint holds, from its manifest alone: step, layout, versions, sizes."""
     from megasdc.checkpoint import verify
 
-    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder)]
+    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder, universal=True)]
     typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
 
 
@@ -304,8 +305,10 @@ def convert_checkpoint(
     The result is named in megasdc.checkpoint.universal of the run that goes on.
     """
     from megasdc.checkpoint.convert import convert_to_universal
+    from megasdc.train.signals import exiting_on_signals
 
-    report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
+    with exiting_on_signals():
+        report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
 
 
@@ -340,16 +343,18 @@ def export_hf(
     """
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.checkpoint.export_hf import export_hf
+        from megasdc.train.signals import exiting_on_signals
 
-        result = export_hf(
-            source,
-            out,
-            dtype=dtype,  # type: ignore[arg-type]
-            max_shard_size=max_shard_size,
-            tokenizer=tokenizer,
-            force=force,
-            progress=not as_json,
-        )
+        with exiting_on_signals():
+            result = export_hf(
+                source,
+                out,
+                dtype=dtype,  # type: ignore[arg-type]
+                max_shard_size=max_shard_size,
+                tokenizer=tokenizer,
+                force=force,
+                progress=not as_json,
+            )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
 
 
@@ -363,12 +368,16 @@ def import_hf(
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.checkpoint.import_hf import import_hf
+        from megasdc.train.signals import exiting_on_signals
 
-        result = import_hf(model, out, force=force, progress=not as_json)
+        with exiting_on_signals():
+            result = import_hf(model, out, force=force, progress=not as_json)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
     typer.echo(f"{result.path}: {result.architecture}, {result.num_parameters:,} parameters", err=True)
+    if result.note is not None:
+        typer.echo(f"megasdc: warning: {result.note}", err=True)
     typer.echo("put this into the configuration, under megasdc.model:", err=True)
     typer.echo(json.dumps(result.model, indent=2))
 
@@ -381,12 +390,20 @@ def evaluate(
     ] = None,
     split: Annotated[Literal["train", "valid", "test"], typer.Option("--split", help="Which documents.")] = "valid",
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="How many; left out: training.eval_samples.")
+        int | None,
+        typer.Option(
+            "--samples", min=1, help="At most so many, each once; left out: training.eval_samples of the file."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Compute loss and perplexity of a model on one process, whatever layout it was trained at."""
+    """Compute loss and perplexity of a model on one process, whatever layout it was trained at.
+
+    --set may change the data, training.eval_samples, the micro-batch and the precision. Where the split holds fewer
+    samples than asked for, all are used once, and the result says so. Of an imported model with more embedding rows
+    than tokenizer entries all rows are in the softmax, as in transformers.
+    """
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.train.inference import evaluate_weights
 
@@ -410,7 +427,7 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="0: the most probable token; above: one is drawn.")
     ] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw among so many; 0: among all.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the draws.")] = 0,
     tokenizer: TokenizerOption = None,
     as_json: Json = False,
 ) -> None:

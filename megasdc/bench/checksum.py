@@ -18,19 +18,16 @@ from torch import Tensor
 
 from megasdc.bench.checksum_trials import DTYPES, Trials, run_trials
 from megasdc.bench.machine import describe_machine
+from megasdc.bench.result import SLACK, Progress
 from megasdc.bench.statistics import Block, Cost, Estimate, estimate_median, ratios, run_alternating
 from megasdc.errors import ConfigError
 from megasdc.tensors.checksum import default_algorithm
 
 BAR = 1.25
 """Largest median of our time over the other operation's."""
-SLACK = 0.01
-"""How far the interval's upper end may lie above the bar."""
 GPU_LEAST_MIB = 64
 """Smallest tensor that has a bar on a GPU; the time of less is the time to start a kernel."""
 _BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 8 << 30}
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megasdc
 from megasdc.bench.machine import describe_machine
-from megasdc.bench.statistics import Block, Cost, Estimate, estimate_median, ratios, run_alternating
+from megasdc.bench.result import BenchResult, Comparison, Progress
+from megasdc.bench.statistics import Block, Cost, estimate_median, ratios, run_alternating
 from megasdc.config import SourceSection
 from megasdc.data.sources import iterate_documents, sample_documents
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
@@ -30,14 +30,10 @@ from megasdc.errors import ConfigError, MegasdcError
 KINDS = ("sentencepiece", "huggingface")
 BAR = 1.0
 """Largest median of our time over Megatron's."""
-SLACK = 0.01
-"""How far the interval's upper end may lie above the bar."""
 TRAIN_CHARACTERS = 1_000_000
 """Text that the tokenizers are trained on, before anything is measured."""
 TIMEOUT_S = 3600.0
 _PACKAGES = ("sentencepiece", "tokenizers", "datasets")
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -70,67 +66,32 @@ class DataBenchOptions:
 
 
 @dataclass(frozen=True)
-class DataComparison:
+class DataComparison(Comparison):
     """Our preparation against Megatron's with one kind of tokenizer.
 
     Args:
         tokenizer: ``sentencepiece`` or ``huggingface``.
-        bar: largest median ratio that passes.
-        ratios: our time over Megatron's, by quantity ``wall`` and ``cpu``.
         characters_per_s: median over blocks, ours and Megatron's, all processes together.
         num_tokens: in the files, end-of-document tokens included.
-        difference: first file whose bytes differed in some block; null where all were equal.
-        costs: (ours, Megatron's) of each pair of blocks.
     """
 
     tokenizer: str
-    bar: float
-    ratios: dict[str, Estimate]
     characters_per_s: tuple[float, float]
     num_tokens: int
-    difference: str | None
-    costs: list[tuple[Cost, Cost]] = field(repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the bytes are equal and both ratios are within the bar."""
-        return self.difference is None and all(ratio.passes(self.bar, SLACK) for ratio in self.ratios.values())
 
 
 @dataclass(frozen=True)
-class DataBenchResult:
+class DataBenchResult(BenchResult):
     """Everything that was measured.
 
     Args:
-        machine: date, processor, versions.
-        options: sizes.
         num_documents: documents of the text.
         num_characters: characters of the text.
-        comparisons: one a kind of tokenizer.
     """
 
-    machine: dict[str, Any]
-    options: DataBenchOptions
+    comparisons: list[DataComparison]
     num_documents: int
     num_characters: int
-    comparisons: list[DataComparison]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every comparison passed."""
-        return all(comparison.passed for comparison in self.comparisons)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with verdicts."""
-        return {
-            "passed": self.passed,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "num_documents": self.num_documents,
-            "num_characters": self.num_characters,
-            "slack": SLACK,
-            "comparisons": [{"passed": one.passed, **asdict(one)} for one in self.comparisons],
-        }
 
 
 def bench_data(
@@ -161,7 +122,7 @@ def bench_data(
             trainers[kind](sample, folder / kind, options.vocab)
         on_progress("text and tokenizers", 1, 1)
         found = [_compare(options, kind, num_characters, folder, on_progress) for kind in kinds]
-    return DataBenchResult(machine, options, len(texts), num_characters, found)
+    return DataBenchResult(machine, options, found, len(texts), num_characters)
 
 
 def _compare(

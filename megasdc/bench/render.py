@@ -11,14 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megasdc.bench.checksum import BAR as CHECKSUM_BAR
-from megasdc.bench.checksum import SLACK as CHECKSUM_SLACK
 from megasdc.bench.checksum import ChecksumBenchResult, SpeedComparison
 from megasdc.bench.checksum_trials import BLIND_TO, DTYPES, FAULTS
-from megasdc.bench.data import SLACK as DATA_SLACK
 from megasdc.bench.data import DataBenchResult
+from megasdc.bench.result import SLACK
+from megasdc.bench.result import Progress as OnProgress
 from megasdc.bench.statistics import Estimate
-from megasdc.bench.train import SLACK, Comparison, TrainBenchResult
-from megasdc.bench.train import Progress as OnProgress
+from megasdc.bench.train import TrainBenchResult, TrainComparison
 
 NAMES = {
     "plain": "plain PipelineEngine loop",
@@ -74,7 +73,7 @@ def render_data(result: DataBenchResult, console: Console) -> None:
     )
     for comparison in result.comparisons:
         title = f"megasdc prepare-data against Megatron's preprocess_data, {comparison.tokenizer}"
-        _render_ratios(title, comparison.ratios, comparison.bar, DATA_SLACK, console)
+        _render_ratios(title, comparison.ratios, comparison.bar, SLACK, console)
         ours, theirs = (rate / 1e6 for rate in comparison.characters_per_s)
         console.print(f"million characters/s {ours:.2f} : {theirs:.2f} (medians); {comparison.num_tokens:,} tokens")
         equal = "equal" if comparison.difference is None else f"FAIL, {comparison.difference} differs"
@@ -106,7 +105,7 @@ def _render_speed(comparison: SpeedComparison, console: Console) -> None:
         f"{comparison.algorithm} against {comparison.against}, {comparison.device}, {comparison.dtype}, "
         f"{comparison.size_mib} MiB"
     )
-    _render_ratios(title, comparison.ratios, comparison.bar, CHECKSUM_SLACK, console)
+    _render_ratios(title, comparison.ratios, comparison.bar, SLACK, console)
     ours, theirs = (rate / 1e9 for rate in comparison.bytes_per_s)
     console.print(f"GB/s {ours:.1f} : {theirs:.1f} (medians)")
 
@@ -152,7 +151,7 @@ def _render_ratios(title: str, ratios: dict[str, Estimate], bar: float | None, s
     console.print(table)
 
 
-def _render_comparison(comparison: Comparison, console: Console) -> None:
+def _render_comparison(comparison: TrainComparison, console: Console) -> None:
     title = f"megasdc against {NAMES[comparison.against]}, {comparison.parameters:,} parameters"
     _render_ratios(title, comparison.ratios, comparison.bar, SLACK, console)
     (ours, theirs), (our_step, their_step) = comparison.tokens_per_s, comparison.step_s

@@ -10,8 +10,7 @@ GPUs the environment variables of that mode act on whole processes and so on bot
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,90 +18,46 @@ from megasdc.bench.launch_time import measure_launches
 from megasdc.bench.machine import describe_machine
 from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
-from megasdc.bench.statistics import Cost, Estimate, estimate_median, ratios
+from megasdc.bench.result import BenchResult, Comparison, Progress
+from megasdc.bench.statistics import Cost, estimate_median, ratios
 from megasdc.parallel.local_ranks import build_operator
 
 AGAINST = ("plain", "hf", "determinism", "launch")
 BARS = {"plain": 1.01, "hf": 1.0}
 """Largest median of our time over the other loop's; without one, no time is too long."""
-SLACK = 0.01
-"""How far the interval's upper end may lie above the bar."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainComparison(Comparison):
     """Our loop against another one.
 
     Args:
         against: ``plain``, ``hf`` or ``determinism``.
-        bar: largest median ratio that passes; null: any does.
-        ratios: ours over the other's, by quantity ``wall`` and ``cpu``.
         tokens_per_s: median over blocks of our loop and of the other, all ranks.
         step_s: median seconds of a step of our loop and of the other.
         parameters: of each model.
         first_losses: ours and the other's, nats.
         last_losses: the same after all steps.
-        difference: first tensor whose bits differ; null where all are equal, and against Hugging Face.
-        costs: (ours, the other's) of each pair of blocks.
     """
 
     against: str
-    bar: float | None
-    ratios: dict[str, Estimate]
     tokens_per_s: tuple[float, float]
     step_s: tuple[float, float]
     parameters: int
     first_losses: tuple[float, float]
     last_losses: tuple[float, float]
-    difference: str | None
-    costs: list[tuple[Cost, Cost]] = field(repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """Whether both ratios are within the bar, and the bits are equal where they have to be."""
-        bar = self.bar
-        return self.difference is None and (bar is None or all(one.passes(bar, SLACK) for one in self.ratios.values()))
 
 
 @dataclass(frozen=True)
-class TrainBenchResult:
+class TrainBenchResult(BenchResult):
     """Everything that was measured.
 
     Args:
-        machine: date, processor, versions.
-        options: sizes.
-        comparisons: by ``plain``, ``hf`` and ``determinism``, those that were asked for.
         launch: seconds to the first step; null if not asked for.
     """
 
-    machine: dict[str, Any]
-    options: TrainBenchOptions
-    comparisons: list[Comparison]
+    comparisons: list[TrainComparison]
     launch: dict[str, Any] | None
-
-    @property
-    def passed(self) -> bool:
-        """Whether every comparison passed."""
-        return all(comparison.passed for comparison in self.comparisons)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with verdicts."""
-        return {
-            "passed": self.passed,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "slack": SLACK,
-            "comparisons": [{"passed": one.passed, **asdict(one)} for one in self.comparisons],
-            "launch": None
-            if self.launch is None
-            else {
-                **self.launch,
-                "total": asdict(self.launch["total"]),
-                "phases": {name: asdict(value) for name, value in self.launch["phases"].items()},
-            },
-        }
 
 
 def bench_train(
@@ -144,7 +99,7 @@ def bench_train(
     return TrainBenchResult(machine, options, comparisons, launch)
 
 
-def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> Comparison:
+def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> TrainComparison:
     """Run one comparison in ranks of its own."""
     found: dict[str, Any] = {}
 
@@ -160,7 +115,7 @@ def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress
     costs = [(Cost(**ours), Cost(**other)) for ours, other in found["costs"]]
     walls = [estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
     tokens = options.steps_per_block * options.tokens_per_step
-    return Comparison(
+    return TrainComparison(
         against=against,
         bar=BARS.get(against),
         ratios=ratios(costs),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from megasdc.checkpoint.allowlist import check_pickle
-from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.manifest import FileRecord, Manifest
-from megasdc.errors import CheckpointError
+from megasdc.checkpoint.files import MANIFEST_FILE, hash_file
+from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from megasdc.errors import CheckpointError, MegasdcError
 
 
 class HasFiles(Protocol):
@@ -81,3 +82,37 @@ def check_identity(folder: Path, manifest: Manifest) -> list[str]:
     if folder.name != expected:
         return [f"manifest.json is of {expected}, the folder is {folder.name}: files of two checkpoints are mixed"]
     return []
+
+
+def deleted_while_read(folder: Path) -> str:
+    """What to say of a checkpoint that is not there any more."""
+    return (
+        f"{folder} was deleted or replaced while it was read, as a run does that keeps only its newest checkpoints; "
+        "name a newer one, or let the run keep more with megasdc.checkpoint.keep_last or keep_every"
+    )
+
+
+@contextmanager
+def reading(folder: Path, save_id: str) -> Iterator[None]:
+    """Tell errors that a checkpoint's deletion causes from others.
+
+    Args:
+        folder: the checkpoint.
+        save_id: of its manifest.
+
+    Raises:
+        CheckpointError: the block failed, and this checkpoint is not there any more.
+    """
+    try:
+        yield
+    except (OSError, MegasdcError) as error:
+        if _is_there(folder, save_id):
+            raise
+        raise CheckpointError(deleted_while_read(folder)) from error
+
+
+def _is_there(folder: Path, save_id: str) -> bool:
+    try:
+        return (folder / MANIFEST_FILE).exists() and read_manifest(folder).save_id == save_id
+    except CheckpointError:
+        return True  # damaged, not deleted

@@ -1,16 +1,18 @@
 """How does a checkpoint become one that a run of any layout can start from? Verified before, converted, verified after.
 
-The conversion is DeepSpeed's own program ``deepspeed.checkpoint.ds_to_universal`` (0.19), unmodified, in a process of
-its own. What it writes is looked at before it gets its name: every parameter with its states and no other, and every
-pickle against the allow-list.
+The conversion is DeepSpeed's own program ``deepspeed.checkpoint.ds_to_universal`` (0.19), unmodified, in a process
+group of its own, which ends with this process. What it writes is looked at before it gets its name: every parameter
+with its states and no other, and every pickle against the allow-list.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +27,9 @@ from typing import Any
 from rich.console import Console
 
 from megasdc.checkpoint.allowlist import check_pickle, load_checked
-from megasdc.checkpoint.files import SHARED_STATE_FILE, commit_folder, sync_path
+from megasdc.checkpoint.checks import reading
+from megasdc.checkpoint.files import SHARED_STATE_FILE, commit_folder, remove_entry, sync_path
+from megasdc.checkpoint.kinds import is_universal
 from megasdc.checkpoint.manifest import describe_file, installed_versions
 from megasdc.checkpoint.sources import Source, read_source
 from megasdc.checkpoint.universal import (
@@ -33,7 +37,6 @@ from megasdc.checkpoint.universal import (
     STATES,
     UNIVERSAL_FORMAT_VERSION,
     UniversalManifest,
-    is_universal,
     universal_folder,
     write_universal_manifest,
 )
@@ -44,10 +47,12 @@ from megasdc.model.universal import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"
 """Of the folder that is written into; not that of unfinished saves, which every start of a run removes."""
-_MODULE = "deepspeed.checkpoint.ds_to_universal"
-_OUTPUT = "universal"
+_CHILD = Path(__file__).with_name("conversion_child.py")
+_INPUT, _OUTPUT = "source", "universal"
 _LOG = "conversion.log"
 _TAIL_LINES = 15
+_END_S = 2.0
+"""How long the end of killed processes is waited for; where nobody reaps them they stay in the group."""
 
 
 @dataclass(frozen=True)
@@ -117,21 +122,23 @@ def convert_to_universal(
     source, skipped = _choose(Path(path), progress)
     final = (Path(out) if out is not None else source.path.parent / universal_folder(source.manifest.step)).absolute()
     _check_output(final, source, force)
-    shared_state = _check_source(source)
+    with reading(source.path, source.manifest.save_id):
+        shared_state = _check_source(source)
     temporary = final.with_name(f"{CONVERTING_PREFIX}{final.name}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        _run_deepspeed(source.path.absolute(), temporary, workers or min(4, os.cpu_count() or 1), progress)
-        made = temporary / _OUTPUT
-        parameters = check_converted(made, _saved_names(source))
-        shutil.copyfile(source.path / SHARED_STATE_FILE, made / SHARED_STATE_FILE)
-        manifest = _describe(made, source, shared_state, parameters)
-        commit_folder(made, final)
+        with reading(source.path, source.manifest.save_id):
+            remove_entry(temporary)
+            temporary.mkdir(parents=True)
+            _run_deepspeed(source.path.resolve(), temporary, workers or min(4, os.cpu_count() or 1), progress)
+            made = temporary / _OUTPUT
+            parameters = check_converted(made, _saved_names(source))
+            shutil.copyfile(source.path / SHARED_STATE_FILE, made / SHARED_STATE_FILE)
+            manifest = _describe(made, source, shared_state, parameters)
+            commit_folder(made, final)
     except OSError as error:
         raise StorageError(f"{final} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_entry(temporary)
     return ConversionReport(
         source=str(source.path),
         path=str(final),
@@ -195,13 +202,16 @@ def _choose(path: Path, progress: bool) -> tuple[Source, dict[str, list[str]]]:
 
 
 def _check_output(final: Path, source: Source, force: bool) -> None:
-    if source.path.absolute() == final or final in source.path.absolute().parents:
+    read, written = source.path.resolve(), final.resolve()
+    if read.is_relative_to(written):
         raise CheckpointError(f"{final} cannot be the output: it is or holds the checkpoint that is converted")
-    if not final.exists():
+    if written.is_relative_to(read):
+        raise CheckpointError(f"{final} cannot be the output: it lies in the checkpoint that is converted")
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not force:
         raise CheckpointError(f"{final} exists; choose another --out, or replace it with --force")
-    if not final.is_dir() or not (is_universal(final) or not any(final.iterdir())):
+    if not is_universal(final):
         raise CheckpointError(f"{final} is no universal checkpoint, --force does not replace it; choose another --out")
 
 
@@ -234,20 +244,24 @@ def _saved_names(source: Source) -> set[str]:
 def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) -> None:
     """Run DeepSpeed's program; its paths are short and plain because it builds patterns from them.
 
+    The source has a plain name too, that of a link; in a path with brackets DeepSpeed would find no file.
+
     Raises:
         CheckpointError: it failed; with the end of what it printed.
     """
-    command = [sys.executable, "-m", _MODULE, "--input_folder", str(source), "--output_folder", _OUTPUT]
+    (temporary / _INPUT).symlink_to(source)
+    command = [sys.executable, "-P", str(_CHILD), "--input_folder", _INPUT, "--output_folder", _OUTPUT]
     command += ["--num_extract_workers", str(workers), "--num_merge_workers", str(max(1, workers // 2))]
     log = temporary / _LOG
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command,
             cwd=temporary,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
         )
         try:
             with _spinner() if progress else nullcontext() as show:
@@ -256,13 +270,24 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
                         show(_tail(log, 1))
                     time.sleep(0.1)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            _end_group(process)
     if process.returncode != 0:
         raise CheckpointError(
             f"DeepSpeed's conversion of {source} failed with exit code {process.returncode}:\n{_tail(log, _TAIL_LINES)}"
         )
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a conversion, DeepSpeed's workers too, so that nobody writes any more."""
+    deadline = time.monotonic() + _END_S
+    with contextlib.suppress(ProcessLookupError):  # the group has ended
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
 
 
 def _tail(log: Path, count: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.export_tokenizer import export_tokenizer
-from megasdc.checkpoint.files import TEMPORARY_PREFIX, commit_folder, write_durably
+from megasdc.checkpoint.files import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.logical import WeightSource, open_weights
 from megasdc.checkpoint.progress import progress_bar
@@ -187,6 +186,8 @@ def export_hf(
         raise ConfigError(f"--dtype: got {dtype!r}; allowed: fp32, bf16, as-saved")
     check_out(target, force, "README.md", EXPORTED_BY, source)
     weights: WeightSource = open_weights(source, progress=progress, accept=hf_class)
+    if target.resolve().is_relative_to(weights.path.resolve()):
+        raise ConfigError(f"OUT: {out} lies in {weights.path}, which is to be read; give another folder")
     words = find_tokenizer(weights, tokenizer)
     plan = [_plan_layer(weights, index, dtype) for index in range(num_pipeline_layers(weights.model))]
     shards = divide({name: tensor for layer in plan for name, tensor in layer.items()}, limit)
@@ -227,7 +228,7 @@ class writing_folder:
 
     def __enter__(self) -> Path:
         try:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            remove_entry(self.temporary)
             self.temporary.mkdir(parents=True)
         except OSError as error:
             raise self._storage_error(error) from error
@@ -240,7 +241,7 @@ class writing_folder:
             except OSError as failure:
                 raise self._storage_error(failure) from failure
             return
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        remove_entry(self.temporary)
         if isinstance(error, OSError):
             raise self._storage_error(error) from error
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -14,6 +17,9 @@ LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete"
 SHARED_STATE_FILE = "megasdc.json"
+UNIVERSAL_FILE = "universal.json"
+UNIVERSAL_STEP = "universal_step_"
+WEIGHTS_FILE = "weights.json"
 TEMPORARY_PREFIX = ".tmp_"
 REPLACED_PREFIX = ".tmp_replaced_"
 _CHUNK_BYTES = 1 << 22
@@ -55,6 +61,22 @@ def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -
     return state.hexdigest()
 
 
+@contextmanager
+def plain_path(folder: Path) -> Iterator[Path]:
+    """A path of a folder that means itself as a pattern too; DeepSpeed (0.19.8) finds its files by patterns.
+
+    Args:
+        folder: the folder; where its path has brackets, stars or question marks, a link to it is yielded.
+    """
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
+        link = Path(scratch) / "checkpoint"
+        link.symlink_to(folder.resolve())
+        yield link
+
+
 def sync_path(path: Path | str) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -83,15 +105,26 @@ def commit_folder(temporary: Path, final: Path) -> None:
     """Give a written folder its name by one rename.
 
     A folder that has the name already is moved aside first and deleted afterwards; ``remove_leftovers`` brings it back
-    if the process dies in between.
+    if the process dies in between. Of a link that has the name, only the link is.
     """
     aside = final.with_name(f"{REPLACED_PREFIX}{final.name}")
-    if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(final):
+        remove_entry(aside)
         os.rename(final, aside)
     os.rename(temporary, final)
     sync_path(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_entry(aside)
+
+
+def remove_entry(path: Path) -> None:
+    """Remove a folder with all that is in it, a file, or a link, whose target stays; nothing if it is not there.
+
+    What of a folder cannot be removed is left.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def delete_folder(folder: Path) -> None:
@@ -123,7 +156,7 @@ def remove_leftovers(folder: Path | str) -> list[str]:
             os.rename(entry, final)
             done.append(f"{final.name} restored: the save that was to replace it did not finish")
             continue
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()

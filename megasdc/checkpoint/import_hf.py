@@ -14,25 +14,27 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megasdc.checkpoint.export_hf import check_out, writing_folder
-from megasdc.checkpoint.files import hash_file, write_durably
+from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file, write_durably
 from megasdc.checkpoint.initial import (
     FORMAT_VERSION,
     MODEL_FILE,
     TOKENIZER_FOLDER,
-    WEIGHTS_FILE,
     FileRecord,
     WeightsManifest,
     layer_file,
 )
+from megasdc.checkpoint.kinds import explain_folder
 from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import DTYPES, open_tensors, write_tensors
 from megasdc.config import ModelSection
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.errors import CheckpointError, ConfigError, DataError
-from megasdc.model.hf import Rule, from_hf, model_fields, num_pipeline_layers, rules
+from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
+_TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+"""Besides those whose name begins with ``tokenizer``."""
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors of older files that are no parameters."""
 
@@ -49,6 +51,7 @@ class ImportResult:
         vocab_size: rows of the word embedding.
         tokenizer_vocab_size: entries of its tokenizer; null: none came with it.
         model: the ``model`` section to put into a configuration.
+        note: what to know about the tokenizer; null: nothing.
     """
 
     source: str
@@ -58,6 +61,7 @@ class ImportResult:
     vocab_size: int
     tokenizer_vocab_size: int | None
     model: dict[str, Any]
+    note: str | None
 
 
 def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progress: bool = False) -> ImportResult:
@@ -81,7 +85,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     model = _section({**model_fields(config), "initial_weights": str(out)})
     shards = _Shards(folder)
     todo = {index: found for index in range(num_pipeline_layers(model)) if (found := rules(model, index))}
-    shards.check(model, [rule for found in todo.values() for rule in found])
+    shards.check(model, hf_shapes(model, vocabulary(config)))
     section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
     files: dict[str, FileRecord] = {}
     parameters = 0
@@ -96,7 +100,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
                 parameters += sum(tensor.numel() for tensor in layer.values())
                 files[name] = FileRecord(size_bytes=(work / name).stat().st_size, xxh3_128=hash_file(work / name))
                 advance()
-        tokens, end = _copy_tokenizer(folder, work / TOKENIZER_FOLDER)
+        tokens, end, note = _copy_tokenizer(folder, work / TOKENIZER_FOLDER)
         manifest = WeightsManifest(
             format_version=FORMAT_VERSION,
             kind="initial weights",
@@ -108,8 +112,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         )
         write_durably(work / MODEL_FILE, json.dumps(section, indent=2) + "\n")
         write_durably(work / WEIGHTS_FILE, manifest.model_dump_json(indent=1) + "\n")
-    architecture = (config.get("architectures") or [config["model_type"]])[0]
-    return ImportResult(str(source), str(out), architecture, parameters, rows, tokens, section)
+    return ImportResult(str(source), str(out), architecture(config), parameters, rows, tokens, section, note)
 
 
 class _Shards:
@@ -137,20 +140,25 @@ class _Shards:
                 "save_pretrained(..., safe_serialization=True)"
             )
         self.file_of: dict[str, str] = {}
+        self.shape_of: dict[str, list[int]] = {}
         for name in files:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
             with open_tensors(folder / name) as file:
                 self.file_of |= dict.fromkeys(file.keys(), name)
+                self.shape_of |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
         self.prefix = ""
 
-    def check(self, model: ModelSection, needed: list[Rule]) -> None:
-        """Find out whether names lack their first part, as in files of the bare model, and compare them all.
+    def check(self, model: ModelSection, wanted: dict[str, list[int]]) -> None:
+        """Find out whether names lack their first part, as in files of the bare model; compare all names and shapes.
+
+        Args:
+            model: the section that ``config.json`` means.
+            wanted: shape of each tensor that such a model has.
 
         Raises:
-            ConfigError: tensors that the architecture has not, such as norms of queries; or missing ones.
+            ConfigError: tensors that the architecture has not, such as norms of queries; missing ones; other shapes.
         """
-        wanted = {name for rule in needed for name in rule.theirs}
         first = "transformer." if model.position_embedding == "learned" else "model."
         if not any(name.startswith(first) for name in self.file_of):
             self.prefix = first
@@ -160,6 +168,11 @@ class _Shards:
         extra = sorted(name for name in self.file_of if name not in known and not name.endswith(_BUFFERS))
         problems = [f"{name}: is missing in {self.folder}" for name in missing[:5]]
         problems += [f"{name}: is not a tensor of a supported architecture" for name in extra[:5]]
+        shapes = {name: self.shape_of[self._there(name)] for name in wanted if name not in missing}
+        problems += [
+            f"{name}: has shape {shapes[name]}; config.json needs {wanted[name]}"
+            for name in sorted(name for name in shapes if shapes[name] != wanted[name])[:5]
+        ]
         if problems:
             raise ConfigError([f"{problem}." for problem in problems], f"the tensors of {self.folder}")
 
@@ -211,36 +224,44 @@ def _section(fields: dict[str, Any]) -> ModelSection:
         raise ConfigError(problems, "config.json of the model") from error
 
 
-def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None]:
-    """Copy the files of a tokenizer, if there are any; return its entries and its end-of-document id."""
+def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None, str | None]:
+    """Copy the files of a tokenizer, if there are any.
+
+    Returns:
+        Its entries, its end-of-document id, and what is wrong with it; null where nothing is known, or wrong.
+    """
     names = [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file()
-        and (path.name.startswith("tokenizer") or path.name in ("vocab.json", "merges.txt", "special_tokens_map.json"))
+        if path.is_file() and (path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES)
     ]
+    remedy = "prepare the data with the tokenizer that the model was trained with; only its size can be compared"
     if not names:
-        return None, None
+        return None, None, f"no tokenizer came with the model: {remedy}"
     target.mkdir()
     for path in names:
         (target / path.name).write_bytes(path.read_bytes())
     auto = any(path.name in ("tokenizer.json", "vocab.json", "tokenizer_config.json") for path in names)
     try:
         tokenizer = load_tokenizer("huggingface" if auto else "sentencepiece", target)
-    except DataError:  # training needs the tokenizer of its data only; that it cannot be loaded is said by null
-        return None, None
-    return tokenizer.vocab_size, tokenizer.end_of_document
+    except DataError as error:  # training needs the tokenizer of its data only
+        return None, None, f"the tokenizer that came with the model cannot be used ({error}): {remedy}"
+    return tokenizer.vocab_size, tokenizer.end_of_document, None
 
 
 def _single(value: Any) -> int | None:
-    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, int) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: {path.parent} is not a Hugging Face model") from error
+        raise CheckpointError(
+            explain_folder(path.parent, "a Hugging Face model with safetensors")
+            or f"{path} is missing: {path.parent} is not a Hugging Face model"
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -15,14 +15,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from megasdc.checkpoint.files import hash_file
+from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
+from megasdc.checkpoint.kinds import explain_folder
 from megasdc.checkpoint.tensor_files import open_tensors
 from megasdc.config import ModelSection, ffn_width, head_width, query_groups
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.errors import CheckpointError, ConfigError
 
-WEIGHTS_FILE = "weights.json"
 MODEL_FILE = "model.json"
 TOKENIZER_FOLDER = "tokenizer"
 FORMAT_VERSION = 1
@@ -67,11 +67,6 @@ def layer_file(index: int) -> str:
     return f"layer_{index:02d}.safetensors"
 
 
-def is_initial_weights(folder: Path | str) -> bool:
-    """Whether a folder was made by ``megasdc import-hf``."""
-    return (Path(folder) / WEIGHTS_FILE).is_file()
-
-
 class InitialWeights:
     """A folder of initial weights, read layer by layer; each file's checksum is compared before it is used.
 
@@ -98,7 +93,8 @@ class InitialWeights:
             self.model = ModelSection.model_validate_json((self.path / MODEL_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{error.filename} is missing: {self.path} is not a folder made by `megasdc import-hf`"
+                explain_folder(self.path, "a folder made by `megasdc import-hf`")
+                or f"{error.filename} is missing: {self.path} is not a folder made by `megasdc import-hf`"
             ) from error
         except (OSError, ValueError, ValidationError) as error:
             raise CheckpointError(f"{self.path} is damaged: {error}; import it again") from error

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megasdc.checkpoint.allowlist import load_checked
-from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
+from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path, rank_state_file
 from megasdc.checkpoint.places import Place, Problem, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import describe_engine
@@ -173,7 +173,8 @@ def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessG
     inner = engine.checkpoint_engine
     reader = engine.checkpoint_engine = CheckedReader(inner)
     try:
-        loaded, client_state = engine.load_checkpoint(str(chosen.path), tag=".")
+        with plain_path(chosen.path) as path:
+            loaded, client_state = engine.load_checkpoint(str(path), tag=".")
         steps = chosen.manifest.engine["global_steps"]
         if loaded is None:
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)

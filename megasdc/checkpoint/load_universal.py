@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.checks import check_file
-from megasdc.checkpoint.files import SHARED_STATE_FILE
+from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path
 from megasdc.checkpoint.load import CheckedReader
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.save import describe_engine
@@ -119,7 +119,8 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
     problem = None
     with _universal_load(engine) as (reader, finish):
         try:
-            loaded, _ = engine.load_checkpoint(str(found.path), tag=".")
+            with plain_path(found.path) as path:
+                loaded, _ = engine.load_checkpoint(str(path), tag=".")
             if loaded is None:
                 problem = Problem("DeepSpeed found no checkpoint there", storage=False)
             elif engine.global_steps != found.manifest.engine["global_steps"]:

@@ -17,8 +17,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.checks import reading
 from megasdc.checkpoint.files import SHARED_STATE_FILE
-from megasdc.checkpoint.initial import InitialWeights, is_initial_weights, pad_vocabulary
+from megasdc.checkpoint.initial import InitialWeights, pad_vocabulary
+from megasdc.checkpoint.kinds import is_initial_weights
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.config import ModelSection
@@ -122,7 +124,8 @@ class CheckpointWeights:
         if splits is None:
             return {}
         files = [self.path / self._file(index, tp_rank) for tp_rank in range(self.manifest.layout.tensor)]
-        states = [load_checked(file, mmap=True) for file in files]
+        with reading(self.path, self.manifest.save_id):
+            states = [load_checked(file, mmap=True) for file in files]
         for file, state in zip(files, states, strict=True):
             found = {name for name, value in state.items() if isinstance(value, Tensor) and "_extra_state" not in name}
             if found != set(splits):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.checkpoint.checks import check_file
+from megasdc.checkpoint.checks import check_file, deleted_while_read
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.verify import CheckpointReport, verify_checkpoint
 from megasdc.errors import CheckpointError
@@ -46,7 +46,7 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None,
         manifest = read_manifest(folder)
         others = [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
     except CheckpointError as error:
-        return None, [str(error)]
+        return None, [str(error) if folder.exists() else deleted_while_read(folder)]
     records = {record.name: record for record in manifest.files}
     problems = list(report.problems)
     for other in others:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from megasdc.checkpoint.files import step_folder
+from megasdc.checkpoint.files import UNIVERSAL_FILE, UNIVERSAL_STEP
+from megasdc.checkpoint.kinds import explain_folder, is_universal
 from megasdc.checkpoint.manifest import FileRecord, Layout, Record, read_record, write_record
 from megasdc.errors import CheckpointError
 
-UNIVERSAL_FILE = "universal.json"
-UNIVERSAL_PREFIX = "universal_"
 UNIVERSAL_FORMAT_VERSION = 1
 PARAMETERS_FOLDER = "zero"
 """Where DeepSpeed keeps a folder for each parameter."""
@@ -62,12 +61,7 @@ class UniversalManifest(Record):
 
 def universal_folder(step: int) -> str:
     """Name that a converted checkpoint gets, such as ``universal_step_00000123``."""
-    return UNIVERSAL_PREFIX + step_folder(step)
-
-
-def is_universal(folder: Path) -> bool:
-    """Whether a folder holds a universal checkpoint, whole or not."""
-    return (folder / UNIVERSAL_FILE).exists()
+    return f"{UNIVERSAL_STEP}{step:08d}"
 
 
 def write_universal_manifest(folder: Path, manifest: UniversalManifest) -> None:
@@ -89,8 +83,9 @@ def read_universal_manifest(folder: Path) -> UniversalManifest:
         raise CheckpointError(f"{folder} is not a folder; a universal checkpoint is made by megasdc convert-checkpoint")
     if not is_universal(folder):
         raise CheckpointError(
-            f"{folder} has no {UNIVERSAL_FILE}: it is no universal checkpoint, or its conversion did not finish; make "
-            "one with megasdc convert-checkpoint DIR --to universal"
+            explain_folder(folder, "a universal checkpoint")
+            or f"{folder} has no {UNIVERSAL_FILE}: it is no universal checkpoint, or its conversion did not finish; "
+            "make one with megasdc convert-checkpoint DIR --to universal"
         )
     return read_record(folder / UNIVERSAL_FILE, UniversalManifest, UNIVERSAL_FORMAT_VERSION)
 

@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
-from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_read, find_unexpected
+from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
+from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
-from megasdc.checkpoint.universal import UniversalManifest, find_unknown, is_universal, read_universal_manifest
+from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
 
 
@@ -55,20 +56,30 @@ class CheckpointReport:
         return "\n".join([head, *(f"  - {problem}" for problem in self.problems)])
 
 
-def find_folders(path: Path | str) -> list[Path]:
+def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
     """Checkpoints that a path means: itself, or all in it, newest first.
 
+    Args:
+        path: the folder.
+        universal: universal checkpoints count too; they come after those of a layout.
+
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none; the message says what else the folder is.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
-    if steps := list_steps(folder):
-        return [folder / step_folder(step) for step in reversed(steps)]
+    found = [folder / step_folder(step) for step in reversed(list_steps(folder))]
+    if universal:
+        found += reversed(list_universal(folder))
+    if found:
+        return found
     if not any(folder.iterdir()):
         raise CheckpointError(f"{folder} is empty: there is no checkpoint in it")
-    return [folder]
+    kind = kind_of(folder)
+    if kind in (None, CHECKPOINT) or (universal and kind == UNIVERSAL):
+        return [folder]
+    raise CheckpointError(explain_folder(folder, "a checkpoint (step_NNNNNNNN) or a folder of several"))
 
 
 def verify_checkpoint(
@@ -88,7 +99,7 @@ def verify_checkpoint(
     folder = Path(path)
     manifest: Manifest | UniversalManifest
     try:
-        if is_universal(folder):
+        if _is_called_universal(folder):
             manifest = read_universal_manifest(folder)
             problems = find_unknown(folder, manifest)
         else:
@@ -97,7 +108,8 @@ def verify_checkpoint(
             if not has_marker(folder, manifest):
                 problems.append("the marker is missing: not every node finished the save")
     except CheckpointError as error:
-        return CheckpointReport(str(folder), None, [str(error)], 0, 0)
+        problem = str(error) if folder.exists() else deleted_while_read(folder)
+        return CheckpointReport(str(folder), None, [problem], 0, 0)
     bar = _progress_bar() if progress else nullcontext()
     with bar as shown, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         advance: Callable[[int], None] | None = None
@@ -108,6 +120,8 @@ def verify_checkpoint(
             lambda record: check_file(folder, record, manifest, checksums=checksums, progress=advance), manifest.files
         )
         problems += [line for lines in answers for line in lines]
+    if not folder.exists():
+        problems = [deleted_while_read(folder)]
     return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes)
 
 
@@ -123,7 +137,7 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: the manifest cannot be read.
     """
-    if is_universal(Path(path)):
+    if _is_called_universal(Path(path)):
         return _inspect_universal(Path(path))
     manifest = read_manifest(Path(path))
     return {
@@ -142,6 +156,11 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
         "size_bytes_by_kind": _sizes_by_kind(manifest),
         "tensors": {record.name: record.tensors for record in manifest.files if record.tensors is not None},
     }
+
+
+def _is_called_universal(folder: Path) -> bool:
+    """Whether a folder has to hold a universal checkpoint, by its content or by its name."""
+    return is_universal(folder) or folder.name.startswith(UNIVERSAL_STEP)
 
 
 def _inspect_universal(path: Path) -> dict[str, Any]:

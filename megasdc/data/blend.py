@@ -40,6 +40,11 @@ class Part(Protocol):
     path: Path
     identity: str
 
+    @property
+    def num_distinct(self) -> int:
+        """So many samples from the beginning are all different."""
+        ...
+
     def prolong(self, num_samples: int) -> None:
         """Make the stream at least so long."""
 
@@ -94,6 +99,14 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def num_distinct(self) -> int:
+        """So many samples from the beginning are all different: until a part begins its next epoch."""
+        ends = np.array([part.num_distinct for part in self.parts])
+        part_of, position = self._part_of[: self.num_samples], self._position_in_part[: self.num_samples]
+        repeated = np.flatnonzero(position >= ends[part_of])
+        return int(repeated[0]) if len(repeated) else self.num_samples
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return one sample.

@@ -247,6 +247,11 @@ class TokenDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.num_samples
 
+    @property
+    def num_distinct(self) -> int:
+        """So many samples from the beginning are all different."""
+        return self.samples_per_epoch
+
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return one sample.
 

@@ -19,12 +19,24 @@ from megasdc.config import RunConfig, load_config, parse_config
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
+from megasdc.data.tokenizer import Tokenizer
 from megasdc.errors import ConfigError, DataError
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel
 from megasdc.parallel import groups
 
+USED_KEYS = (
+    "megasdc.data",
+    "megasdc.training.eval_samples",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+)
+"""What of a configuration an evaluation depends on, but for the model."""
+MAX_SEED = 2**64 - 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,6 +52,7 @@ class EvalResult:
         tokens: tokens used.
         loss: mean over them, nats a token.
         perplexity: its exponential.
+        notes: what to know about the numbers, one sentence an entry.
     """
 
     source: str
@@ -49,13 +62,17 @@ class EvalResult:
     tokens: int
     loss: float
     perplexity: float
+    notes: list[str]
 
     def render(self) -> str:
         """The same for people."""
         of = "initial weights" if self.step is None else f"step {self.step}"
-        return (
-            f"{self.source} ({of}), {self.split}: loss {self.loss:.6f} nats/token, perplexity {self.perplexity:.4f}, "
-            f"{self.samples} samples, {self.tokens:,} tokens"
+        return "\n".join(
+            [
+                f"{self.source} ({of}), {self.split}: loss {self.loss:.6f} nats/token, "
+                f"perplexity {self.perplexity:.4f}, {self.samples} samples, {self.tokens:,} tokens",
+                *(f"note: {note}" for note in self.notes),
+            ]
         )
 
 
@@ -93,12 +110,16 @@ def evaluate_weights(
 ) -> EvalResult:
     """Compute the loss on the first samples of a split, the ones that a run's own evaluation uses.
 
+    No sample counts twice: where a split holds fewer than were asked for, all of them are used, and a note says so.
+    Of imported weights with more embedding rows than their tokenizer has entries all rows are in the softmax, as in
+    ``transformers``, which a note says too; a training run that starts from them leaves the rows beyond out.
+
     Args:
         source: a checkpoint of any layout, a folder of checkpoints (newest whole one), or imported initial weights.
         config_path: configuration that names the data; needed for initial weights, null: that of the checkpoint.
         split: which documents.
-        samples: how many; null: ``training.eval_samples``.
-        overrides: texts ``a.b.c=value``.
+        samples: at most so many; null: ``training.eval_samples``.
+        overrides: texts ``a.b.c=value``, of the keys in ``USED_KEYS``.
         progress: draw a bar on standard error where it is a terminal.
 
     Raises:
@@ -106,6 +127,7 @@ def evaluate_weights(
         CheckpointError: no usable weights.
         DataError: the data are missing or damaged.
     """
+    _check_overrides(overrides)
     weights = open_weights(source, progress=progress)
     config = _config_of(weights, config_path, overrides)
     sections = config.megasdc
@@ -121,8 +143,9 @@ def evaluate_weights(
             f"megasdc.data.sequence_length: got {sections.data.sequence_length}; {weights.path} has max_positions "
             f"{weights.model.max_positions}."
         )
-    count = sections.training.eval_samples if samples is None else samples
-    stream = build_split(sections.data, weights.vocab_size, split, count)
+    wanted = sections.training.eval_samples if samples is None else samples
+    stream = build_split(sections.data, weights.vocab_size, split, wanted)
+    count = min(wanted, stream.num_distinct)
     size = config.deepspeed.get("train_micro_batch_size_per_gpu") or 1
     batches = EvalLoader(stream, size, 0, 1, count)
     total = tokens = 0.0
@@ -137,7 +160,16 @@ def evaluate_weights(
             tokens += float(mask.sum())
             advance()
     loss = total / tokens if tokens else math.nan
-    return EvalResult(str(weights.path), weights.step, split, count, round(tokens), loss, math.exp(min(loss, 700.0)))
+    return EvalResult(
+        source=str(weights.path),
+        step=weights.step,
+        split=split,
+        samples=count,
+        tokens=round(tokens),
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        notes=_notes(weights, split, wanted, count),
+    )
 
 
 def generate(
@@ -168,9 +200,20 @@ def generate(
         CheckpointError: no usable weights.
         DataError: the tokenizer is missing or another one.
     """
-    wrong = {"--max-tokens": max_tokens < 1, "--temperature": not 0 <= temperature < math.inf, "--top-k": top_k < 0}
+    wrong = {
+        "--max-tokens": max_tokens < 1,
+        "--temperature": not 0 <= temperature < math.inf,
+        "--top-k": top_k < 0,
+        "--seed": not 0 <= seed <= MAX_SEED,
+    }
     if problems := [f"{name}: out of range, see --help." for name, bad in wrong.items() if bad]:
         raise ConfigError(problems)
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"--prompt: holds bytes that are not UTF-8, at character {error.start}; give text in UTF-8"
+        ) from error
     weights = open_weights(source, progress=progress)
     words = find_tokenizer(weights, tokenizer)
     ids = words.encode([prompt])[0]
@@ -190,11 +233,17 @@ def generate(
         source=str(weights.path),
         step=weights.step,
         prompt=prompt,
-        text=words.decode(added),
+        text=_continuation(words, ids, added),
         prompt_tokens=list(ids),
         tokens=added,
         stopped="end of document" if added[-1] == words.end_of_document else "max tokens",
     )
+
+
+def _continuation(words: Tokenizer, ids: Sequence[int], added: Sequence[int]) -> str:
+    """The text that tokens add to a prompt's; decoded alone they could lose the space that they begin with."""
+    before, whole = words.decode(ids), words.decode([*ids, *added])
+    return whole.removeprefix(before) if whole.startswith(before) else words.decode(added)
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -211,13 +260,44 @@ def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     if 0 < top_k < logits.numel():
         least = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < least, -math.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    scaled = (logits - logits.max()).double() / temperature  # at most 0, so that no temperature makes it infinite
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
 def _build(weights: WeightSource, dtype: torch.dtype) -> WholeModel:
     model = WholeModel(weights.model, vocab_size=weights.vocab_size, dtype=dtype)
     load_weights(weights, model.pipeline_parameters(), weights.model, vocab_size=weights.vocab_size)
     return model.to("cuda") if torch.cuda.is_available() else model
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse overrides that an evaluation makes no use of.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    keys = [text.partition("=")[0] for text in overrides]
+    unused = [key for key in keys if not any(key == used or key.startswith(f"{used}.") for used in USED_KEYS)]
+    if unused:
+        raise ConfigError(
+            [f"{key}: has no effect here; the weights bring their model along." for key in unused]
+            + [f"An evaluation reads {', '.join(USED_KEYS)}."],
+            "--set",
+        )
+
+
+def _notes(weights: WeightSource, split: str, wanted: int, count: int) -> list[str]:
+    notes = []
+    if count < wanted:
+        notes.append(f"{wanted} samples were asked for; {split} holds {count} of this length, each was used once")
+    if isinstance(weights, InitialWeights):
+        entries = weights.manifest.tokenizer_vocab_size
+        if entries is not None and entries < weights.vocab_size:
+            notes.append(
+                f"the softmax is over all {weights.vocab_size} rows of the embedding, as in transformers, of which the "
+                f"tokenizer has {entries}; a training run leaves the others out"
+            )
+    return notes
 
 
 def _config_of(weights: WeightSource, path: Path | str | None, overrides: Sequence[str]) -> RunConfig:

@@ -1,15 +1,17 @@
-"""Has somebody asked this rank to stop? Signals are caught from the very start and read at step boundaries."""
+"""Has somebody asked this process to stop? Ranks read it at step boundaries, commands end after cleaning up."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers the last stop signal instead of dying from it, from creation until ``close``.
+    """Remembers the last stop signal instead of dying from it, from creation until ``close``; for ranks.
 
     Attributes:
         received: number of the signal; 0: none yet.
@@ -25,4 +27,26 @@ class StopSignals:
     def close(self) -> None:
         """Put the former handlers back."""
         for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def exiting_on_signals() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into ``SystemExit`` with 128 + signal, so that a command removes what it began to write.
+
+    Signals after the first are ignored, so that they do not interrupt that. SIGINT counts also where a script started
+    the process in the background, which makes Python ignore it.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)

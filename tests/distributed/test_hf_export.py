@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -282,6 +283,50 @@ def test_generation_samples_and_cuts_the_context(exported: Path, trained: Traine
     assert generate(source, long, max_tokens=1).tokens == [expected]
 
 
+def test_generation_keeps_the_space_after_the_prompt(tmp_path: Path, exported: Path) -> None:
+    """With a SentencePiece model that begins each text with a space, prompt and text together are what it decodes."""
+    import sentencepiece
+
+    from megasdc.train.inference import generate
+
+    library = Path(json.__file__).parent.parent
+    sentencepiece.SentencePieceTrainer.train(
+        input=[str(library / f"{name}.py") for name in ("argparse", "ast", "inspect")],
+        model_prefix=str(tmp_path / "dummy"),
+        vocab_size=490,
+        model_type="bpe",
+        add_dummy_prefix=True,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "dummy.model"))
+    assert model.decode(model.encode("a b")[1:]) == "b", "such a model drops the first space"
+    import_hf(exported, tmp_path / "weights")
+    spaces = 0
+    for seed in range(12):
+        options = {"max_tokens": 2, "temperature": 1e6, "seed": seed, "tokenizer": tmp_path / "dummy.model"}
+        found = generate(tmp_path / "weights", "return a", **options)
+        assert found.prompt + found.text == model.decode([*found.prompt_tokens, *found.tokens])
+        spaces += found.text.startswith(" ")
+    assert spaces > 0
+
+
+def test_odd_arguments_of_a_generation(trained: Trained) -> None:
+    """The smallest temperature is greedy; seeds past 64 bits and prompts that are no text are refused by name."""
+    from megasdc.train.inference import generate
+
+    source = trained("gpt", (1, 1, 1)) / "checkpoints"
+    assert (
+        generate(source, "def ", max_tokens=4, temperature=5e-324).tokens
+        == generate(source, "def ", max_tokens=4).tokens
+    )
+    assert generate(source, "def ", max_tokens=1, temperature=1.0, seed=2**64 - 1).tokens
+    for seed in (-1, 2**64):
+        with pytest.raises(ConfigError, match="--seed: out of range"):
+            generate(source, "def ", seed=seed)
+    with pytest.raises(ConfigError, match="--prompt: holds bytes that are not UTF-8, at character 2"):
+        generate(source, os.fsdecode(b"ab\xff"))
+
+
 def _copy(trained: Trained, tmp_path: Path) -> Path:
     shutil.copytree(trained("llama", (2, 1, 1)) / "checkpoints", tmp_path / "checkpoints")
     return tmp_path / "checkpoints"
@@ -364,6 +409,52 @@ def test_eval_on_data_of_another_tokenizer_is_refused(tmp_path: Path, trained: T
     folder = str(trained("gpt", (1, 1, 1)) / "checkpoints")
     with pytest.raises(DataError, match="prepared with a tokenizer of checksum 0000"):
         evaluate_weights(folder, overrides=[f"megasdc.data.path={other}"])
+
+
+def test_an_evaluation_uses_no_sample_twice(trained: Trained, data: Path) -> None:
+    """More samples than a split holds: all once, and the result says so; overrides without effect are refused."""
+    from megasdc.train.inference import evaluate_weights
+
+    folder = str(trained("gpt", (1, 1, 1)) / "checkpoints")
+    alone = build_split(_section(data), 500, "test", 1).num_distinct
+    whole = evaluate_weights(folder, split="test", samples=alone)
+    assert (whole.samples, whole.notes) == (alone, [])
+    more = evaluate_weights(folder, split="test", samples=3 * alone)
+    assert (more.samples, more.tokens, more.loss) == (alone, whole.tokens, whole.loss)
+    assert f"{3 * alone} samples were asked for; test holds {alone}" in more.render()
+    for unused in ("megasdc.model.num_layers=1", "megasdc.training.steps=3", "optimizer.params.lr=1"):
+        with pytest.raises(ConfigError, match=rf"{unused.partition('=')[0]}: has no effect here"):
+            evaluate_weights(folder, overrides=[unused])
+
+
+def test_rows_beyond_the_tokenizer_are_in_the_softmax(tmp_path: Path, exported: Path, data: Path) -> None:
+    """Of a model with more rows than its tokenizer has entries, the loss is that of transformers, with a note."""
+    from safetensors.torch import load_file, save_file
+
+    from megasdc.train.inference import evaluate_weights
+
+    model = Path(shutil.copytree(exported, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    rows = torch.nn.functional.pad(tensors["transformer.wte.weight"], (0, 0, 0, 12))
+    save_file({**tensors, "transformer.wte.weight": rows}, model / "model.safetensors", {"format": "pt"})
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, "vocab_size": 512}))
+    import_hf(model, tmp_path / "weights")
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run", model=MODELS["gpt"])
+    found = evaluate_weights(tmp_path / "weights", config_path=config, samples=SAMPLES)
+    assert found.loss == pytest.approx(_hf_loss(_load(model), data), rel=1e-5)
+    assert found.loss > evaluate_weights_of(exported, tmp_path, config) + 1e-3
+    assert "over all 512 rows of the embedding, as in transformers, of which the tokenizer has 500" in found.render()
+
+
+def evaluate_weights_of(exported: Path, tmp_path: Path, config: Path) -> float:
+    """Loss of an exported model as it is."""
+    from megasdc.train.inference import evaluate_weights
+
+    import_hf(exported, tmp_path / "plain")
+    plain = evaluate_weights(tmp_path / "plain", config_path=config, samples=SAMPLES)
+    assert plain.notes == []
+    return plain.loss
 
 
 def test_models_that_cannot_be_imported(tmp_path: Path, exported: Path) -> None:

@@ -400,6 +400,43 @@ def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal
     assert [row["step"] for row in metrics_of(tmp_path / "run") if "train/loss" in row] == [4, 5]
 
 
+def test_data_of_another_tokenizer_are_refused(tmp_path: Path, data: Path, universal: Path) -> None:
+    """Ids that mean something else end the start with 72 and both checksums, also where the data begin anew."""
+    other = Path(shutil.copytree(data, tmp_path / "other"))
+    content = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
+    content["tokenizer"]["checksum"] = "0" * 16
+    (other / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    code, message = _start(tmp_path / "run", other, universal, checkpoint__universal_without=["loader"])
+    assert code == 72
+    assert "was prepared with 0000000000000000; give data of the same tokenizer" in str(message)
+
+
+def test_initial_weights_are_not_asked_for(tmp_path: Path, data: Path, source: _Leg, universal: Path) -> None:
+    """A universal start sets every weight: a folder of initial weights that is named too need not be there."""
+    model = {**SMALL, "initial_weights": str(tmp_path / "gone")}
+    moved = _Leg(tmp_path / "run", data, model, (1, 1, 1), checkpoint__universal=str(universal))
+    assert _differing(source.state("at"), moved.state("start")) == []
+
+
+def test_a_start_without_the_states_of_hooks(tmp_path: Path, data: Path, universal: Path) -> None:
+    """States that the hooks cannot take up stop a start; with hooks in universal_without it goes on at the step."""
+    edited = Path(shutil.copytree(universal, tmp_path / "edited"))
+    manifest = read_universal_manifest(edited)
+    content = json.loads((edited / "megasdc.json").read_text(encoding="utf-8"))
+    assert any(content["hooks"].values())
+    content["hooks"] = {name: {"of": "another version"} for name in content["hooks"]}
+    (edited / "megasdc.json").write_text(json.dumps(content), encoding="utf-8")
+    record = describe_file(edited, "megasdc.json", rank=0, node="x")
+    files = [record if old.name == record.name else old for old in manifest.files]
+    write_universal_manifest(edited, manifest.model_copy(update={"files": files}))
+    assert _start(tmp_path / "with", data, edited)[0] != 0
+    assert _start(tmp_path / "without", data, edited, checkpoint__universal_without=["hooks"]) == (0, None)
+    (event,) = events_of(tmp_path / "without", "resume", "universal")
+    assert (event["step"], event["without"]) == (3, ["hooks"])
+    saved = json.loads((tmp_path / "without/checkpoints/step_00000005/megasdc.json").read_text(encoding="utf-8"))
+    assert saved["loader"]["consumed"] == {"0": 20}
+
+
 def test_a_smaller_global_batch_goes_on(tmp_path: Path, data: Path, universal: Path) -> None:
     """With 2 samples a step instead of 4 the data go on at the next sample, past what 2 a step would ever take."""
     smaller = ("train_batch_size=2", "megasdc.training.steps=8", "megasdc.checkpoint.resume=must")
@@ -409,8 +446,17 @@ def test_a_smaller_global_batch_goes_on(tmp_path: Path, data: Path, universal: P
     assert saved["loader"]["consumed"] == {"0": 3 * 4 + 5 * 2}
 
 
-def test_parts_of_nodes_are_put_together(tmp_path: Path, source: _Leg) -> None:
-    """A node's own files alone are refused with what to copy from where; with the other's they are whole."""
+def _tensors_of(value: Any) -> Any:
+    """A loaded value with its tensors as lists, which can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _tensors_of(item) for key, item in value.items()}
+    return [_tensors_of(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_parts_of_nodes_are_put_together(tmp_path: Path, source: _Leg, universal: Path) -> None:
+    """A node's own files alone are refused with what to copy from where; with the other's they convert to the same."""
     folder = tmp_path / source.checkpoint().name
     shutil.copytree(source.checkpoint(), folder)
     whole = read_manifest(folder)
@@ -425,6 +471,12 @@ def test_parts_of_nodes_are_put_together(tmp_path: Path, source: _Leg) -> None:
     assert problems == []
     assert found is not None
     assert found.records.keys() == {record.name for record in whole.files}
+    report = convert_to_universal(folder, workers=1)
+    made, shared = (read_universal_manifest(path) for path in (Path(report.path), universal))
+    assert (made.parameters, made.step) == (shared.parameters, 3)
+    for name in (record.name for record in shared.files if record.name.count("/") == 2):
+        one, other = (torch.load(path / name, weights_only=True) for path in (Path(report.path), universal))
+        assert _tensors_of(one) == _tensors_of(other), name
     (folder / "manifest.b.json").unlink()
     for record in whole.files:
         if record.rank == 1:

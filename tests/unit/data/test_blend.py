@@ -62,6 +62,23 @@ def same(first, other):
     return all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_samples_are_all_different_until_a_part_begins_anew(tmp_path, section):
+    """The first num_distinct samples of a blend are of different places, and the next one is seen again."""
+    train, _ = build(section, tmp_path, num_samples=10**4)
+    ends = [part.samples_per_epoch for part in train.parts]
+
+    def place(position):
+        part, inner = train.locate(position)
+        return part, inner // ends[part]
+
+    n = train.num_distinct
+    assert min(ends) < n < sum(ends)
+    assert {place(position)[1] for position in range(n)} == {0}
+    assert place(n)[1] == 1
+    short, _ = build(section, tmp_path, num_samples=10)
+    assert short.num_distinct == 10
+
+
 def test_samples_are_those_of_megatrons_blended_dataset(tmp_path, section):
     """Within the first epoch of both parts, every sample is the one that Megatron's own BlendedDataset gives."""
     train, _ = build(section, tmp_path, num_samples=10**4)

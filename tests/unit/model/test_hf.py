@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 
+from megasdc.checkpoint.import_hf import import_hf
 from megasdc.config import ModelSection
 from megasdc.errors import ConfigError
 from megasdc.model.hf import (
     from_hf,
     hf_class,
     hf_config,
+    hf_shapes,
     join_qkv,
     model_fields,
     num_pipeline_layers,
@@ -75,6 +77,14 @@ def test_every_tensor_of_transformers_comes_back(name):
         assert all(torch.equal(value, theirs[key]) for key, value in back.items())
         seen |= set(back)
     assert seen == set(theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_are_those_of_transformers(name):
+    """Every tensor of transformers' class has the shape that an import expects."""
+    model = section(name)
+    theirs = {key: list(value.shape) for key, value in hf_model(model).named_parameters()}
+    assert hf_shapes(model, 50) == theirs
 
 
 def test_query_key_and_value_of_each_group():
@@ -149,3 +159,79 @@ def test_a_bias_that_we_have_not_must_be_zero():
     theirs["model.layers.0.self_attn.o_proj.bias"] = torch.ones(48)
     with pytest.raises(ConfigError, match=r"o_proj.bias: is not zero"):
         from_hf(model, 2, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads: got 0; needed is a whole number above 0"),
+        ("llama", {"num_key_value_heads": 2}, "num_key_value_heads: got 2; needed is a divisor of .* 3"),
+        ("llama", {"rope_parameters": [1]}, r"rope_parameters: got \[1\]; needed is an object"),
+        ("llama", {"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling: got 'linear'; needed is"),
+        ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta: got None; needed is a number"),
+        ("llama", {"rope_parameters": None, "rope_theta": None}, "rope_theta: got None; needed is a number"),
+        ("llama", {"rope_parameters": {"rope_theta": 0.5}}, "rope_theta: got 0.5; supported are whole numbers"),
+        ("llama", {"hidden_act": ["silu"]}, r"hidden_act: got \['silu'\]; needed is one of gelu"),
+        ("llama", {"mlp_bias": "yes"}, "mlp_bias: got 'yes'; needed is true or false"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan; needed is a number"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM'; needed is a list"),
+        ("gpt", {"n_embd": "48"}, "n_embd: got '48'; needed is a whole number"),
+        ("gpt", {"n_layer": True}, "n_layer: got True; needed is a whole number"),
+        ("gpt", {"add_cross_attention": True}, "add_cross_attention: got True; supported is False"),
+        ("gpt", {"model_type": ["gpt2"]}, r"model_type: got \['gpt2'\]"),
+    ],
+)
+def test_odd_values_of_a_configuration_are_named(name, change, message):
+    """A value of a wrong type or range is a problem with its key, the value got and what is needed."""
+    with pytest.raises(ConfigError, match=message):
+        model_fields({**hf_config(section(name), 50, 1, "float32"), **change})
+
+
+def test_several_odd_values_are_named_at_once():
+    """All problems of a file are in one message."""
+    with pytest.raises(ConfigError) as caught:
+        model_fields({"model_type": "llama", "num_attention_heads": -1, "rope_theta": "x", "tie_word_embeddings": 3})
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt", {"n_inner": 100}, r"mlp.c_fc.weight: has shape \[48, 192\]; config.json needs \[48, 100\]"),
+        ("gpt", {"n_positions": 64}, r"wpe.weight: has shape \[32, 48\]; config.json needs \[64, 48\]"),
+        ("gpt", {"vocab_size": 60}, r"wte.weight: has shape \[50, 48\]; config.json needs \[60, 48\]"),
+        ("llama_gqa", {"num_key_value_heads": 2}, r"k_proj.weight: has shape \[48, 96\]; config.json needs \[32, 96\]"),
+        ("llama_gqa", {"head_dim": 8}, r"o_proj.weight: has shape \[96, 96\]; config.json needs \[96, 48\]"),
+        ("llama_gqa", {"vocab_size": [50]}, r"vocab_size: got \[50\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_their_configuration(tmp_path, name, change, message):
+    """Before anything is written, an import names the tensor, its shape and the one that config.json means."""
+    hf_model(section(name)).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigError, match=message):
+        import_hf(tmp_path / "model", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_import_says_what_became_of_the_tokenizer(tmp_path):
+    """Without a usable tokenizer there is a note; all files of one are copied, those for added tokens too."""
+    hf_model(section("gpt")).save_pretrained(tmp_path / "model")
+    assert "no tokenizer came with the model" in import_hf(tmp_path / "model", tmp_path / "without").note
+    for file in ("added_tokens.json", "tokenizer_config.json", "vocab.json"):
+        (tmp_path / "model" / file).write_text("{}")
+    result = import_hf(tmp_path / "model", tmp_path / "unusable")
+    assert "cannot be used" in result.note
+    copied = sorted(path.name for path in (tmp_path / "unusable" / "tokenizer").iterdir())
+    assert copied == ["added_tokens.json", "tokenizer_config.json", "vocab.json"]
+    vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
+    (tmp_path / "model" / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "model" / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "model" / "added_tokens.json").write_text(json.dumps({"<extra>": 3}))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"})
+    )
+    result = import_hf(tmp_path / "model", tmp_path / "with")
+    assert result.note is None
+    assert result.tokenizer_vocab_size >= 3

@@ -1,0 +1,93 @@
+"""What is this folder? For messages about a folder of another kind than the one that a command needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.files import MANIFEST_FILE, UNIVERSAL_FILE, UNIVERSAL_STEP, WEIGHTS_FILE, list_steps
+
+CHECKPOINT = "a checkpoint"
+CHECKPOINTS = "a folder of checkpoints"
+UNIVERSAL = "a universal checkpoint"
+UNIVERSALS = "a folder of universal checkpoints"
+INITIAL = "initial weights, made by import-hf"
+DATA = "prepared data"
+MODEL = "a Hugging Face model"
+RUN = "a run folder"
+
+
+def is_universal(folder: Path | str) -> bool:
+    """Whether a folder holds a universal checkpoint, whole or not."""
+    return (Path(folder) / UNIVERSAL_FILE).exists()
+
+
+def list_universal(folder: Path | str) -> list[Path]:
+    """Universal checkpoints in a folder, whole or not, in order of name; empty if the folder is not there."""
+    path = Path(folder)
+    if not path.is_dir():
+        return []
+    entries = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return [entry for entry in entries if is_universal(entry) or entry.name.startswith(UNIVERSAL_STEP)]
+
+
+def is_initial_weights(folder: Path | str) -> bool:
+    """Whether a folder was made by ``megasdc import-hf``."""
+    return (Path(folder) / WEIGHTS_FILE).is_file()
+
+
+_REMEDIES = {
+    CHECKPOINT: "give it to eval, generate or export-hf, or convert it with megasdc convert-checkpoint {path} "
+    "--to universal",
+    CHECKPOINTS: "give it to eval, generate or export-hf, or convert the newest in it with megasdc convert-checkpoint "
+    "{path} --to universal",
+    UNIVERSAL: "start a run from it with megasdc.checkpoint.universal={path}; eval, generate and export-hf read the "
+    "checkpoint that it was made from",
+    UNIVERSALS: "start a run from one of them with megasdc.checkpoint.universal; eval, generate and export-hf read the "
+    "checkpoints that they were made from",
+    INITIAL: "train from it with megasdc.model.initial_weights={path}, or give it to eval, generate or export-hf",
+    DATA: "name it in megasdc.data.path",
+    MODEL: "import it with megasdc import-hf {path} OUT",
+    RUN: "its checkpoints are in {path}/checkpoints",
+}
+_SIGNS: dict[str, Callable[[Path], Any]] = {
+    UNIVERSAL: is_universal,
+    INITIAL: is_initial_weights,
+    DATA: lambda path: "splits" in _content(path / MANIFEST_FILE),
+    CHECKPOINT: lambda path: (path / MANIFEST_FILE).exists(),
+    CHECKPOINTS: list_steps,
+    UNIVERSALS: list_universal,
+    MODEL: lambda path: "model_type" in _content(path / "config.json"),
+    RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
+}
+"""In the order in which they are looked for."""
+
+
+def kind_of(path: Path | str) -> str | None:
+    """What a folder is, by the files that only such a folder holds; null where nothing tells."""
+    return next((kind for kind, sign in _SIGNS.items() if sign(Path(path))), None)
+
+
+def explain_folder(path: Path | str, needed: str) -> str | None:
+    """Say what a folder is, for a message that it is not what a command needs.
+
+    Args:
+        path: the folder.
+        needed: what is.
+
+    Returns:
+        A sentence with a remedy; null where nothing tells what the folder is.
+    """
+    kind = kind_of(path)
+    return None if kind is None else f"{path} is {kind}; needed is {needed}: {_REMEDIES[kind].format(path=path)}"
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file; empty where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,37 @@
+"""Which Hugging Face model is a GPT of ours, tensor by tensor? Names, layouts and configurations, both ways.
+
+Pure functions over whole (unsharded) tensors with the real rows of the vocabulary. Our names are those of
+``megasdc.model.sharding``; theirs those of ``GPT2LMHeadModel`` and ``LlamaForCausalLM``.
+"""
+
+from megasdc.model.hf.classes import HfClass, hf_class, hf_config
+from megasdc.model.hf.fields import architecture, model_fields, vocabulary
+from megasdc.model.hf.tensors import (
+    Form,
+    Rule,
+    from_hf,
+    hf_shapes,
+    join_qkv,
+    num_pipeline_layers,
+    rules,
+    split_qkv,
+    to_hf,
+)
+
+__all__ = [
+    "Form",
+    "HfClass",
+    "Rule",
+    "architecture",
+    "from_hf",
+    "hf_class",
+    "hf_config",
+    "hf_shapes",
+    "join_qkv",
+    "model_fields",
+    "num_pipeline_layers",
+    "rules",
+    "split_qkv",
+    "to_hf",
+    "vocabulary",
+]

@@ -1,0 +1,149 @@
+"""Is every kind of folder known by its files, verified where it can be, and named where another kind is needed?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_files import make_checkpoint
+from typer.testing import CliRunner
+
+from megasdc.checkpoint import kinds
+from megasdc.checkpoint.convert import convert_to_universal
+from megasdc.checkpoint.files import commit_folder, remove_leftovers
+from megasdc.checkpoint.import_hf import import_hf
+from megasdc.checkpoint.initial import InitialWeights
+from megasdc.checkpoint.logical import open_weights
+from megasdc.checkpoint.manifest import Layout, describe_file
+from megasdc.checkpoint.universal import (
+    UniversalManifest,
+    read_universal_manifest,
+    universal_folder,
+    write_universal_manifest,
+)
+from megasdc.cli import app
+from megasdc.errors import CheckpointError
+
+
+def make_universal(folder: Path, step: int = 2) -> Path:
+    """Write a universal checkpoint with one file and its manifest."""
+    path = folder / universal_folder(step)
+    (path / "zero").mkdir(parents=True)
+    torch.save({"param": torch.ones(3)}, path / "zero" / "fp32.pt")
+    manifest = UniversalManifest(
+        format_version=1,
+        state="complete",
+        step=step,
+        conversion_id="x",
+        time=0.0,
+        source="step_00000002",
+        source_save_id="y",
+        source_layout=Layout(tensor=1, pipeline=1, data=1),
+        precision="fp32",
+        engine={},
+        parameters={"w": [3]},
+        versions={},
+        files=[describe_file(path, "zero/fp32.pt", rank=0, node="n")],
+    )
+    write_universal_manifest(path, manifest)
+    return path
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def make_folders(folder: Path) -> dict[str, Path]:
+    """One folder of each kind."""
+    _write(folder / "initial" / "weights.json", {})
+    _write(folder / "data" / "manifest.json", {"splits": {}})
+    _write(folder / "model" / "config.json", {"model_type": "gpt2"})
+    _write(folder / "run" / "resolved.json", {})
+    checkpoint, universal = make_checkpoint(folder / "several"), make_universal(folder / "converted")
+    return {
+        kinds.CHECKPOINT: checkpoint,
+        kinds.CHECKPOINTS: checkpoint.parent,
+        kinds.UNIVERSAL: universal,
+        kinds.UNIVERSALS: universal.parent,
+        kinds.INITIAL: folder / "initial",
+        kinds.DATA: folder / "data",
+        kinds.MODEL: folder / "model",
+        kinds.RUN: folder / "run",
+    }
+
+
+def test_universal_folders_are_verified_and_inspected_too(tmp_path: Path) -> None:
+    """With other checkpoints or alone, whole or damaged, a folder's universal checkpoints are in the report."""
+    universal = make_universal(tmp_path)
+
+    def verify(code: int) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["verify-checkpoint", str(tmp_path), "--json"])
+        assert done.exit_code == code, done.output
+        return {Path(report["path"]).name: report for report in json.loads(done.stdout)}
+
+    assert verify(0)[universal.name]["num_files"] == 1
+    make_checkpoint(tmp_path)
+    assert list(verify(0)) == ["step_00000002", universal.name]
+    shown = CliRunner().invoke(app, ["inspect-checkpoint", str(tmp_path), "--json"])
+    assert [one["step"] for one in json.loads(shown.stdout)] == [2, 2]
+    content = (universal / "zero" / "fp32.pt").read_bytes()
+    (universal / "zero" / "fp32.pt").write_bytes(content[:-1])
+    found = verify(72)
+    assert found["step_00000002"]["ok"]
+    assert "zero/fp32.pt is truncated" in found[universal.name]["problems"][0]
+    (universal / "universal.json").unlink()
+    assert "has no universal.json" in verify(72)[universal.name]["problems"][0]
+
+
+def test_every_kind_is_known(tmp_path: Path) -> None:
+    """Each kind of folder is told from all others; an empty one and an unknown one are of none."""
+    folders = make_folders(tmp_path)
+    assert {kind: kinds.kind_of(folder) for kind, folder in folders.items()} == {kind: kind for kind in folders}
+    (tmp_path / "empty").mkdir()
+    assert kinds.kind_of(tmp_path / "empty") is None
+    assert kinds.explain_folder(tmp_path / "empty", "anything") is None
+
+
+READERS: dict[str, tuple[Callable[[Path], Any], set[str]]] = {
+    "eval, generate and export-hf": (open_weights, {kinds.CHECKPOINT, kinds.CHECKPOINTS, kinds.INITIAL}),
+    "convert-checkpoint": (convert_to_universal, {kinds.CHECKPOINT, kinds.CHECKPOINTS, kinds.UNIVERSAL}),
+    "model.initial_weights": (InitialWeights, {kinds.INITIAL}),
+    "checkpoint.universal": (read_universal_manifest, {kinds.UNIVERSAL}),
+    "import-hf": (lambda path: import_hf(path, path.parent / "out"), {kinds.MODEL}),
+}
+"""What reads a folder, and which kinds it reads, or answers with a message of its own."""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_folder_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
+    """Given a folder of another kind, a command says which it is and what to use, not that a save did not finish."""
+    read, takes = READERS[name]
+    for kind, folder in make_folders(tmp_path).items():
+        if kind in takes:
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            read(folder)
+        assert f"{folder} is {kind}; needed is " in str(caught.value)
+        assert "did not finish" not in str(caught.value)
+
+
+def test_a_linked_folder_is_replaced_and_nothing_stays(tmp_path: Path) -> None:
+    """A new folder takes the name of a link, whose target stays; left links are removed without touching theirs."""
+    target, final = tmp_path / "elsewhere", tmp_path / "step_00000001"
+    target.mkdir()
+    (target / "file").write_text("mine")
+    final.symlink_to(target)
+    (tmp_path / ".tmp_new").mkdir()
+    commit_folder(tmp_path / ".tmp_new", final)
+    assert not final.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step_00000001"]
+    (tmp_path / ".tmp_replaced_step_00000001").symlink_to(target)
+    (tmp_path / ".tmp_dangling").symlink_to(tmp_path / "nothing")
+    assert len(remove_leftovers(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step_00000001"]
+    assert (target / "file").read_text() == "mine"
