@@ -490,6 +490,43 @@ def bench_preparing(
     raise typer.Exit(int(not result.passed))
 
 
+@bench_app.command("checksum", epilog="Example: megasdc bench checksum --blocks 40 --sizes 16 --sizes 64")
+def bench_checksums(
+    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each side.")] = 40,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--sizes", help="MiB of a tensor; may be repeated; default: 1 to 256.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads of tensor.sum(); XXH3 has one.")] = 1,
+    trials: Annotated[int, typer.Option("--trials", help="Faults of each kind.")] = 4000,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the result, with every block, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare checksums with reading a tensor, and count the faults they miss; exit code 1 if a bar is missed.
+
+    On the host XXH3 against tensor.sum(); on a GPU the mixed sum against a sum reduction and a device copy. Ratios are
+    our time over theirs in alternating blocks, with an exact interval of the median. Run it on a machine that does
+    nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.checksum import ChecksumBenchOptions, bench_checksum
+    from megasdc.bench.render import progress_bar, render_checksum
+
+    options = ChecksumBenchOptions(
+        blocks=blocks, sizes_mib=tuple(sizes or (1, 4, 16, 64, 256)), threads=threads, trials=trials
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_checksum(options, on_progress)
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render_checksum(result, Console())
+    raise typer.Exit(int(not result.passed))
+
+
 def main() -> None:
     """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
     try:

@@ -1,10 +1,22 @@
-"""Which bits does a tensor hold? Integer views."""
+"""Which bits does a tensor hold, what does each mean, and how far apart are two values? No arithmetic on the values."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MANTISSA_BITS = {
+    torch.float64: 52,
+    torch.float32: 23,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e4m3fnuz: 3,
+    torch.float8_e5m2: 2,
+    torch.float8_e5m2fnuz: 2,
+}
+_LARGEST = torch.iinfo(torch.int64).max
 
 
 def element_bits(dtype: torch.dtype) -> int:
@@ -18,7 +30,7 @@ def element_bits(dtype: torch.dtype) -> int:
     return 8 * dtype.itemsize
 
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_bits(tensor: Tensor) -> Tensor:
     """The bit patterns of a tensor as signed integers of the same width.
 
     Args:
@@ -30,8 +42,68 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the type is complex, or the negation of the tensor is pending, so that the memory does not hold its
             bits.
+
+    Sync: none.
     """
     width = element_bits(tensor.dtype)
     if tensor.is_neg():
         raise ValueError("the tensor's negation is pending, its memory holds other bits; call resolve_neg() first")
     return tensor.detach().view(_INTEGERS[width // 8])
+
+
+def bit_layout(dtype: torch.dtype) -> dict[str, range]:
+    """What the bits of a floating-point type mean.
+
+    Returns:
+        Bit numbers, 0 is the lowest, of ``sign``, ``exponent`` and ``mantissa``.
+
+    Raises:
+        ValueError: the type is not a floating-point type with a sign, an exponent and a mantissa.
+
+    Source: IEEE 754-2019, section 3.4; Micikevicius et al. 2022, FP8 Formats for Deep Learning, table 1.
+    """
+    if dtype not in _MANTISSA_BITS:
+        raise ValueError(f"{dtype} has no known bit layout; known are {', '.join(map(str, _MANTISSA_BITS))}")
+    mantissa, width = _MANTISSA_BITS[dtype], element_bits(dtype)
+    return {"sign": range(width - 1, width), "exponent": range(mantissa, width - 1), "mantissa": range(mantissa)}
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """How many steps from one representable value to the next lie between two tensors, element by element.
+
+    Both zeros are one value; infinity is one step beyond the largest number. NaN has no place in that order: its
+    distance is 0 to the same bits and the largest int64 to anything else, another NaN included. A distance that int64
+    does not hold, which only float64 has, is the largest int64 too.
+
+    Args:
+        a: any shape, a type of `bit_layout`.
+        b: the same shape, type and device.
+
+    Returns:
+        The shape of ``a``, int64, at least 0.
+
+    Raises:
+        ValueError: types or shapes differ, or the type is no floating-point type of `bit_layout`.
+
+    Sync: none.
+    Source: Dawson 2012, Comparing Floating Point Numbers,
+        https://randomascii.wordpress.com/2012/02/25/comparing-floating-point-numbers-2012-edition/
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        raise ValueError(
+            f"need two tensors of one type and shape, got {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+        )
+    bit_layout(a.dtype)  # refuses other types
+    left, right = as_bits(a), as_bits(b)
+    magnitude = torch.iinfo(left.dtype).max
+    i, j = ((bits & magnitude).to(torch.int64) for bits in (left, right))
+    distance = torch.where((left < 0) == (right < 0), (i - j).abs(), i + j)
+    distance = torch.where(distance < 0, _LARGEST, distance)  # the sum of two float64 has wrapped
+    nan = _is_nan(a) | _is_nan(b)
+    return torch.where(nan, torch.where(left == right, 0, _LARGEST), distance)
+
+
+def _is_nan(tensor: Tensor) -> Tensor:
+    if tensor.element_size() == 1:  # torch has no comparison of 8-bit floats
+        tensor = tensor.to(torch.float32)
+    return tensor.isnan()

@@ -65,8 +65,7 @@ class Xxh3:
 
     def start(self, tensor: Tensor) -> int:
         """The finished value; see `ChecksumAlgorithm.start`."""
-        data = row_major_bits(tensor).cpu().view(torch.uint8)
-        return xxhash.xxh3_64_intdigest(data.numpy().data)
+        return xxhash.xxh3_64_intdigest(row_major_bits(tensor).cpu().numpy().data)
 
 
 class MixedSum:
@@ -81,7 +80,7 @@ class MixedSum:
 
     def start(self, tensor: Tensor) -> Tensor:
         """The value on the tensor's device; see `ChecksumAlgorithm.start`."""
-        return mixed_sum(row_major_bits(tensor))
+        return mixed_sum(row_major_bits(tensor).view(-1))
 
 
 ALGORITHMS: dict[str, ChecksumAlgorithm] = {one.name: one for one in (Xxh3(), MixedSum())}
@@ -144,16 +143,17 @@ def checksum(tensor: Tensor, name: str | None = None) -> int:
     Sync: the tensor is waited for.
     """
     chosen = default_algorithm(tensor.device) if name is None else algorithm(name)
-    return read_back([chosen.start(tensor)])[0]
+    value = chosen.start(tensor)
+    return value if isinstance(value, int) else read_back([value])[0]
 
 
 def row_major_bits(tensor: Tensor) -> Tensor:
     """The bit patterns of all elements in logical row-major order, copied only where they lie otherwise.
 
     Returns:
-        [n], signed integers of the elements' width.
+        The same shape, contiguous, signed integers of the elements' width.
 
     Raises:
         ValueError: the type is complex.
     """
-    return as_bits(tensor.detach().resolve_neg()).contiguous().view(-1)
+    return as_bits(tensor.resolve_neg()).contiguous()
