@@ -3,6 +3,8 @@
 from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
 from megasdc.config.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
+from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS
 from megasdc.config.sections import (
@@ -25,24 +27,29 @@ __all__ = [
     "CheckpointSection",
     "DataSection",
     "DeterminismSection",
+    "FaultSpec",
     "GoldenSection",
     "Layout",
     "LoggingSection",
     "MegasdcSection",
     "ModelSection",
     "ParallelSection",
+    "ProcessFaultSpec",
     "RunConfig",
     "SourceSection",
     "TokenizerSection",
     "TraceSection",
     "TrainingSection",
     "check_layout",
+    "expand_faults",
     "ffn_width",
     "find_warnings",
     "head_width",
     "load_config",
+    "load_profile",
     "parse_config",
     "precision_of",
+    "profile_names",
     "query_groups",
     "resolve_batch",
 ]

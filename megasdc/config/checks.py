@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megasdc.config.fault_problems import fault_place_problems
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         world_size: all ranks of the run.
 
     Raises:
-        ConfigError: the ranks cannot be divided so, or the three batch sizes disagree; all numbers are given.
+        ConfigError: the ranks cannot be divided so, a fault names a rank outside, or the three batch sizes disagree;
+            all numbers are given.
     """
     parallel = config.megasdc.parallel
     ranks = parallel.tensor * parallel.pipeline
@@ -56,6 +58,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         )
         raise ConfigError(text, config.source)
     data = world_size // ranks
+    if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, data):
+        raise ConfigError(wrong, config.source)
     train, micro, accumulation = _batch_sizes(config, data)
     return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation)
 

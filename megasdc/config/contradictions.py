@@ -6,27 +6,14 @@ import importlib.util
 import math
 import os.path
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.fault_problems import fault_problems
 from megasdc.config.megatron_fields import megatron_problems
+from megasdc.config.problem import Problem
 from megasdc.config.sections import DataSection, MegasdcSection, ModelSection
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        paths: dotted paths of the fields it is about, the one at fault first. A contradiction is not reported while
-            one of its fields is wrong by itself.
-        text: the message.
-    """
-
-    paths: tuple[str, ...]
-    text: str
 
 
 def head_width(model: ModelSection) -> int:
@@ -64,6 +51,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)
+    yield from fault_problems(file, deepspeed)
     local = file.checkpoint.storage == "node_local"
     if deepspeed["checkpoint"]["use_node_local_storage"] is not local:
         yield Problem(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasdc.config.sections import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]

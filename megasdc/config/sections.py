@@ -6,22 +6,13 @@ from these. A section is read only by the part of the package that it configures
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megasdc.addresses import PHASES
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, strict about types, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
 
 class ModelSection(Section):
@@ -307,4 +298,8 @@ class MegasdcSection(Section):
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
     trace: TraceSection = Field(default_factory=lambda: TraceSection.model_validate({}))
     golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))
+    faults: list[FaultSpec] = Field([], description="Faults injected on purpose; empty: none, no hook is attached.")
+    process_faults: list[ProcessFaultSpec] = Field(
+        [], description="Ranks ended, stopped or slowed on purpose; empty: none."
+    )
     logging: LoggingSection

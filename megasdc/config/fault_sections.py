@@ -1,0 +1,146 @@
+"""What may be harmed on purpose? Specs of injected faults, for drills and campaigns.
+
+One spec says where (phase, submodule, place, steps), what (kind, elements) and how often (probability, burst, once).
+Every draw is a function of the seed, the spec's place in the list, the rank and the address, so that the same
+configuration harms the same way again, also after a resume.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megasdc.addresses import PHASES
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"
+FAULT_PHASES = (*PHASES, OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS)
+"""The phases of addresses, and what is harmed without being an observation of its own.
+
+optimizer_state: masters and moments where they are kept, just before the optimizer reads them. collective: this rank's
+accumulated gradient of a whole step, after the sums over tied stages and tensor ranks and before the sum over replicas.
+checkpoint: a file that this rank wrote, after the checkpoint is complete. tokens: a micro-batch after the loader has
+checked it, as this rank reads it.
+"""
+BIT_KINDS = ("bit_flip", "stuck_at_0", "stuck_at_1")
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class BurstSection(Section):
+    """Faults that come in bursts."""
+
+    length: PositiveInt = Field(..., description="Steps of one burst.")
+    probability: Share = Field(..., description="Probability that a burst starts at a step, in [0, 1].")
+
+
+class FaultPlace(Section):
+    """On which ranks, in which steps and micro-batches; what is null does not restrict."""
+
+    rank: NonNegativeInt | None = Field(None, description="Global rank; null: any.")
+    replica: NonNegativeInt | None = Field(None, description="Place along the data dimension; null: any.")
+    stage: NonNegativeInt | None = Field(None, description="Pipeline stage; null: any.")
+    tensor_rank: NonNegativeInt | None = Field(None, description="Place along the tensor dimension; null: any.")
+    host: str | None = Field(None, description="Pattern of host names, such as `node7*`; null: any.")
+    steps: list[PositiveInt | None] = Field(
+        [1, None], min_length=2, max_length=2, description="First and last step; null as last: to the end."
+    )
+    micro_batches: list[NonNegativeInt] | None = Field(
+        None, description="Micro-batches of a step, the first is 0; null: all."
+    )
+
+
+class FaultSpec(FaultPlace):
+    """One fault in what a run computes or keeps, or with `profile` the bundle of a whole node."""
+
+    profile: str | None = Field(
+        None,
+        description="Name of a node profile, or a JSON file like them, whose faults take the place of this entry; "
+        "ranks, host, steps, micro-batches, `min_hidden_size` and `seed` of this entry apply to all of them.",
+    )
+    submodule: str = Field(
+        "*", min_length=1, description="Pattern of full names of submodules, such as `*.mlp.linear_fc1`."
+    )
+    phase: Literal[FAULT_PHASES] = Field(  # type: ignore[valid-type]
+        "forward",
+        description="What is harmed: forward, recompute: the output; backward: the input's gradient; weight_grad: one "
+        "micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; parameter: after the "
+        "all-gather; optimizer_state: masters and moments before the step; collective: the accumulated gradient before "
+        "the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a micro-batch before the model.",
+    )
+    slot: str | None = Field(
+        None,
+        description="Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`, "
+        "with phase tokens `tokens` or `labels`; null: any.",
+    )
+    file: str | None = Field(None, description="Phase checkpoint: pattern of file names; null: any file of the rank.")
+    kind: Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "scale", "noise"] = Field(
+        "bit_flip", description="What happens to an element."
+    )
+    bits: Literal["sign", "exponent", "mantissa", "any"] | list[Annotated[int, Field(ge=0, le=63)]] = Field(
+        "any",
+        description="bit_flip, stuck_at: all bits of a list of numbers (0 is the lowest), or random ones of a part.",
+    )
+    num_bits: PositiveInt = Field(1, description="How many different bits of the named part in each element.")
+    value: Literal["nan", "inf", "-inf"] | float | None = Field(None, description="Kind value: what is put there.")
+    factor: float | None = Field(None, description="Kind scale: what elements are multiplied by.")
+    deviation: PositiveFloat | None = Field(
+        None, description="Kind noise: standard deviation d; x becomes x (1 + d z), z standard normal."
+    )
+    elements: PositiveInt = Field(
+        1, description="How many elements of the tensor, at most all; with pattern column, how many columns."
+    )
+    element_probability: Share | None = Field(
+        None, description="Instead of `elements`: each element is harmed with this probability, in [0, 1]."
+    )
+    pattern: Literal["random", "adjacent", "periodic", "column", "indices"] = Field(
+        "random",
+        description="Which elements, in row-major order: random; adjacent: one run; periodic: a run in every `period`; "
+        "column: whole columns of the last dimension; indices: those given.",
+    )
+    period: PositiveInt | None = Field(None, description="Pattern periodic: elements from one run to the next.")
+    run: PositiveInt = Field(1, description="Pattern periodic: adjacent elements of each run; at most `period`.")
+    indices: list[NonNegativeInt] | None = Field(
+        None, description="Pattern indices: row-major places; those outside a tensor are left out."
+    )
+    only_above: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Only elements of at least this magnitude; pattern random picks among them."
+    )
+    only_below: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Only elements of at most this magnitude."
+    )
+    same_elements: bool = Field(
+        False,
+        description="Harm the same elements and bits of a tensor each time, and the same as other specs with this "
+        "setting, seed and pattern: a persistent fault.",
+    )
+    min_hidden_size: PositiveInt | None = Field(None, description="Only in models at least so wide; null: in all.")
+    probability: Share = Field(1.0, description="Probability of firing at each result that fits, in [0, 1].")
+    burst: BurstSection | None = Field(None, description="Fire only within bursts; null: in all steps.")
+    once: bool = Field(
+        False,
+        description="Fire until bits were changed once on a rank; a run that goes back to before that repeats it.",
+    )
+    seed: NonNegativeInt = Field(0, description="Seed of every draw.")
+
+
+class ProcessFaultSpec(FaultPlace):
+    """One fault of a whole process: it ends, stands still, or is slow."""
+
+    kind: Literal["exit", "sigkill", "sigstop", "hang", "slow"] = Field(
+        ...,
+        description="exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never come to "
+        "the collectives that follow; slow: after each pass sleep `factor` - 1 times what the pass took.",
+    )
+    phase: Literal["forward", "backward", "collective", "update"] = Field(
+        "forward",
+        description="When: before a micro-batch's forward or backward pass, before the gradients are summed over "
+        "replicas, before the optimizer steps; with slow, after the pass.",
+    )
+    exit_code: Annotated[int, Field(ge=0, le=255)] = Field(1, description="Kind exit: the code.")
+    factor: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="Kind slow: time of a pass with the fault over time without, at least 1."
+    )
+    after_restart: bool = Field(
+        False, description="Fire again in a run that was restarted after it had fired, as a bad machine would."
+    )

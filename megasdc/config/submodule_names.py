@@ -1,0 +1,77 @@
+"""Which submodules has the whole model, and which results can be seen of each? Names, without building anything.
+
+A rank holds one stage only; this catalogue names those of all stages. A test compares it with what the ranks of real
+models show.
+"""
+
+from __future__ import annotations
+
+from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
+from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.config.sections import ModelSection, ParallelSection
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+_BLOCK = (
+    "input_layernorm",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "self_attn_bda",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.activation",
+    "mlp.linear_fc2",
+    "mlp_bda",
+)
+_FIRST_BLOCK = 2
+_GRADIENT_SLOTS = {"core_attention": ("query", "key", "value"), "word_embeddings": ()}
+_LOCAL_TERMS = ("maximum", "predicted", "sum")
+
+
+def submodule_slots(model: ModelSection, parallel: ParallelSection) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Every submodule of the model in forward order, with its slots in each phase.
+
+    Args:
+        model: the resolved section.
+        parallel: with how many stages and tensor ranks.
+
+    Returns:
+        Slots by full name and phase; a phase without slots is left out.
+    """
+    return {name: _slots(name, _parameters(name, model, parallel), parallel) for name in _names(model)}
+
+
+def _names(model: ModelSection) -> list[str]:
+    block = [name for name in _BLOCK if model.megatron.get("qk_layernorm") or name[-12:-10] not in ("q_", "k_")]
+    last = _FIRST_BLOCK + model.num_layers
+    blocks = [f"{index}.layer.{name}" for index in range(_FIRST_BLOCK, last) for name in block]
+    return ["0.word_embeddings", "1.positions", *blocks, f"{last}.norm", f"{last + 1}.output", "loss"]
+
+
+def _parameters(fqn: str, model: ModelSection, parallel: ParallelSection) -> tuple[str, ...]:
+    name = fqn.rpartition(".")[2]
+    if name in ("norm", "input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm"):
+        return ("weight",) if model.normalization == "RMSNorm" else ("weight", "bias")
+    if name.startswith("linear_"):
+        return ("weight", "bias") if model.bias or (model.qkv_bias and name == "linear_qkv") else ("weight",)
+    if name == "output":  # a tied one has its weight where the embedding is not
+        return () if model.tie_embeddings and parallel.pipeline == 1 else ("weight",)
+    if name == "positions":
+        return ("weight",) if model.position_embedding == "learned" else ()
+    return ("weight",) if name == "word_embeddings" else ()
+
+
+def _slots(fqn: str, parameters: tuple[str, ...], parallel: ParallelSection) -> dict[str, tuple[str, ...]]:
+    if fqn == "loss":
+        return {FORWARD: (*(_LOCAL_TERMS if parallel.tensor > 1 else ()), "output"), BACKWARD: ("input",)}
+    states = tuple(f"{parameter}.{state}" for parameter in parameters for state in STATES)
+    slots = {
+        FORWARD: ("output",),
+        RECOMPUTE: ("output",),
+        BACKWARD: _GRADIENT_SLOTS.get(fqn.rpartition(".")[2], ("input",)),
+        **dict.fromkeys((WEIGHT_GRAD, REDUCED_GRAD, PARAMETER, COLLECTIVE), parameters),
+        **dict.fromkeys((UPDATE, OPTIMIZER_STATE), states),
+    }
+    return {phase: names for phase, names in slots.items() if names}

@@ -1,0 +1,1 @@
+"""Everything that harms a run on purpose."""

@@ -1,0 +1,311 @@
+"""Which results are harmed, how, and what exactly was done? The ground truth that detectors are scored against."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasdc.addresses import PHASES, Address
+from megasdc.config import FaultSpec
+from megasdc.config.fault_checks import place_problems, spec_problems
+from megasdc.errors import ConfigError
+from megasdc.faults.alter import UnfitError, alter_elements
+from megasdc.faults.pick import pick_elements
+from megasdc.faults.schedule import Draws, in_steps, is_here
+from megasdc.model.submodules import Submodule
+from megasdc.parallel.dims import ParallelDims
+from megasdc.tensors.bits import as_bits, element_bits
+
+SHOWN = 16
+"""Elements of a firing that are kept one by one."""
+
+
+@dataclass(frozen=True)
+class Firing:
+    """One time that a fault fired.
+
+    Args:
+        spec: place of the spec in the list, profiles expanded.
+        kind: the spec's kind.
+        address: what was harmed. Of phase ``tokens`` the name is ``tokens``, of ``checkpoint`` the file's.
+        rank: global rank.
+        dtype: type of the elements.
+        shape: of the tensor.
+        elements: how many elements were chosen.
+        changed: how many of them have other bits now; may be 0, as when a bit is stuck where it was anyway.
+        indices: row-major places of the first ``SHOWN`` chosen elements.
+        bits_before: their bits as unsigned integers.
+        bits_after: their bits now.
+        before: their values.
+        after: their values now.
+    """
+
+    spec: int
+    kind: str
+    address: Address
+    rank: int
+    dtype: str
+    shape: tuple[int, ...]
+    elements: int
+    changed: int
+    indices: tuple[int, ...]
+    bits_before: tuple[int, ...]
+    bits_after: tuple[int, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    def fields(self) -> dict[str, Any]:
+        """What an event says beside step and micro-batch; bits in hexadecimal, values as text."""
+        found = asdict(self) | {name: getattr(self.address, name) for name in ("phase", "fqn", "slot")}
+        del found["address"], found["rank"]
+        for name in ("bits_before", "bits_after"):
+            found[name] = [f"{bits:x}" for bits in found[name]]
+        for name in ("before", "after"):  # as text, because JSON has no NaN
+            found[name] = [f"{value:.9g}" for value in found[name]]
+        return found
+
+
+@dataclass
+class Tally:
+    """What one spec met on one rank.
+
+    Args:
+        here: whether the spec means this rank.
+        wide: whether the model is wide enough for it.
+        seen: results that fit, in its steps and micro-batches.
+        due: of those, how often the draw said to fire.
+        fired: how often it fired.
+        changed: how often some bit changed.
+        reasons: why it did not fire when it was due.
+    """
+
+    here: bool = False
+    wide: bool = True
+    seen: int = 0
+    due: int = 0
+    fired: int = 0
+    changed: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Injector:
+    """Harms results as specs say; a listener of ``engine.observer.Observer`` that comes before those that record.
+
+    Args:
+        specs: the faults, without profiles (``config.expand_faults``).
+        dims: layout and place of this rank.
+        hidden_size: width of the model.
+        on_firing: told every firing.
+        host: name of this rank's host; null: as the system says.
+        vocab_size: ids that tokens may have; needed with phase ``tokens``.
+
+    Raises:
+        ConfigError: a spec contradicts itself or names a rank outside the world.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[FaultSpec],
+        dims: ParallelDims,
+        hidden_size: int,
+        on_firing: Callable[[Firing], None] | None = None,
+        *,
+        host: str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        check_specs(specs, dims)
+        self.specs = tuple(specs)
+        self.firings: list[Firing] = []
+        self.vocab_size = vocab_size
+        self._rank = dims.rank
+        self._on_firing = on_firing
+        self._draws = [Draws(spec, index, dims.rank) for index, spec in enumerate(specs)]
+        host = socket.gethostname() if host is None else host
+        self.tallies = [
+            Tally(is_here(spec, dims, host), spec.min_hidden_size is None or hidden_size >= spec.min_hidden_size)
+            for spec in specs
+        ]
+        self._fitting: dict[tuple[str, str, str], tuple[int, ...]] = {}
+        self._calls: Counter[Address] = Counter()
+        self._calls_step = 0
+
+    def __call__(self, address: Address, result: Tensor) -> Tensor | None:
+        """Harm one result if a spec says so.
+
+        Args:
+            address: where it belongs.
+            result: any shape; is left as it is.
+
+        Returns:
+            A changed copy with the same strides, or null if no bit changed.
+
+        Sync: waits for the device if a spec fires, or has a range of values and is due.
+        """
+        fitting = self._fits(address)
+        if not fitting:
+            return None
+        call = self._count_call(address)
+        harmed: Tensor | None = None
+        for index in fitting:
+            if self._is_due(index, address, call):
+                answer = self._fire(index, address, result if harmed is None else harmed, call)
+                harmed = harmed if answer is None else answer
+        return harmed
+
+    def wants(self, *phases: str) -> bool:
+        """Whether any spec on this rank may harm one of these phases."""
+        return any(
+            tally.here and tally.wide and spec.phase in phases
+            for spec, tally in zip(self.specs, self.tallies, strict=True)
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """How often each spec has changed bits on this rank, by a name that changes with the spec."""
+        return {self._key(index): tally.changed for index, tally in enumerate(self.tallies) if tally.changed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take up what ``state_dict`` gave; a spec that fires once does not again."""
+        for index, tally in enumerate(self.tallies):
+            tally.changed = state.get(self._key(index), 0)
+
+    def _key(self, index: int) -> str:
+        return f"{index} {self.specs[index].model_dump_json(exclude_defaults=True)}"
+
+    def _fits(self, address: Address) -> tuple[int, ...]:
+        """Specs that mean this tensor, whatever the step."""
+        key = (address.phase, address.fqn, address.slot)
+        if key not in self._fitting:
+            self._fitting[key] = tuple(
+                index
+                for index, (spec, tally) in enumerate(zip(self.specs, self.tallies, strict=True))
+                if tally.here and tally.wide and _means(spec, address)
+            )
+        return self._fitting[key]
+
+    def _count_call(self, address: Address) -> int:
+        """How often this address came before: work that is repeated draws anew."""
+        if address.step != self._calls_step:
+            self._calls.clear()
+            self._calls_step = address.step
+        self._calls[address] += 1
+        return self._calls[address] - 1
+
+    def _is_due(self, index: int, address: Address, call: int) -> bool:
+        spec, tally = self.specs[index], self.tallies[index]
+        if not in_steps(spec, address.step, address.micro_batch):
+            return False
+        tally.seen += 1
+        if spec.once and tally.changed:
+            return False
+        due = self._draws[index].fires(address.step, address.micro_batch, f"{address.fqn} {address.slot}", call)
+        tally.due += due
+        return due
+
+    def _fire(self, index: int, address: Address, result: Tensor, call: int) -> Tensor | None:
+        spec, tally = self.specs[index], self.tallies[index]
+        draws = self._draws[index].generator(address.step, address.micro_batch, f"{address.fqn} {address.slot}", call)
+        chosen = pick_elements(result, spec, draws)
+        if chosen.numel() == 0:
+            tally.reasons["no element was in range or chosen"] += 1
+            return None
+        places = torch.unravel_index(chosen, result.shape)
+        before = result.detach()[places]
+        try:
+            after = alter_elements(before, spec, draws)
+        except UnfitError as error:
+            tally.reasons[str(error)] += 1
+            return None
+        if address.phase == "tokens" and self.vocab_size is not None:
+            after = torch.where((after >= 0) & (after < self.vocab_size), after, before)
+        differs = int(_differs(before, after).sum())
+        firing = self._describe(index, address, result, chosen, before, after, differs)
+        tally.fired += 1
+        tally.changed += differs > 0
+        self.firings.append(firing)
+        if self._on_firing is not None:
+            self._on_firing(firing)
+        if not differs:
+            return None
+        harmed = result.detach().clone()
+        harmed[places] = after
+        return harmed
+
+    def _describe(
+        self, index: int, address: Address, result: Tensor, chosen: Tensor, before: Tensor, after: Tensor, changed: int
+    ) -> Firing:
+        return Firing(
+            spec=index,
+            kind=self.specs[index].kind,
+            address=address,
+            rank=self._rank,
+            dtype=str(result.dtype).removeprefix("torch."),
+            shape=tuple(result.shape),
+            elements=chosen.numel(),
+            changed=changed,
+            indices=tuple(chosen[:SHOWN].tolist()),
+            bits_before=unsigned_bits(before[:SHOWN]),
+            bits_after=unsigned_bits(after[:SHOWN]),
+            before=tuple(before[:SHOWN].tolist()),
+            after=tuple(after[:SHOWN].tolist()),
+        )
+
+
+def _means(spec: FaultSpec, address: Address) -> bool:
+    if spec.phase != address.phase or (spec.slot is not None and not fnmatchcase(address.slot, spec.slot)):
+        return False
+    return fnmatchcase(address.fqn, spec.submodule if spec.file is None else spec.file)
+
+
+def _integers(values: Tensor) -> Tensor:
+    return as_bits(values) if values.dtype.is_floating_point else values
+
+
+def _differs(before: Tensor, after: Tensor) -> Tensor:
+    """Where the bits differ; values would call two NaN different and two zeros equal."""
+    return _integers(before) != _integers(after)
+
+
+def unsigned_bits(values: Tensor) -> tuple[int, ...]:
+    """The bits of each element as an unsigned integer.
+
+    Args:
+        values: [n], any real type.
+    """
+    mask = (1 << element_bits(values.dtype)) - 1
+    return tuple(bits & mask for bits in _integers(values).tolist())
+
+
+def check_specs(specs: Sequence[FaultSpec], dims: ParallelDims) -> None:
+    """Refuse specs that cannot be injected at this layout.
+
+    Raises:
+        ConfigError: naming each spec and field.
+    """
+    problems = []
+    for index, spec in enumerate(specs):
+        found = [*spec_problems(spec), *place_problems(spec, dims.tensor, dims.pipeline, dims.data)]
+        if spec.profile is not None:
+            found.append(("profile", "expand profiles first, with megasdc.config.expand_faults"))
+        problems += [f"faults.{index}.{name}: {text}." for name, text in found]
+    if problems:
+        raise ConfigError(problems)
+
+
+def harmed_submodules(specs: Sequence[FaultSpec], submodules: Sequence[Submodule]) -> list[Submodule]:
+    """The submodules whose results some spec may harm on some rank.
+
+    Which rank does not matter, because all ranks of a tensor group must observe the same submodules.
+
+    Args:
+        specs: the faults of the whole run.
+        submodules: all of this stage.
+    """
+    patterns = {spec.submodule for spec in specs if spec.phase in PHASES}
+    return [one for one in submodules if any(fnmatchcase(one.fqn, pattern) for pattern in patterns)]
