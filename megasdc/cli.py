@@ -593,6 +593,41 @@ def bench_training(
     raise typer.Exit(int(not result.passed))
 
 
+@bench_app.command("detection", epilog="Example: megasdc bench detection --faults 520 --clean 104 --out detection.json")
+def bench_detecting(
+    faults: Annotated[int, typer.Option("--faults", min=1, help="Faults to inject, over all layouts and types.")] = 520,
+    clean: Annotated[int, typer.Option("--clean", min=1, help="Runs without a fault in between.")] = 104,
+    layouts: Annotated[
+        str, typer.Option("--layouts", help="Layouts, tensor x pipeline x data, with commas between.")
+    ] = "1x1x2,2x1x1,1x2x1,2x2x2",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the result, with every run, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Inject random faults and see whether a golden trace finds each and names the rank; exit code 1 if not.
+
+    Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
+    the injector says it did. Clean runs must raise nothing.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.detection import DetectionOptions, bench_detection, parse_layouts
+    from megasdc.bench.detection_render import render_detection
+    from megasdc.bench.render import progress_bar
+
+    options = DetectionOptions(faults, clean, parse_layouts(layouts), seed=seed)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_detection(options, on_progress)
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render_detection(result, Console())
+    raise typer.Exit(int(not result.passed))
+
+
 @bench_app.command("data", epilog="Example: megasdc bench data --workers 2 --blocks 10 --out bench.json")
 def bench_preparing(
     tokenizer: Annotated[

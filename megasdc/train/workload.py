@@ -10,6 +10,7 @@ import torch
 from megasdc.config import GoldenSection, RunConfig, check_layout, parse_config
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import EngineHook
 from megasdc.engine.observer import Listener, Observer
 from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
@@ -69,12 +70,13 @@ class Workload:
         self._length: int | None = None
         self._save_start()
 
-    def run(self, case: Case, listeners: Sequence[Listener]) -> list[StepResult]:
+    def run(self, case: Case, listeners: Sequence[Listener], hooks: Sequence[EngineHook] = ()) -> list[StepResult]:
         """Take the workload's steps from its start, with its results shown to listeners.
 
         Args:
             case: the inputs.
             listeners: of an ``Observer``; a tracer, and before it what changes results on purpose.
+            hooks: of the engine, called before the observer.
 
         Collective: all ranks of the world.
         """
@@ -82,25 +84,31 @@ class Workload:
         if self._length != case.sequence_length:
             self.engine.reset_activation_shape()
             self._length = case.sequence_length
+        before = list(self.engine.hooks)
+        self.engine.hooks += hooks
         observer = Observer(self.engine, self.submodules, listeners)
         try:
             batches = self._batches(case)
             return [self.engine.train_step(batches) for _ in range(self.section.steps)]
         finally:
             observer.close()
+            self.engine.hooks[:] = before
 
-    def trace(self, case: Case, algorithm_name: str, before: Sequence[Listener] = ()) -> Trace:
+    def trace(
+        self, case: Case, algorithm_name: str, before: Sequence[Listener] = (), hooks: Sequence[EngineHook] = ()
+    ) -> Trace:
         """Run once and return the trace.
 
         Args:
             case: the inputs.
             algorithm_name: of the checksums.
             before: listeners that come before the tracer.
+            hooks: of the engine, called before the observer.
 
         Collective: all ranks of the world.
         """
         tracer = Tracer(algorithm(algorithm_name), self._trace)
-        self.run(case, [*before, tracer])
+        self.run(case, [*before, tracer], hooks)
         return tracer.take()
 
     def _batches(self, case: Case) -> Iterator[MicroBatch]:

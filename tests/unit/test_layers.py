@@ -31,12 +31,12 @@ LAYERS = {
     "study": 4,
     "train": 5,
     "golden": 6,
-    "bench": 6,
-    "experiments": 6,
-    "report": 6,
-    "launcher": 6,
-    "cli": 7,
-    "__main__": 8,
+    "bench": 7,
+    "experiments": 7,
+    "report": 7,
+    "launcher": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
