@@ -76,8 +76,10 @@ class EventLog:
         self._file.close()
 
 
-def read_events(run_dir: Path | str, *, kind: str | None = None, name: str | None = None) -> Iterator[Event]:
-    """Yield the events of all ranks of a run folder, file by file in rank order.
+def read_events(
+    run_dir: Path | str, *, kind: str | None = None, name: str | None = None, rank: int | None = None
+) -> Iterator[Event]:
+    """Yield the events of a run folder, file by file in rank order.
 
     A last line without an end, left by a killed process, is passed over; a broken line elsewhere raises.
 
@@ -85,11 +87,12 @@ def read_events(run_dir: Path | str, *, kind: str | None = None, name: str | Non
         run_dir: the run folder.
         kind: only events of this kind; null means all.
         name: only events of this name; null means all.
+        rank: only events of this rank, whose file alone is read; null means all.
 
     Raises:
         ValueError: a complete line is not an event; the message names file and line.
     """
-    for path in sorted((Path(run_dir) / "events").glob("rank_*.jsonl")):
+    for path in sorted((Path(run_dir) / "events").glob("rank_*.jsonl" if rank is None else f"rank_{rank:05d}.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
             if not line.endswith("\n"):
                 continue

@@ -201,6 +201,8 @@ class TrainingEngine(PipelineEngine):
                 dist.all_reduce(accumulated_gradient(self.optimizer, parameter), group=group)
 
     def _run_reduce_grads(self) -> None:
+        for hook in self.hooks:
+            hook.before_reduction(self)
         super()._exec_reduce_grads()
         self._totals = self._reduce_totals(self.total_loss)
         if self.masks_tokens:

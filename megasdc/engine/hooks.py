@@ -27,6 +27,9 @@ class EngineHook:
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """The backward pass has been issued."""
 
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Gradients of all micro-batches are accumulated; they are about to be summed over replicas."""
+
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Gradients are reduced; the optimizer has not looked at them yet."""
 

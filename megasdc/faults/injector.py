@@ -124,7 +124,7 @@ class Injector:
         self.specs = tuple(specs)
         self.firings: list[Firing] = []
         self.vocab_size = vocab_size
-        self._rank = dims.rank
+        self.rank = dims.rank
         self._on_firing = on_firing
         self._draws = [Draws(spec, index, dims.rank) for index, spec in enumerate(specs)]
         host = socket.gethostname() if host is None else host
@@ -137,7 +137,7 @@ class Injector:
         self._calls_step = 0
 
     def __call__(self, address: Address, result: Tensor) -> Tensor | None:
-        """Harm one result if a spec says so.
+        """Harm a copy of one result if a spec says so.
 
         Args:
             address: where it belongs.
@@ -148,15 +148,36 @@ class Injector:
 
         Sync: waits for the device if a spec fires, or has a range of values and is due.
         """
+        return self._harm(address, result, lambda: result.detach().clone())
+
+    def harm(self, address: Address, kept: Tensor) -> bool:
+        """Harm where it lies what is not a result on its way: states, gradients, bytes of a file.
+
+        Args:
+            address: names it.
+            kept: any shape; is changed.
+
+        Returns:
+            Whether some bit changed.
+
+        Sync: as ``__call__``.
+        """
+        return self._harm(address, kept, lambda: kept) is not None
+
+    def _harm(self, address: Address, result: Tensor, take: Callable[[], Tensor]) -> Tensor | None:
+        """Change what ``take`` gives, if a spec fires; null if no bit changed."""
         fitting = self._fits(address)
         if not fitting:
             return None
         call = self._count_call(address)
         harmed: Tensor | None = None
         for index in fitting:
-            if self._is_due(index, address, call):
-                answer = self._fire(index, address, result if harmed is None else harmed, call)
-                harmed = harmed if answer is None else answer
+            if not self._is_due(index, address, call):
+                continue
+            change = self._fire(index, address, result if harmed is None else harmed, call)
+            if change is not None:
+                harmed = take() if harmed is None else harmed
+                harmed[change[0]] = change[1]
         return harmed
 
     def wants(self, *phases: str) -> bool:
@@ -208,7 +229,10 @@ class Injector:
         tally.due += due
         return due
 
-    def _fire(self, index: int, address: Address, result: Tensor, call: int) -> Tensor | None:
+    def _fire(
+        self, index: int, address: Address, result: Tensor, call: int
+    ) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """Places and new values of what changes; null: nothing."""
         spec, tally = self.specs[index], self.tallies[index]
         draws = self._draws[index].generator(address.step, address.micro_batch, f"{address.fqn} {address.slot}", call)
         chosen = pick_elements(result, spec, draws)
@@ -231,11 +255,7 @@ class Injector:
         self.firings.append(firing)
         if self._on_firing is not None:
             self._on_firing(firing)
-        if not differs:
-            return None
-        harmed = result.detach().clone()
-        harmed[places] = after
-        return harmed
+        return (places, after) if differs else None
 
     def _describe(
         self, index: int, address: Address, result: Tensor, chosen: Tensor, before: Tensor, after: Tensor, changed: int
@@ -244,7 +264,7 @@ class Injector:
             spec=index,
             kind=self.specs[index].kind,
             address=address,
-            rank=self._rank,
+            rank=self.rank,
             dtype=str(result.dtype).removeprefix("torch."),
             shape=tuple(result.shape),
             elements=chosen.numel(),

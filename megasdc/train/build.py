@@ -33,6 +33,8 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel import ParallelDims, groups
 from megasdc.train.evaluate import Evaluator
+from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
+from megasdc.train.observe import Observation, build_observer
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import Saver, checkpoint_folder, resume
@@ -93,11 +95,19 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
         steps=sections.training.steps,
         host_group=host_group,
     )
+    injector = build_injector(sections, run)
+    process_faults = build_process_faults(sections, run)
     hook_states = resume(run, config)
     if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
         write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
     clock.mark("resume")
-    run.hooks = _build_hooks(config, run, eval_loader, manifest, split, clock, signals)
+    observer = build_observer(run.engine, injector)
+    drill = [FaultDrill(injector, process_faults, checkpoint_folder(config), host_group)]
+    listening: list[StepHook] = [
+        *([Observation(observer)] if observer is not None else []),
+        *(drill if sections.faults or sections.process_faults else []),
+    ]
+    run.hooks = _build_hooks(config, run, eval_loader, manifest, split, clock, signals, listening)
     for hook in run.hooks:
         if state := hook_states.get(type(hook).__name__):
             hook.load_state_dict(state)
@@ -112,6 +122,7 @@ def _build_hooks(
     split: TimeSplit | None,
     clock: StartClock,
     signals: StopSignals,
+    listening: list[StepHook],
 ) -> list[StepHook]:
     sections = config.megasdc
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
@@ -131,7 +142,8 @@ def _build_hooks(
         if eval_loader is not None and sections.training.eval_interval
         else []
     )
-    # A step's findings first, then what is measured, then the decision to stop, then what is kept.
+    # A step's findings first, then what is measured, then the decision to stop, then what is kept; last what may harm
+    # a checkpoint that is complete.
     return [
         StartReport(clock),
         SkipWatch(sections.training.max_skipped_steps),
@@ -146,6 +158,7 @@ def _build_hooks(
             progress=sections.logging.progress_bar,
         ),
         Saver(config, writer, manifest.tokenizer.checksum),
+        *listening,
     ]
 
 

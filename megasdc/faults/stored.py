@@ -1,0 +1,112 @@
+"""How is harmed what no observation shows: tokens, gradients before their sum, optimizer states, saved files?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megasdc.addresses import Address
+from megasdc.config.fault_sections import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.data.loader import MicroBatch
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.faults.injector import Injector
+from megasdc.model.submodules import list_submodules
+from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
+
+
+class StateFaults(EngineHook):
+    """Harms accumulated gradients before they are summed over replicas, and optimizer states before they are read.
+
+    Args:
+        engine: the engine; add the hook to its hooks where ``Injector.wants`` says so.
+        injector: decides and tells.
+    """
+
+    def __init__(self, engine: TrainingEngine, injector: Injector) -> None:
+        self._injector = injector
+        self._parameters = [
+            (submodule.fqn, slot, parameter)
+            for submodule in list_submodules(engine.module)
+            for slot, parameter in submodule.parameters.items()
+        ]
+        self._names = {id(parameter): (fqn, slot) for fqn, slot, parameter in self._parameters}
+        self._collective = injector.wants(COLLECTIVE)
+        self._states = injector.wants(OPTIMIZER_STATE)
+
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Harm what this rank gives to the sum over replicas."""
+        if not self._collective:
+            return
+        for fqn, slot, parameter in self._parameters:
+            gradient = accumulated_gradient(engine.optimizer, parameter).detach()
+            self._injector.harm(Address(engine.step_number, None, COLLECTIVE, fqn, slot), gradient)
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Harm the masters and moments that this rank keeps."""
+        if not self._states:
+            return
+        for fragment in owned_fragments(engine.optimizer):
+            fqn, parameter = self._names[id(fragment.parameter)]
+            kept = {"master": fragment.master, **fragment.states(engine.optimizer)}
+            for state, value in kept.items():
+                address = Address(engine.step_number, None, OPTIMIZER_STATE, fqn, f"{parameter}.{state}")
+                self._injector.harm(address, value)
+
+
+class HarmedBatches:
+    """Micro-batches whose tokens (first stage) and labels (last stage) may be harmed after the loader's checks.
+
+    An id that would leave the vocabulary stays as it was, because a device stops at such an id.
+
+    Args:
+        batches: yields the micro-batches of this replica.
+        injector: decides and tells; made with ``vocab_size``.
+        engine: says which step runs and which stage this is.
+    """
+
+    def __init__(self, batches: Iterator[MicroBatch], injector: Injector, engine: TrainingEngine) -> None:
+        self._batches = batches
+        self._injector = injector
+        self._engine = engine
+        self._step = 0
+        self._micro_batch = 0
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch."""
+        tokens, (labels, loss_mask) = next(self._batches)
+        if self._step != self._engine.step_number:
+            self._step, self._micro_batch = self._engine.step_number, 0
+        if self._engine.is_first_stage():
+            tokens = self._harmed("tokens", tokens)
+        if self._engine.is_last_stage():
+            labels = self._harmed("labels", labels)
+        self._micro_batch += 1
+        return tokens, (labels, loss_mask)
+
+    def _harmed(self, slot: str, ids: torch.Tensor) -> torch.Tensor:
+        answer = self._injector(Address(self._step, self._micro_batch, TOKENS, TOKENS, slot), ids)
+        return ids if answer is None else answer
+
+
+def harm_file(path: Path, step: int, injector: Injector) -> bool:
+    """Harm bytes of a saved file where they are.
+
+    Args:
+        path: the file, not empty.
+        step: step of its checkpoint.
+        injector: decides and tells.
+
+    Returns:
+        Whether some bit changed.
+    """
+    content = np.memmap(path, np.uint8, "r+")
+    changed = injector.harm(Address(step, None, CHECKPOINT, path.name, "bytes"), torch.from_numpy(content))
+    content.flush()
+    return changed

@@ -1,0 +1,146 @@
+"""How do faults get into a run, what is told of them, and what is left when it ends?"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.files import step_folder
+from megasdc.checkpoint.manifest import read_manifest
+from megasdc.config import MegasdcSection, ProcessFaultSpec, expand_faults
+from megasdc.config.fault_sections import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.engine.engine import StepResult
+from megasdc.events import EventLog, read_events
+from megasdc.faults.injector import Firing, Injector
+from megasdc.faults.process import ProcessFaults
+from megasdc.faults.stored import HarmedBatches, StateFaults, harm_file
+from megasdc.faults.unfired import why_unfired
+from megasdc.parallel.collectives import gather_objects
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "fault"
+
+
+def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
+    """Make what harms this run, and put it where no observer comes: token stream and engine hooks.
+
+    Args:
+        sections: the run's sections.
+        run: with engine, loader and events.
+
+    Returns:
+        Null without ``faults``; then the run is left as it is.
+    """
+    if not sections.faults:
+        return None
+    injector = Injector(
+        expand_faults(sections.faults),
+        run.dims,
+        sections.model.hidden_size,
+        lambda firing: _tell(run.events, firing),
+        vocab_size=run.loader.dataset.vocab_size,
+    )
+    if injector.wants(COLLECTIVE, OPTIMIZER_STATE):
+        run.engine.hooks.append(StateFaults(run.engine, injector))
+    if injector.wants(TOKENS):
+        run.batches = HarmedBatches(run.batches, injector, run.engine)
+    return injector
+
+
+def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | None:
+    """Make what ends, stops or slows this rank, and hook it to the engine; null if there is nothing on this rank.
+
+    Args:
+        sections: the run's sections.
+        run: with engine and events.
+    """
+    if not sections.process_faults:
+        return None
+    names = dict(enumerate(spec.model_dump_json() for spec in sections.process_faults))
+    told = {
+        event.fields["spec"]
+        for event in read_events(run.folder, kind=EVENT_KIND, name="process", rank=run.dims.rank)
+        if event.fields["as_configured"] == names.get(event.fields["spec"])
+    }
+
+    def tell(index: int, spec: ProcessFaultSpec, step: int, micro_batch: int | None) -> None:
+        said = {"spec": index, "fault": spec.kind, "phase": spec.phase, "as_configured": names[index]}
+        run.events.emit(EVENT_KIND, "process", step=step, micro_batch=micro_batch, **said)
+
+    faults = ProcessFaults(sections.process_faults, run.dims, tell, fired_before=told)
+    if faults.armed:
+        run.engine.hooks.append(faults)
+    return faults
+
+
+def _tell(events: EventLog, firing: Firing) -> None:
+    address = firing.address
+    events.emit(EVENT_KIND, "injected", step=address.step, micro_batch=address.micro_batch, **firing.fields())
+
+
+class FaultDrill(StepHook):
+    """Says that faults are armed, harms saved checkpoints, keeps what has fired, and tells what never did.
+
+    Args:
+        injector: null without ``faults``.
+        process: null without ``process_faults``.
+        checkpoints: folder of the run's checkpoints.
+        group: a group of all ranks on the host.
+    """
+
+    def __init__(self, injector: Injector | None, process: ProcessFaults | None, checkpoints: Path, group: Any) -> None:
+        self._injector = injector
+        self._process = process
+        self._checkpoints = checkpoints
+        self._group = group
+
+    def on_start(self, run: Run) -> None:
+        """Warn loudly: this run is harmed on purpose."""
+        count = len(self._injector.specs) if self._injector is not None else 0
+        on_ranks = gather_objects(self._process is not None and self._process.armed, self._group)
+        if run.dims.rank == 0:
+            logger.warning("FAULTS ARE ARMED: %d in results and states, processes of %d ranks", count, sum(on_ranks))
+            run.events.emit(EVENT_KIND, "armed", step=run.step, faults=count, process_ranks=sum(on_ranks))
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Harm the files that this rank has written, if a checkpoint of this step is complete."""
+        if self._injector is None or not self._injector.wants(CHECKPOINT):
+            return
+        folder = self._checkpoints / step_folder(run.step)
+        if not folder.is_dir():
+            return
+        for record in read_manifest(folder).files:
+            if record.rank == run.dims.rank and record.size_bytes:
+                harm_file(folder / record.name, run.step, self._injector)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often each fault has changed bits on each rank, so that one that fires once does not again."""
+        mine = self._injector.state_dict() if self._injector is not None else {}
+        return {"changed": {str(rank): state for rank, state in enumerate(gather_objects(mine, self._group)) if state}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what this rank's faults have done before the checkpoint."""
+        if self._injector is not None:
+            self._injector.load_state_dict(state["changed"].get(str(self._injector.rank), {}))
+
+    def on_end(self, run: Run) -> None:
+        """Tell which faults never changed anything, and why."""
+        tallies = gather_objects(self._injector.tallies if self._injector is not None else [], self._group)
+        waiting = gather_objects(self._process.waiting if self._process is not None else [], self._group)
+        if run.dims.rank != 0:
+            return
+        for index, spec in enumerate(self._injector.specs if self._injector is not None else ()):
+            if (reason := why_unfired(spec, [met[index] for met in tallies])) is not None:
+                logger.warning(
+                    "fault %d (%s, phase %s) never changed anything: %s", index, spec.kind, spec.phase, reason
+                )
+                run.events.emit(EVENT_KIND, "never_fired", step=run.step, spec=index, reason=reason)
+        for index in sorted({index for on_rank in waiting for index in on_rank}):
+            ranks = [rank for rank, on_rank in enumerate(waiting) if index in on_rank]
+            logger.warning(
+                "process fault %d never acted on ranks %s: its steps or micro-batches did not come", index, ranks
+            )
+            run.events.emit(EVENT_KIND, "process_never_fired", step=run.step, spec=index, ranks=ranks)
