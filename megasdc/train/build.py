@@ -32,6 +32,7 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel import ParallelDims, groups
 from megasdc.train.evaluate import Evaluator
+from megasdc.train.observe import build_observer
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import Saver, checkpoint_folder, resume
@@ -129,9 +130,10 @@ def _build_hooks(
         if eval_loader is not None and sections.training.eval_interval
         else []
     )
-    # A step's findings first, then what is measured, then the decision to stop, then what is kept.
+    # What a step computed and its findings first, then what is measured, then the decision to stop, then what is kept.
     return [
         StartReport(clock),
+        *build_observer(config, run),
         SkipWatch(sections.training.max_skipped_steps),
         StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
         *evaluator,

@@ -12,7 +12,7 @@ import megasdc
 PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
     "errors": 0,
-    "addresses": 1,
+    "addresses": 0,
     "events": 1,
     "config": 1,
     "tensors": 2,

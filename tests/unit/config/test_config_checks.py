@@ -77,6 +77,8 @@ def problem(deepspeed=None, **sections):
         ({"data": {"tokenizer": {"kind": "huggingface"}}}, ["tokenizer.path: missing"]),
         ({"training": {"eval_interval": 5}, "data": {"split": [1, 0, 0]}}, ["eval_interval: got 5", "[1, 0, 0]"]),
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
+        ({"trace": {"algorithm": "crc32"}}, ['trace.algorithm: got "crc32"', "xxh3_64.v1", "mixed_sum_64.v1"]),
+        ({"trace": {"layers": [2, 6]}}, ["trace.layers: got 6", "num_layers 2", "2 to 3"]),
         ({"model": {"megatron": {"hidden_size": 4}}}, ["megatron.hidden_size: got 4", "megasdc.model.hidden_size"]),
         ({"model": {"megatron": {"qk_layernrm": True}}}, ["no such field", "did you mean qk_layernorm?"]),
         ({"model": {"megatron": {"window_size": [8, 0]}}}, ["megatron.window_size: got", "no effect", "qk_layernorm"]),
