@@ -28,6 +28,7 @@ setup(
         "huggingface_hub",
         "protobuf",
         "tensorboard",
+        "plotly",
         "pyarrow",
         "xxhash",
         "psutil",

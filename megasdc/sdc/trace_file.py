@@ -29,6 +29,7 @@ from megasdc.sdc.trace import Trace
 FORMAT = "megasdc.trace.v1"
 RECORDED_ALIKE = (
     "layout",
+    "sequence_parallel",
     "micro_batch_size",
     "accumulation_steps",
     "precision",

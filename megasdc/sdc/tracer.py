@@ -42,14 +42,13 @@ class Tracer:
     Args:
         algorithm: computes the checksums.
         section: which steps, micro-batches and phases.
-        submodules: whose results are recorded where other listeners observe more; null: of all that are observed.
+        fqns: submodules whose results are recorded, where other listeners observe more; null: of all that are observed.
     """
 
-    def __init__(
-        self, algorithm: ChecksumAlgorithm, section: TraceSection, submodules: Iterable[Submodule] | None = None
-    ) -> None:
+    def __init__(self, algorithm: ChecksumAlgorithm, section: TraceSection, fqns: Iterable[str] | None = None) -> None:
         self._algorithm = algorithm
-        self._fqns = None if submodules is None else frozenset(submodule.fqn for submodule in submodules)
+        self.algorithm = algorithm.name
+        self.fqns = None if fqns is None else frozenset(fqns)
         self._interval = section.interval
         self._phases = frozenset(section.phases)
         self._micro_batches = None if section.micro_batches is None else frozenset(section.micro_batches)
@@ -68,7 +67,7 @@ class Tracer:
     def _takes(self, address: Address) -> bool:
         if address.phase not in self._phases or (address.step - 1) % self._interval:
             return False
-        if self._fqns is not None and address.fqn not in self._fqns:
+        if self.fqns is not None and address.fqn not in self.fqns:
             return False
         return (
             self._micro_batches is None

@@ -32,13 +32,14 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel import ParallelDims, groups
 from megasdc.train.evaluate import Evaluator
-from megasdc.train.observe import build_observer
+from megasdc.train.observe import Observation, build_observer
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import Saver, checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock, StartReport
 from megasdc.train.stop import SkipWatch, StopWatch
+from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def _build_hooks(
     # What a step computed and its findings first, then what is measured, then the decision to stop, then what is kept.
     return [
         StartReport(clock),
-        *build_observer(config, run),
+        *_build_listeners(config, run),
         SkipWatch(sections.training.max_skipped_steps),
         StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
         *evaluator,
@@ -146,6 +147,16 @@ def _build_hooks(
             progress=sections.logging.progress_bar,
         ),
         Saver(config, writer, manifest.tokenizer.checksum),
+    ]
+
+
+def _build_listeners(config: RunConfig, run: Run) -> list[StepHook]:
+    """Attach what looks at single results, and return the hooks that go with it; off, there are none."""
+    tracer = build_tracer(config.megasdc.trace, run.engine)
+    observer = build_observer(run.engine, tracer)
+    return [
+        *([Observation(observer)] if observer is not None else []),
+        *([TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm))] if tracer is not None else []),
     ]
 
 

@@ -1,50 +1,43 @@
-"""Who looks at the results of a run's submodules? One observer, whose listeners are called in the order given here."""
+"""Which results of this rank are shown to whom? One observer for everything that listens."""
 
 from __future__ import annotations
 
-from megasdc.config import RunConfig
+from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.observer import Observer
 from megasdc.model.submodules import list_submodules
-from megasdc.sdc.tracer import Tracer, choose_submodules
-from megasdc.tensors.checksum import algorithm, default_algorithm
-from megasdc.train.run import Run, StepHook
-from megasdc.train.trace import TraceRecorder, trace_header
+from megasdc.sdc.tracer import Tracer
+from megasdc.train.run import StepHook
 
 
 class Observation(StepHook):
-    """Takes the observer away when the run ends.
+    """Keeps an observer for the length of a run and takes its hooks away at the end.
 
     Args:
-        observer: attached to the run's engine.
+        observer: from ``build_observer``.
     """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Take every hook away."""
         self._observer.close()
 
 
-def build_observer(config: RunConfig, run: Run) -> list[StepHook]:
-    """Attach what the configuration wants to see to the run's engine.
+def build_observer(engine: TrainingEngine, tracer: Tracer | None) -> Observer | None:
+    """Attach this rank's observer to the submodules that someone listens to.
 
     Args:
-        config: the run's configuration.
-        run: with its engine, not started yet.
+        engine: the engine.
+        tracer: records checksums; null: no trace.
 
     Returns:
-        The hooks that go with it, in their order; empty, and nothing attached, where nothing is wanted.
+        Null, and nothing attached, where nobody listens.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.
     """
-    section = config.megasdc.trace
-    if not section.enabled:
-        return []
-    engine = run.engine
-    chosen = choose_submodules(list_submodules(engine.module), section.granularity, section.layers)
-    checksums = default_algorithm(engine.device) if section.algorithm is None else algorithm(section.algorithm)
-    tracer = Tracer(checksums, section, chosen)
-    observer = Observer(engine, chosen, [tracer])
-    return [Observation(observer), TraceRecorder(tracer, trace_header(config, engine, checksums.name))]
+    if tracer is None:
+        return None
+    chosen = [one for one in list_submodules(engine.module) if tracer.fqns is None or one.fqn in tracer.fqns]
+    return Observer(engine, chosen, [tracer])

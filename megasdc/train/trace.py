@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.config import RunConfig
+from megasdc.config import RunConfig, TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.model.submodules import list_submodules
 from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
-from megasdc.sdc.tracer import Tracer
+from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.tensors.checksum import algorithm, default_algorithm
 from megasdc.train.run import Run, StepHook
 
 TRACE_FOLDER = "trace"
@@ -56,22 +58,36 @@ class TraceRecorder(StepHook):
             self._writer.close()
 
 
-def trace_header(config: RunConfig, engine: TrainingEngine, algorithm: str) -> dict[str, Any]:
+def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None:
+    """What records this rank's checksums; null where the section wants no trace.
+
+    Raises:
+        ConfigError: the submodules' results cannot be observed.
+    """
+    if not section.enabled:
+        return None
+    chosen = choose_submodules(list_submodules(engine.module), section.granularity, section.layers)
+    checksums = default_algorithm(engine.device) if section.algorithm is None else algorithm(section.algorithm)
+    return Tracer(checksums, section, [submodule.fqn for submodule in chosen])
+
+
+def trace_header(config: RunConfig, engine: TrainingEngine, algorithm_name: str) -> dict[str, Any]:
     """What a trace says about its rank and run, in plain values.
 
     Args:
         config: the run's configuration.
         engine: of this rank.
-        algorithm: name of the checksum algorithm.
+        algorithm_name: of the checksums.
     """
     sections = config.megasdc
     return {
         "rank": engine.dims.rank,
         "host": socket.gethostname(),
         "layout": engine.dims.layout,
+        "sequence_parallel": sections.parallel.sequence_parallel,
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "accumulation_steps": engine.gradient_accumulation_steps(),
-        "algorithm": algorithm,
+        "algorithm": algorithm_name,
         "precision": config.precision,
         "device": device_name(engine.device),
         "threads": None if engine.device.type == "cuda" else torch.get_num_threads(),

@@ -61,7 +61,7 @@ def test_layers_and_granularity_choose() -> None:
 def test_a_tracer_records_what_it_was_asked_for(name: str) -> None:
     """Of results of other submodules, steps, micro-batches and phases nothing is kept; ``take`` empties it."""
     section = TraceSection(interval=2, micro_batches=[0], phases=["forward", "update"])
-    tracer = Tracer(algorithm(name), section, [_submodule("loss")])
+    tracer = Tracer(algorithm(name), section, ["loss"])
     value = torch.arange(5.0)
     wanted = [Address(1, 0, "forward", "loss", "output"), Address(3, None, "update", "loss", "weight")]
     others = [
