@@ -29,6 +29,7 @@ setup(
         "huggingface_hub",
         "protobuf",
         "tensorboard",
+        "plotly",
         "pyarrow",
         "xxhash",
         "psutil",

@@ -1,8 +1,8 @@
 """Does a golden trace find injected faults, and name the right rank? ``megasdc bench detection``: a campaign.
 
 Random faults - kinds x submodules x phases x ranks - are injected one a run, in several layouts and types. Each run is
-compared with a golden trace of the same ranks as ``megasdc golden verify`` compares, and scored against what the injector
-says it did. Clean runs in between must raise nothing.
+compared with a golden trace of the same ranks as ``megasdc golden verify`` compares, and scored against what the
+injector says it did. Clean runs in between must raise nothing.
 """
 
 from __future__ import annotations

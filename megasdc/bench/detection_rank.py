@@ -98,7 +98,8 @@ class Campaign:
         config = workload_config(parse_config(campaign_config(request)))
         set_threads(1)
         groups.init_process_group(300.0)
-        self.dims = groups.init_model_parallel(*request["layout"][:2], 300.0)
+        tensor, pipeline, _ = request["layout"]
+        self.dims = groups.init_model_parallel(tensor, pipeline, 300.0)
         self.hidden_size = config.megasdc.model.hidden_size
         self.precision = request["precision"]
         self.workload = Workload(config, self.dims)
@@ -185,7 +186,7 @@ def main() -> None:
     campaign = Campaign(request)
     total = request["faults"] + request["clean"]
     every = max(1, total // max(1, request["clean"]))
-    trials = []
+    trials: list[Trial] = []
     for number in range(total):
         left = request["clean"] - sum(trial.phase is None for trial in trials)
         clean = left > 0 and (number % every == 0 or total - number <= left)

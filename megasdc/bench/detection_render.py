@@ -10,7 +10,17 @@ from rich.table import Table
 
 from megasdc.bench.detection import DetectionResult
 
-COLUMNS = ("injected", "no bit changed", "rounded away", "harmful", "detected", "rank", "submodule", "direction")
+COLUMNS = {
+    "injected": "injected",
+    "no bit changed": "no bit",
+    "rounded away": "rounded",
+    "harmful": "harmful",
+    "detected": "found",
+    "rank": "rank",
+    "submodule": "place",
+    "direction": "phase",
+}
+"""Heading of each count."""
 
 
 def render_detection(result: DetectionResult, console: Console) -> None:
@@ -22,8 +32,8 @@ def render_detection(result: DetectionResult, console: Console) -> None:
     ):
         _table(title, result.counts(key), console)
     console.print(
-        "harmful: bits of a result changed; rounded away: a fault in a stored state that the next update overwrote "
-        "with the same bits as without it; rank, submodule, direction: named as the injector says"
+        "no bit: the fault changed none; rounded: of a stored state, overwritten by the next update with the bits that "
+        "it has without the fault; rank, place, phase: rank, submodule and direction named as the injector says"
     )
     for trial in result.harmful:
         if not (trial.rank_right and trial.submodule_right and trial.direction_right):
@@ -38,9 +48,9 @@ def render_detection(result: DetectionResult, console: Console) -> None:
 
 def _table(title: str, groups: Mapping[str, Counter[str]], console: Console) -> None:
     table = Table(title=f"injected faults by {title}")
-    table.add_column(title)
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    table.add_column(title, no_wrap=True)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right")
     total: Counter[str] = sum(groups.values(), Counter())
     for name, count in sorted(groups.items()):
         table.add_row(name, *(str(count[column]) for column in COLUMNS))

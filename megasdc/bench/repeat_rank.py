@@ -47,8 +47,8 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.engine.observer import Observer
     from megasdc.model.submodules import list_submodules
     from megasdc.parallel import groups
-    from megasdc.sdc.trace import Tracer
     from megasdc.sdc.trace_file import TraceWriter, trace_path
+    from megasdc.sdc.tracer import Tracer
     from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.build import build_training_engine, set_threads
     from megasdc.train.startup import StartClock

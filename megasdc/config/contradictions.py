@@ -48,6 +48,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _blend_problems(file.data)
     yield from _training_problems(file)
     yield from _determinism_problems(file)
+    yield from _trace_problems(file)
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)
@@ -268,6 +269,23 @@ def _determinism_problems(file: MegasdcSection) -> Iterator[Problem]:
                 f"{name}: got {str(not wanted).lower()} with {path} true, which needs {str(wanted).lower()}; "
                 "remove it.",
             )
+
+
+def _trace_problems(file: MegasdcSection) -> Iterator[Problem]:
+    last = file.model.num_layers + 3  # before the transformer layers: words and positions; after: norm and output
+    beyond = [layer for layer in file.trace.layers or () if layer > last]
+    if beyond:
+        yield Problem(
+            ("megasdc.trace.layers", f"{_M}.num_layers"),
+            f"megasdc.trace.layers: got {beyond[0]}, but with {_M}.num_layers {file.model.num_layers} the last place "
+            f"in the pipeline is {last}, the output; the transformer layers are 2 to {last - 2}.",
+        )
+    if file.trace.enabled and file.model.backend != "torch":
+        yield Problem(
+            ("megasdc.trace.enabled", f"{_M}.backend"),
+            f'megasdc.trace.enabled: got true with {_M}.backend "{file.model.backend}", whose submodules cannot be '
+            'observed; set it to "torch", or trace.enabled false.',
+        )
 
 
 def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Iterator[Problem]:

@@ -269,8 +269,8 @@ class TraceSection(Section):
         description="Places of layers in the pipeline that are recorded: 0 word embedding, 1 positions, 2 the first "
         "transformer layer; null: all.",
     )
-    algorithm: str | None = Field(
-        None, description="Checksum algorithm by name; null: the fastest for the device (`megasdc bench checksum`)."
+    algorithm: Literal["xxh3_64.v1", "mixed_sum_64.v1"] | None = Field(
+        None, description="Checksum algorithm; null: the fastest for the device, the first on a CPU."
     )
 
 

@@ -19,47 +19,30 @@ from torch import Tensor, nn
 
 from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD
 from megasdc.errors import ConfigError
+from megasdc.model.kinds import (
+    ACTIVATION,
+    BLOCK_PARTS,
+    CORE_ATTENTION,
+    EMBEDDING,
+    FC1,
+    FC2,
+    FINAL_NORM,
+    HEAD,
+    LAST_NORM,
+    LOSS,
+    LOSS_FQN,
+    OUTPUT,
+    POSITION_EMBEDDING,
+    POSITIONS,
+    PROJECTION,
+    QKV,
+    WORD_EMBEDDINGS,
+)
 from megasdc.model.layers import FinalNorm, OutputLayer, PositionEmbedding, TransformerBlock, WordEmbedding
 
 Emit = Callable[[str, str, str, Tensor], Tensor | None]
 """Called with (phase, fqn, slot, result); answers null, or the value to go on with."""
 
-EMBEDDING, POSITIONS, NORM, QKV, CORE_ATTENTION = "embedding", "positions", "norm", "qkv", "core_attention"
-PROJECTION, RESIDUAL, FC1, ACTIVATION, FC2 = "projection", "residual", "fc1", "activation", "fc2"
-BLOCK, FINAL_NORM, HEAD, LOSS = "block", "final_norm", "head", "loss"
-KINDS = (
-    EMBEDDING,
-    POSITIONS,
-    NORM,
-    QKV,
-    CORE_ATTENTION,
-    PROJECTION,
-    RESIDUAL,
-    FC1,
-    ACTIVATION,
-    FC2,
-    BLOCK,
-    FINAL_NORM,
-    HEAD,
-    LOSS,
-)
-"""Kinds of submodules, as a step runs them; ``block`` is the second residual sum, the result of a whole layer."""
-
-LOSS_FQN = "loss"
-_BLOCK_PARTS = {
-    "input_layernorm": NORM,
-    "self_attention.linear_qkv": QKV,
-    "self_attention.q_layernorm": NORM,
-    "self_attention.k_layernorm": NORM,
-    "self_attention.core_attention": CORE_ATTENTION,
-    "self_attention.linear_proj": PROJECTION,
-    "self_attn_bda": RESIDUAL,
-    "pre_mlp_layernorm": NORM,
-    "mlp.linear_fc1": FC1,
-    "mlp.activation": ACTIVATION,
-    "mlp.linear_fc2": FC2,
-    "mlp_bda": BLOCK,
-}
 _COLUMN = frozenset({QKV, FC1, HEAD})
 _ROW = frozenset({PROJECTION, FC2})
 
@@ -70,7 +53,7 @@ class Submodule:
 
     Args:
         fqn: full name; its first number is the place of the layer in the whole pipeline.
-        kind: one of ``KINDS``.
+        kind: one of ``megasdc.model.kinds.KINDS``.
         module: what computes it; null for an activation, which Megatron-core computes in a function, and for the loss.
         parameters: its own parameters by name, without those of submodules below it.
     """
@@ -122,25 +105,25 @@ def list_submodules(stage: Any) -> list[Submodule]:
 def _parts(layer: Any) -> Iterator[tuple[str, str, Any]]:
     """(name in the layer, kind, module) of one entry of the pipeline."""
     if isinstance(layer, functools.partial):  # the tied output
-        yield "output", HEAD, layer.args[0].output
+        yield OUTPUT, HEAD, layer.args[0].output
     elif isinstance(layer, WordEmbedding):
-        yield "word_embeddings", EMBEDDING, layer.word_embeddings
+        yield WORD_EMBEDDINGS, EMBEDDING, layer.word_embeddings
     elif isinstance(layer, PositionEmbedding):
-        yield "positions", POSITIONS, layer
+        yield POSITION_EMBEDDING, POSITIONS, layer
     elif isinstance(layer, TransformerBlock):
         if layer.context.backend != "torch":
             raise ConfigError(
                 f"megasdc.model.backend is {layer.context.backend}: results of its submodules cannot be observed; "
                 'set it to "torch", or leave traces and faults out'
             )
-        for name, kind in _BLOCK_PARTS.items():
+        for name, kind in BLOCK_PARTS.items():
             module = None if kind == ACTIVATION else _get(layer.layer, name)
             if kind == ACTIVATION or (module is not None and not type(module).__name__.startswith("Identity")):
                 yield f"layer.{name}", kind, module
     elif isinstance(layer, FinalNorm):
-        yield "norm", FINAL_NORM, layer.norm
+        yield LAST_NORM, FINAL_NORM, layer.norm
     elif isinstance(layer, OutputLayer):
-        yield "output", HEAD, layer.output
+        yield OUTPUT, HEAD, layer.output
     else:
         raise RuntimeError(f"a pipeline layer of type {type(layer).__name__} is not in the catalogue")
 

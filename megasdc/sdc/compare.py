@@ -6,7 +6,7 @@ whichever rank comes first in this order is the one that computed something else
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
@@ -26,6 +26,7 @@ class Divergence:
         place: how many results the rank recorded before it.
         expected: checksum that was expected; null where no result was.
         got: checksum that was computed; null where none was.
+        against: rank that computed what was expected, where the layouts differ; null: the same rank.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Divergence:
     place: int
     expected: int | None
     got: int | None
+    against: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,30 @@ def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layo
     if set(expected) != set(got):
         raise ValueError(f"traces of ranks {sorted(got)} are compared with those of ranks {sorted(expected)}")
     compared = 0
-    found = []
+    found: list[Divergence] = []
     for rank in sorted(expected):
-        dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
-        divergences = compare_rank(rank, expected[rank], got[rank])
+        found += compare_rank(rank, expected[rank], got[rank])
         compared += max(len(expected[rank]), len(got[rank]))
-        found += [(execution_key(one.address, one.place, dims), one) for one in divergences]
-    found.sort(key=lambda pair: (pair[0], pair[1].rank))
-    first = tuple(one for key, one in found if key == found[0][0])
-    return Comparison(compared, tuple(one for _, one in found), first)
+    return in_execution_order(compared, found, layout)
+
+
+def in_execution_order(compared: int, found: Iterable[Divergence], layout: ParallelDims) -> Comparison:
+    """Put divergences of several ranks into the order in which they came about.
+
+    Args:
+        compared: results that were compared.
+        found: of any ranks.
+        layout: sizes of the parallel dimensions of the ranks that they name.
+    """
+    places = {}
+    keyed = []
+    for one in found:
+        if one.rank not in places:
+            places[one.rank] = ParallelDims(layout.tensor, layout.pipeline, layout.data, one.rank)
+        keyed.append((execution_key(one.address, one.place, places[one.rank]), one))
+    keyed.sort(key=lambda pair: (pair[0], pair[1].rank))
+    first = tuple(one for key, one in keyed if key == keyed[0][0])
+    return Comparison(compared, tuple(one for _, one in keyed), first)
 
 
 def compare_rank(rank: int, expected: Trace, got: Trace) -> list[Divergence]:

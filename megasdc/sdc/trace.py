@@ -1,39 +1,13 @@
-"""What did a rank compute? A trace: one exact checksum for every observed result, in the order of execution."""
+"""What did a rank compute? A trace: one exact checksum for every observed result, in the order of execution.
+
+No torch, so that traces can be looked at without; ``megasdc.sdc.tracer`` records them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from megasdc.addresses import MICRO_BATCH_PHASES, Address
-from megasdc.config import TraceSection
-from megasdc.model.submodules import (
-    ACTIVATION,
-    BLOCK,
-    CORE_ATTENTION,
-    EMBEDDING,
-    FC2,
-    FINAL_NORM,
-    HEAD,
-    KINDS,
-    LOSS,
-    NORM,
-    POSITIONS,
-    PROJECTION,
-    RESIDUAL,
-    Submodule,
-)
-from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
-
-_LAYER = frozenset({EMBEDDING, POSITIONS, BLOCK, FINAL_NORM, HEAD, LOSS})
-GRANULARITIES: dict[str, frozenset[str]] = {
-    "layer": _LAYER,
-    "submodule": _LAYER | {NORM, CORE_ATTENTION, PROJECTION, RESIDUAL, ACTIVATION, FC2},
-    "gemm": frozenset(KINDS),
-}
-"""Kinds of submodules that each granularity observes; each contains the one before."""
+from megasdc.addresses import Address
 
 
 @dataclass
@@ -55,66 +29,3 @@ class Trace:
         """Append what came later."""
         self.addresses += other.addresses
         self.checksums += other.checksums
-
-
-class Tracer:
-    """A listener of ``engine.observer.Observer`` that records checksums and changes nothing.
-
-    Args:
-        algorithm: computes the checksums.
-        section: which steps, micro-batches and phases.
-    """
-
-    def __init__(self, algorithm: ChecksumAlgorithm, section: TraceSection) -> None:
-        self._algorithm = algorithm
-        self._interval = section.interval
-        self._phases = frozenset(section.phases)
-        self._micro_batches = None if section.micro_batches is None else frozenset(section.micro_batches)
-        self._addresses: list[Address] = []
-        self._values: list[int | Tensor] = []
-
-    def __call__(self, address: Address, result: Tensor) -> None:
-        """Record one result.
-
-        Sync: none; on a device the checksum stays there until ``take``.
-        """
-        if self._takes(address):
-            self._addresses.append(address)
-            self._values.append(self._algorithm.start(result))
-
-    def _takes(self, address: Address) -> bool:
-        if address.phase not in self._phases or (address.step - 1) % self._interval:
-            return False
-        return (
-            self._micro_batches is None
-            or address.phase not in MICRO_BATCH_PHASES
-            or address.micro_batch in self._micro_batches
-        )
-
-    def take(self) -> Trace:
-        """What was recorded since the last call.
-
-        Sync: waits for the device once.
-        """
-        trace = Trace(self._addresses, read_back(self._values))
-        self._addresses, self._values = [], []
-        return trace
-
-
-def choose_submodules(
-    submodules: Iterable[Submodule], granularity: str, layers: Sequence[int] | None
-) -> list[Submodule]:
-    """The submodules that a granularity and a choice of layers mean.
-
-    Args:
-        submodules: all of a stage.
-        granularity: a key of ``GRANULARITIES``.
-        layers: places of layers in the whole pipeline, as in names; null: all. The loss belongs to none and is always
-            taken.
-    """
-    kinds = GRANULARITIES[granularity]
-    return [
-        submodule
-        for submodule in submodules
-        if submodule.kind in kinds and (layers is None or submodule.layer is None or submodule.layer in layers)
-    ]

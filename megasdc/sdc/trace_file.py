@@ -1,6 +1,8 @@
-"""How is a trace kept? One Arrow stream a rank: columns of addresses and checksums.
+"""How is a trace kept? One Arrow stream a rank, columns of addresses and checksums, cut into frames.
 
-A file whose writer was killed is readable up to the last whole step.
+A frame is what the stream grew by in one step, after its length and checksums of both, so that a file whose writer was
+killed is readable up to the last whole step, and one that was damaged is told from it. Arrow itself reads damaged
+bytes into wrong values, or aborts the process (26.0.1).
 
 A resumed run writes a new file, named after the first step in it; reading a folder drops what an earlier file holds of
 steps that were run again.
@@ -8,50 +10,98 @@ steps that were run again.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import xxhash
 
 from megasdc.addresses import PHASES, Address
 from megasdc.errors import TraceError
 from megasdc.sdc.trace import Trace
 
 FORMAT = "megasdc.trace.v1"
-_NAME = re.compile(r"rank_(\d{5,})\.from_step_(\d{8,})\.arrow")
-_TEXT = pa.dictionary(pa.int32(), pa.string())
+RECORDED_ALIKE = (
+    "layout",
+    "sequence_parallel",
+    "micro_batch_size",
+    "accumulation_steps",
+    "precision",
+    "algorithm",
+    "granularity",
+    "phases",
+    "interval",
+    "micro_batches",
+    "layers",
+)
+"""Header fields that must be equal for two traces to hold the same addresses with checksums that can be compared."""
+_NAME = re.compile(r"rank_(\d{5,})\.from_step_(\d{8,})\.trace")
+_LENGTH, _SUM = struct.Struct("<Q"), struct.Struct("<QQ")
+"""Head of a frame: bytes that follow; XXH3 of that number and of those bytes."""
 _COLUMNS = {
     "step": pa.int32(),
     "micro_batch": pa.int32(),
-    "phase": _TEXT,
-    "fqn": _TEXT,
-    "slot": _TEXT,
+    "phase": pa.dictionary(pa.int32(), pa.string()),
+    "fqn": pa.dictionary(pa.int32(), pa.string()),
+    "slot": pa.dictionary(pa.int32(), pa.string()),
     "checksum": pa.uint64(),
 }
 
 
 def trace_path(folder: Path, rank: int, first_step: int) -> Path:
     """Name of the file that a rank writes from a step on."""
-    return folder / f"rank_{rank:05d}.from_step_{first_step:08d}.arrow"
+    return folder / f"rank_{rank:05d}.from_step_{first_step:08d}.trace"
+
+
+def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list[Path]:
+    """Rename the files in a run's folder that a new part of the run replaces.
+
+    Those are this rank's files of the first step and later ones, and files of ranks that there are no more, which the
+    ranks share out among them.
+
+    Args:
+        folder: the ``trace`` folder; it need not exist.
+        rank: global rank.
+        world_size: number of ranks.
+        first_step: the step that the new file begins with.
+
+    Returns:
+        The new names, with the time before ``.trace``; empty where nothing was in the way.
+    """
+    renamed = []
+    for number, step, path in _files(folder):
+        if number % world_size == rank and (number != rank or step >= first_step):
+            kept = path.with_name(f"{path.stem}.until_{time.strftime('%Y%m%d-%H%M%S')}.trace")
+            os.replace(path, kept)
+            renamed.append(kept)
+    return renamed
 
 
 class TraceWriter:
     """Writes one rank's trace, a batch a call; what was appended is in the file when ``append`` returns.
 
+    The file appears under its name with the first batch in it.
+
     Args:
         path: replaced if it exists.
-        header: about the rank and the run, plain values; ``algorithm`` among them.
+        header: about the rank and the run, plain values; the fields of ``RECORDED_ALIKE`` among them.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"format": FORMAT, "header": json.dumps(header)}
-        self._schema = pa.schema(list(_COLUMNS.items()), metadata=metadata)
-        self._file = open(path, "wb")  # noqa: SIM115 - lives as long as the run
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}")
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 - lives as long as the run
+        self._schema = pa.schema(list(_COLUMNS.items()), metadata={"format": FORMAT, "header": json.dumps(header)})
+        self._grown = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True, compression="zstd")
-        self._stream = pa.ipc.new_stream(self._file, self._schema, options=options)
+        self._stream = pa.ipc.new_stream(self._grown, self._schema, options=options)
         self._dictionaries: dict[str, dict[str, int]] = {"phase": {}, "fqn": {}, "slot": {}}
 
     def append(self, trace: Trace) -> None:
@@ -63,14 +113,44 @@ class TraceWriter:
         }
         for name, known in self._dictionaries.items():
             codes = [known.setdefault(getattr(address, name), len(known)) for address in trace.addresses]
-            columns[name] = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(list(known)))
+            values = pa.array(list(known), pa.string())
+            columns[name] = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), values)
         self._stream.write_batch(pa.record_batch([columns[name] for name in _COLUMNS], schema=self._schema))
+        self._file.write(_frame(self._grown.getvalue()))
         self._file.flush()
+        self._grown.seek(0)
+        self._grown.truncate()
+        if self._temporary.exists():
+            os.replace(self._temporary, self._path)
 
     def close(self) -> None:
-        """End the stream."""
-        self._stream.close()
+        """Close the file; a file to which nothing was appended is removed. Idempotent."""
         self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _frame(data: bytes) -> bytes:
+    length = _LENGTH.pack(len(data))
+    return length + _SUM.pack(xxhash.xxh3_64_intdigest(length), xxhash.xxh3_64_intdigest(data)) + data
+
+
+def _whole_frames(path: Path) -> bytes:
+    """The stream as far as its frames are whole; one that was cut off ends it."""
+    content, stream, start = path.read_bytes(), io.BytesIO(), 0
+    while len(content) >= (begin := start + _LENGTH.size + _SUM.size):
+        length = content[start : start + _LENGTH.size]
+        of_length, of_data = _SUM.unpack_from(content, start + _LENGTH.size)
+        if xxhash.xxh3_64_intdigest(length) != of_length:
+            raise TraceError(f"{path}: damaged at byte {start}, or no trace file")
+        end = begin + _LENGTH.unpack(length)[0]
+        if end > len(content):
+            break
+        data = memoryview(content)[begin:end]
+        if xxhash.xxh3_64_intdigest(data) != of_data:
+            raise TraceError(f"{path}: damaged between bytes {begin} and {end}")
+        stream.write(data)
+        start = end
+    return stream.getvalue()
 
 
 def read_trace(path: Path) -> tuple[dict[str, Any], Trace]:
@@ -83,25 +163,22 @@ def read_trace(path: Path) -> tuple[dict[str, Any], Trace]:
         The header and the trace.
 
     Raises:
-        TraceError: it is no trace file, or its beginning is missing.
+        TraceError: it is no trace file, its beginning is missing, or it is damaged.
     """
     trace = Trace()
     try:
-        with pa.OSFile(str(path), "rb") as file:
-            stream = pa.ipc.open_stream(file)
-            metadata = stream.schema.metadata or {}
-            if metadata.get(b"format") != FORMAT.encode():
-                raise TraceError(f"{path}: the format is {metadata.get(b'format')!r}, needed is {FORMAT!r}")
-            header = json.loads(metadata[b"header"])
-            while True:
-                try:
-                    batch = stream.read_next_batch()
-                except (StopIteration, pa.ArrowInvalid, OSError):
-                    break  # the end, or where a killed writer left off
-                _append_batch(trace, batch)
-    except (pa.ArrowInvalid, OSError, ValueError, KeyError) as error:
-        raise TraceError(f"{path}: this is not a trace file, or its beginning is missing: {error}") from error
-    return header, trace
+        content = _whole_frames(path)
+        if not content:
+            raise TraceError(f"{path}: the beginning is missing, or this is no trace file")
+        stream = pa.ipc.open_stream(content)
+        metadata = stream.schema.metadata or {}
+        if metadata.get(b"format") != FORMAT.encode():
+            raise TraceError(f"{path}: the format is {metadata.get(b'format')!r}, needed is {FORMAT!r}")
+        for batch in stream:
+            _append_batch(trace, batch)
+        return json.loads(metadata[b"header"]), trace
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise TraceError(f"{path}: this is not a trace file: {error}") from error
 
 
 def _append_batch(trace: Trace, batch: pa.RecordBatch) -> None:
@@ -123,17 +200,20 @@ def read_folder(folder: Path) -> dict[int, tuple[dict[str, Any], Trace]]:
         Header and trace by rank; of steps that were run again after a resume, the later ones.
 
     Raises:
-        TraceError: there is no trace in the folder, or one cannot be read.
+        TraceError: there is no trace in the folder, one cannot be read, a rank's is missing, or they were not recorded
+            alike.
     """
-    named = ((_NAME.fullmatch(path.name), path) for path in folder.glob("*.arrow"))
-    files = sorted((int(name[1]), int(name[2]), path) for name, path in named if name)
+    files = _files(folder)
     if not files:
         raise TraceError(
-            f"{folder} holds no trace: rank_NNNNN.from_step_NNNNNNNN.arrow is what a traced run writes there"
+            f"{folder} holds no trace: rank_NNNNN.from_step_NNNNNNNN.trace is what a traced run writes there"
         )
     ranks: dict[int, tuple[dict[str, Any], Trace]] = {}
+    first: dict[str, Any] | None = None
     for rank, first_step, path in files:
         header, trace = read_trace(path)
+        first = header if first is None else first
+        _check_alike(first, header, files[0][2], path)
         if rank in ranks:
             earlier = ranks[rank][1]
             kept = [i for i, address in enumerate(earlier.addresses) if address.step < first_step]
@@ -141,4 +221,29 @@ def read_folder(folder: Path) -> dict[int, tuple[dict[str, Any], Trace]]:
             joined.extend(trace)
             trace = joined
         ranks[rank] = header, trace
+    assert first is not None, "there is a file"
+    layout = first["layout"]
+    world_size = layout["tensor"] * layout["pipeline"] * layout["data"]
+    if set(ranks) != set(range(world_size)):
+        raise TraceError(
+            f"{folder} holds traces of ranks {', '.join(map(str, sorted(ranks)))}, but the run had {world_size} ranks; "
+            "put the files of all nodes into one folder"
+        )
     return ranks
+
+
+def _check_alike(first: dict[str, Any], header: dict[str, Any], first_path: Path, path: Path) -> None:
+    for key in RECORDED_ALIKE:
+        if key not in header:
+            raise TraceError(f"{path}: the header lacks {key}")
+        if header[key] != first[key]:
+            raise TraceError(
+                f"{path} was recorded with {key} {header[key]}, {first_path.name} beside it with {first[key]}; "
+                "compare folders whose files were recorded alike"
+            )
+
+
+def _files(folder: Path) -> list[tuple[int, int, Path]]:
+    """(rank, first step, path) of every trace in a folder, sorted."""
+    named = ((_NAME.fullmatch(path.name), path) for path in folder.glob("*.trace"))
+    return sorted((int(name[1]), int(name[2]), path) for name, path in named if name)

@@ -41,6 +41,7 @@ from megasdc.train.saving import Saver, checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock, StartReport
 from megasdc.train.stop import SkipWatch, StopWatch
+from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +102,15 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
         write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
     clock.mark("resume")
-    observer = build_observer(run.engine, injector)
-    drill = [FaultDrill(injector, process_faults, checkpoint_folder(config), host_group)]
-    listening: list[StepHook] = [
-        *([Observation(observer)] if observer is not None else []),
-        *(drill if sections.faults or sections.process_faults else []),
-    ]
-    run.hooks = _build_hooks(config, run, eval_loader, manifest, split, clock, signals, listening)
+    tracer = build_tracer(sections.trace, engine)
+    observer = build_observer(engine, injector, tracer)
+    recording: list[StepHook] = [] if observer is None else [Observation(observer)]
+    if tracer is not None:
+        recording.append(TraceRecorder(tracer, trace_header(config, engine, tracer.algorithm)))
+    drilling: list[StepHook] = []
+    if sections.faults or sections.process_faults:
+        drilling.append(FaultDrill(injector, process_faults, checkpoint_folder(config), host_group))
+    run.hooks = _build_hooks(config, run, eval_loader, manifest, split, clock, signals, recording, drilling)
     for hook in run.hooks:
         if state := hook_states.get(type(hook).__name__):
             hook.load_state_dict(state)
@@ -122,7 +125,8 @@ def _build_hooks(
     split: TimeSplit | None,
     clock: StartClock,
     signals: StopSignals,
-    listening: list[StepHook],
+    recording: list[StepHook],
+    drilling: list[StepHook],
 ) -> list[StepHook]:
     sections = config.megasdc
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
@@ -142,10 +146,11 @@ def _build_hooks(
         if eval_loader is not None and sections.training.eval_interval
         else []
     )
-    # A step's findings first, then what is measured, then the decision to stop, then what is kept; last what may harm
-    # a checkpoint that is complete.
+    # What a step computed and its findings first, then what is measured, then the decision to stop, then what is kept;
+    # last what may harm a checkpoint that is complete.
     return [
         StartReport(clock),
+        *recording,
         SkipWatch(sections.training.max_skipped_steps),
         StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
         *evaluator,
@@ -158,7 +163,7 @@ def _build_hooks(
             progress=sections.logging.progress_bar,
         ),
         Saver(config, writer, manifest.tokenizer.checksum),
-        *listening,
+        *drilling,
     ]
 
 

@@ -16,7 +16,8 @@ from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Case
-from megasdc.sdc.trace import Trace, Tracer, choose_submodules
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm
 from megasdc.train.build import build_training_engine
 from megasdc.train.startup import StartClock

@@ -89,6 +89,8 @@ def problem(deepspeed=None, **sections):
             ["deterministic_mode: got false", "needs true"],
         ),
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
+        ({"trace": {"algorithm": "crc32"}}, ['trace.algorithm: got "crc32"', "xxh3_64.v1", "mixed_sum_64.v1"]),
+        ({"trace": {"layers": [2, 6]}}, ["trace.layers: got 6", "num_layers 2", "2 to 3"]),
         ({"model": {"megatron": {"hidden_size": 4}}}, ["megatron.hidden_size: got 4", "megasdc.model.hidden_size"]),
         ({"model": {"megatron": {"qk_layernrm": True}}}, ["no such field", "did you mean qk_layernorm?"]),
         ({"model": {"megatron": {"window_size": [8, 0]}}}, ["megatron.window_size: got", "no effect", "qk_layernorm"]),

@@ -1,0 +1,125 @@
+"""What can be compared between traces of two layouts, and which rank's result belongs to which?
+
+Only results whose bits do not depend on the layout can. Measured with the GPT and Llama styles of
+``tests/distributed/test_cross_layout.py``, tied and untied, fp32 and bf16: ``LAYOUT_FREE``. It holds for one step whose
+weights are equal. After it they are not: the norm of the gradient and, between replicas or tensor ranks, the gradient
+itself are sums in another order, so that in the next step no result is equal but by chance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
+from megasdc.errors import TraceError
+from megasdc.model.kinds import EMBEDDING, KINDS, POSITIONS, kind_of
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.compare import Comparison, Divergence, in_execution_order
+from megasdc.sdc.trace import Trace
+
+_ALL = frozenset(KINDS)
+LAYOUT_FREE: dict[str, dict[str, frozenset[str]]] = {
+    # A tied embedding gets the output's gradient on its own stage where there is one stage, later where there are more.
+    "pipeline": {FORWARD: _ALL, RECOMPUTE: _ALL, BACKWARD: _ALL, WEIGHT_GRAD: _ALL - {EMBEDDING}},
+    # The loss is divided by the micro-batches of a replica before the backward pass, and so are all gradients.
+    "data": {FORWARD: _ALL, RECOMPUTE: _ALL},
+    # Tensor ranks compute parts, whose sums round otherwise; a sum of one embedding and zeros does not.
+    "tensor": {FORWARD: frozenset({POSITIONS})},
+}
+"""Kinds of submodules whose results are bit-equal, by the dimension in which two layouts differ and by phase."""
+
+
+def free_kinds(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """What is free of all differences between two layouts.
+
+    Args:
+        expected: header of a trace.
+        got: header of the other.
+
+    Returns:
+        Kinds by phase; empty: nothing, as with sequence parallelism in another number of tensor ranks.
+    """
+    differ = {name for name in LAYOUT_FREE if expected["layout"][name] != got["layout"][name]}
+    if expected["sequence_parallel"] != got["sequence_parallel"] or ("tensor" in differ and got["sequence_parallel"]):
+        return {}
+    phases = set.intersection(*(set(LAYOUT_FREE[name]) for name in differ)) if differ else set(LAYOUT_FREE["pipeline"])
+    return {phase: _ALL.intersection(*(LAYOUT_FREE[name][phase] for name in differ)) for phase in phases}
+
+
+def compare_across_layouts(
+    expected: Mapping[int, Trace],
+    got: Mapping[int, Trace],
+    expected_header: Mapping[str, Any],
+    got_header: Mapping[str, Any],
+) -> tuple[Comparison, Counter[tuple[int, int, str]]]:
+    """Compare two layouts, each result with those of the same sample and submodule.
+
+    A micro-batch is known by the numbers of its samples in the global batch, so that another replica may have computed
+    what was expected; with other tensor sizes every tensor rank is compared with every one.
+
+    Args:
+        expected: trace by global rank, of one step.
+        got: trace by global rank, of the same step.
+        expected_header: of any rank.
+        got_header: of any rank.
+
+    Returns:
+        What was found, and how many results were compared by (step, rank, submodule).
+
+    Raises:
+        TraceError: nothing can be compared; the message says why.
+    """
+    free = free_kinds(expected_header, got_header)
+    wanted = _by_sample(expected, expected_header, free)
+    layout, other = _layout(got_header), _layout(expected_header)
+    compared: Counter[tuple[int, int, str]] = Counter()
+    found = []
+    for rank, trace in got.items():
+        tp_rank = _dims(layout, rank).tp_rank
+        for place, (address, value) in enumerate(zip(trace.addresses, trace.checksums, strict=True)):
+            key = _key(address, got_header, _dims(layout, rank))
+            for against, result in wanted.get(key, ()):
+                if layout.tensor == other.tensor and _dims(other, against).tp_rank != tp_rank:
+                    continue
+                compared[address.step, rank, address.fqn] += 1
+                if result != value:
+                    found.append(Divergence(rank, address, place, result, value, against))
+    if not compared:
+        raise TraceError(
+            f"of layouts {other} and {layout} these traces have no result in common that is free of the layout; "
+            "phases, micro-batches and layers that were recorded must have some, and both the same global batch"
+        )
+    return in_execution_order(compared.total(), found, layout), compared
+
+
+def _by_sample(
+    traces: Mapping[int, Trace], header: Mapping[str, Any], free: Mapping[str, frozenset[str]]
+) -> dict[Any, list[tuple[int, int]]]:
+    """(rank, checksum) of all results that are free of the layout, by what they are of."""
+    found = defaultdict(list)
+    layout = _layout(header)
+    for rank, trace in traces.items():
+        dims = _dims(layout, rank)
+        for address, value in zip(trace.addresses, trace.checksums, strict=True):
+            if kind_of(address.fqn) in free.get(address.phase, ()):
+                found[_key(address, header, dims)].append((rank, value))
+    return found
+
+
+def _key(address: Any, header: Mapping[str, Any], dims: ParallelDims) -> Any:
+    """What a result is of, in any layout: step, samples by their number in the global batch, phase, name, slot."""
+    samples = None
+    if address.micro_batch is not None:
+        first = address.micro_batch * header["micro_batch_size"]
+        samples = tuple((first + i) * dims.data + dims.dp_rank for i in range(header["micro_batch_size"]))
+    return address.step, samples, address.phase, address.fqn, address.slot
+
+
+def _layout(header: Mapping[str, Any]) -> ParallelDims:
+    return ParallelDims(**header["layout"])
+
+
+def _dims(layout: ParallelDims, rank: int) -> ParallelDims:
+    return ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)

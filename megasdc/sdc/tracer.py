@@ -1,0 +1,104 @@
+"""How does a run record what its submodules compute, and which of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from megasdc.addresses import MICRO_BATCH_PHASES, Address
+from megasdc.config import TraceSection
+from megasdc.model.kinds import (
+    ACTIVATION,
+    BLOCK,
+    CORE_ATTENTION,
+    EMBEDDING,
+    FC2,
+    FINAL_NORM,
+    HEAD,
+    KINDS,
+    LOSS,
+    NORM,
+    POSITIONS,
+    PROJECTION,
+    RESIDUAL,
+)
+from megasdc.model.submodules import Submodule
+from megasdc.sdc.trace import Trace
+from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+
+_LAYER = frozenset({EMBEDDING, POSITIONS, BLOCK, FINAL_NORM, HEAD, LOSS})
+GRANULARITIES: dict[str, frozenset[str]] = {
+    "layer": _LAYER,
+    "submodule": _LAYER | {NORM, CORE_ATTENTION, PROJECTION, RESIDUAL, ACTIVATION, FC2},
+    "gemm": frozenset(KINDS),
+}
+"""Kinds of submodules that each granularity observes; each contains the one before."""
+
+
+class Tracer:
+    """A listener of ``engine.observer.Observer`` that records checksums and changes nothing.
+
+    Args:
+        algorithm: computes the checksums.
+        section: which steps, micro-batches and phases.
+        fqns: submodules whose results are recorded, where other listeners observe more; null: of all that are observed.
+    """
+
+    def __init__(self, algorithm: ChecksumAlgorithm, section: TraceSection, fqns: Iterable[str] | None = None) -> None:
+        self._algorithm = algorithm
+        self.algorithm = algorithm.name
+        self.fqns = None if fqns is None else frozenset(fqns)
+        self._interval = section.interval
+        self._phases = frozenset(section.phases)
+        self._micro_batches = None if section.micro_batches is None else frozenset(section.micro_batches)
+        self._addresses: list[Address] = []
+        self._values: list[int | Tensor] = []
+
+    def __call__(self, address: Address, result: Tensor) -> None:
+        """Record one result.
+
+        Sync: none; on a device the checksum stays there until ``take``.
+        """
+        if self._takes(address):
+            self._addresses.append(address)
+            self._values.append(self._algorithm.start(result))
+
+    def _takes(self, address: Address) -> bool:
+        if address.phase not in self._phases or (address.step - 1) % self._interval:
+            return False
+        if self.fqns is not None and address.fqn not in self.fqns:
+            return False
+        return (
+            self._micro_batches is None
+            or address.phase not in MICRO_BATCH_PHASES
+            or address.micro_batch in self._micro_batches
+        )
+
+    def take(self) -> Trace:
+        """What was recorded since the last call.
+
+        Sync: waits for the device once.
+        """
+        trace = Trace(self._addresses, read_back(self._values))
+        self._addresses, self._values = [], []
+        return trace
+
+
+def choose_submodules(
+    submodules: Iterable[Submodule], granularity: str, layers: Sequence[int] | None
+) -> list[Submodule]:
+    """The submodules that a granularity and a choice of layers mean.
+
+    Args:
+        submodules: all of a stage.
+        granularity: a key of ``GRANULARITIES``.
+        layers: places of layers in the whole pipeline, as in names; null: all. The loss belongs to none and is always
+            taken.
+    """
+    kinds = GRANULARITIES[granularity]
+    return [
+        submodule
+        for submodule in submodules
+        if submodule.kind in kinds and (layers is None or submodule.layer is None or submodule.layer in layers)
+    ]

@@ -1,0 +1,9 @@
+"""Says where runs that should be equal part first; exit code 0 same, 1 different, 2 could not compare.
+
+python tools/compare_traces.py runs/a runs/b
+"""
+
+from megasdc.report.trace_command import main
+
+if __name__ == "__main__":
+    main()
