@@ -9,6 +9,7 @@ The golden file must lie at the same path on every node. Rank 0 prints a table; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -22,17 +23,20 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case")
     parser.add_argument("--minutes", type=float, help="instead of --repeats: so long")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress: a hang")
+    parser.add_argument("--faults", type=Path, help="a drill: JSON file of faults that harm ranks on purpose")
     parser.add_argument("--out", type=Path, help="rank 0 also writes the result as JSON")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--local_rank", type=int, help="given by the launcher; the environment's LOCAL_RANK counts")
     arguments = parser.parse_args()
 
-    from rich.console import Console
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from rich.console import Console
 
-    from megasdc.errors import MegasdcError
-    from megasdc.golden.node import verify_as_launched
-    from megasdc.golden.progress import run_progress
-    from megasdc.golden.result import render_result
+        from megasdc.errors import MegasdcError
+        from megasdc.golden.drill import load_drill
+        from megasdc.golden.node import verify_as_launched
+        from megasdc.golden.progress import run_progress
+        from megasdc.golden.result import render_result
 
     quiet = os.environ.get("RANK", "0") != "0"
     try:
@@ -42,6 +46,7 @@ def main() -> int:
                 repeats=arguments.repeats,
                 minutes=arguments.minutes,
                 timeout_s=arguments.timeout,
+                drill=None if arguments.faults is None else load_drill(arguments.faults),
                 on_progress=on_progress,
             )
     except MegasdcError as error:

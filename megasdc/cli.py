@@ -468,19 +468,20 @@ def golden_record(
     """
     from rich.console import Console
 
-    from megasdc.config import load_config
-    from megasdc.golden.progress import run_progress
-    from megasdc.golden.record import record
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.config import load_config
+        from megasdc.golden.progress import run_progress
+        from megasdc.golden.record import record
 
-    with run_progress(Console(stderr=True), "recording") as on_progress:
-        golden = record(
-            load_config(config, overrides or []),
-            out,
-            replicas=replicas,
-            repeats=repeats,
-            timeout_s=timeout_s,
-            on_progress=on_progress,
-        )
+        with run_progress(Console(stderr=True), "recording") as on_progress:
+            golden = record(
+                load_config(config, overrides or []),
+                out,
+                replicas=replicas,
+                repeats=repeats,
+                timeout_s=timeout_s,
+                on_progress=on_progress,
+            )
     results = sum(len(trace) for trace in golden.traces.values())
     if as_json:
         typer.echo(json.dumps({"file": str(out), "key": golden.key, "results": results, "repeats": golden.repeats}))
@@ -502,6 +503,9 @@ def golden_verify(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")] = 3,
     minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
+    faults: Annotated[
+        Path | None, typer.Option("--faults", help="A drill: JSON file of faults that harm the ranks on purpose.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -513,15 +517,24 @@ def golden_verify(
     """
     from rich.console import Console
 
-    from megasdc.golden.progress import run_progress
-    from megasdc.golden.result import render_result
-    from megasdc.golden.verify import count_devices, verify_here
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.golden.drill import load_drill
+        from megasdc.golden.progress import run_progress
+        from megasdc.golden.result import render_result
+        from megasdc.golden.verify import count_devices, verify_here
 
-    devices = None if local is None else local or count_devices()
-    with run_progress(Console(stderr=True), "verifying") as on_progress:
-        result = verify_here(
-            file, devices=devices, repeats=repeats, minutes=minutes, timeout_s=timeout_s, on_progress=on_progress
-        )
+        devices = None if local is None else local or count_devices()
+        drill = None if faults is None else load_drill(faults)
+        with run_progress(Console(stderr=True), "verifying") as on_progress:
+            result = verify_here(
+                file,
+                devices=devices,
+                repeats=repeats,
+                minutes=minutes,
+                timeout_s=timeout_s,
+                drill=drill,
+                on_progress=on_progress,
+            )
     text = json.dumps(result.as_dict(), indent=2)
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")

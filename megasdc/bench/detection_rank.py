@@ -127,7 +127,9 @@ class Campaign:
         rank = self._draw.randrange(self.dims.world_size)
         phase = self._draw.choice(PHASES)
         shown_as = UPDATE if phase == OPTIMIZER_STATE else phase
-        target = self._draw.choice([one for one in self._addresses[rank] if one.phase == shown_as])
+        first_step = 2 if phase == OPTIMIZER_STATE else 1  # moments are made by the first step
+        fitting = [one for one in self._addresses[rank] if one.phase == shown_as and one.step >= first_step]
+        target = self._draw.choice(fitting)
         name = self._draw.choice(list(KINDS))
         spec = FaultSpec(
             rank=rank,

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.1
+START_S = 300.0
+"""Seconds that imports, groups and the model may take, more than the timeout."""
 SILENCE_S = 10.0
 """Seconds without a sign of life after which a process counts as frozen, once it hangs."""
 LOG_LINES = 15
@@ -39,6 +41,7 @@ class RankReport:
         last: address of the last of them.
         silent_s: seconds since its last sign of life, when it ended.
         detail: why, for people.
+        changed: of each fault of a drill, how often it changed bits; null while that is not known.
     """
 
     host: str
@@ -55,6 +58,7 @@ class RankReport:
     last: str = ""
     silent_s: float = 0.0
     detail: str = ""
+    changed: list[int] | None = None
 
 
 class WatchedRank:
@@ -74,6 +78,7 @@ class WatchedRank:
         folder.mkdir(parents=True, exist_ok=True)
         self.report = report
         self._timeout_s = timeout_s
+        self._limit_s = timeout_s + START_S
         self._reports = folder / f"rank_{report.cell_rank:05d}.jsonl"
         self._reports.touch()
         self._log = folder / f"rank_{report.cell_rank:05d}.log"
@@ -100,7 +105,7 @@ class WatchedRank:
         if code is not None:
             self._end(code)
             return True
-        if time.monotonic() - self._progress_at > self._timeout_s:
+        if time.monotonic() - self._progress_at > self._limit_s:
             self._hang()
             return True
         return False
@@ -130,6 +135,8 @@ class WatchedRank:
             if message["results"] == report.position:
                 return
             report.position, report.last = message["results"], message["last"]
+        elif kind == "ready":
+            self._limit_s = self._timeout_s
         elif kind == "key":
             report.key, report.algorithm, report.differences = (
                 message["key"],
@@ -138,6 +145,8 @@ class WatchedRank:
             )
         elif kind == "run":
             report.runs.append(message)
+        elif kind == "drill":
+            report.changed = message["changed"]
         elif kind == "error":
             report.ended, report.detail = "failed", f"{message['type']}: {message['text']}"
         elif kind == "done":
@@ -159,9 +168,9 @@ class WatchedRank:
         report = self.report
         report.ended = "hung"
         report.silent_s = time.monotonic() - self._pulse_at
-        frozen = report.silent_s > min(SILENCE_S, self._timeout_s / 2)
+        frozen = report.silent_s > min(SILENCE_S, self._limit_s / 2)
         where = f"last result: {report.last}" if report.last else "before its first result"
-        report.detail = f"{'frozen, no sign of life' if frozen else 'no progress'} for {self._timeout_s:.0f} s; {where}"
+        report.detail = f"{'frozen, no sign of life' if frozen else 'no progress'} for {self._limit_s:.0f} s; {where}"
         self.stop()
 
     def _tail(self) -> str:

@@ -36,6 +36,7 @@ def verify_as_launched(
     repeats: int,
     minutes: float | None,
     timeout_s: float,
+    drill: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[int, VerifyResult | None]:
     """Verify as one rank of a launch.
@@ -45,6 +46,7 @@ def verify_as_launched(
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
+        drill: faults that harm ranks on purpose, from ``load_drill``; null: none.
 
         on_progress: on rank 0, told ranks that have answered, and of how many.
 
@@ -80,7 +82,7 @@ def verify_as_launched(
         raise LaunchError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
     cell, cell_rank = divmod(rank, size)
     report = RankReport(socket.gethostname(), rank, cell, cell_rank)
-    request = golden_request(golden, repeats, minutes, timeout_s)
+    request = golden_request(golden, repeats, minutes, timeout_s, drill)
     threads = int(header["config"]["megasdc"]["parallel"]["threads"])
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         address, cell_port = _meet(store, cell, cell_rank)

@@ -2,7 +2,7 @@
 
 Started as ``python -m megasdc.golden.rank REQUEST`` by ``megasdc.golden.cells``; a cell is as many ranks as a golden
 trace has, in a world of its own. The request is JSON: ``folder`` to report in, ``config`` resolved, ``golden`` file or
-null to record, ``repeats``, ``minutes`` or null, ``timeout_s``.
+null to record, ``repeats``, ``minutes`` or null, ``timeout_s``, ``drill`` from ``load_drill`` or null.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from megasdc.addresses import Address
 from megasdc.config import RunConfig, parse_config
 from megasdc.errors import MegasdcError
+from megasdc.golden.drill import Drill
 from megasdc.golden.key import golden_key
 from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import Golden, key_differences, load_golden
+from megasdc.sdc.golden import key_differences, load_golden
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.verdict import find
 from megasdc.tensors.checksum import default_algorithm
@@ -91,18 +92,20 @@ def _verify(config: RunConfig, workload: Workload, dims: ParallelDims, request: 
     to.send("key", key=key, algorithm=golden.algorithm, differences=differences)
     if _any_rank(bool(differences)):
         return  # all ranks of a cell stop together: what one receives from another is not comparable either
+    drill = None
+    if request["drill"] is not None:
+        drill = Drill(request["drill"], workload, dims, config.megasdc.model.hidden_size)
     started = time.monotonic()
     repeat = 0
     while _goes_on(repeat, started, request):
-        for number in range(len(golden.cases)):
-            _verify_case(golden, workload, dims, repeat, number, to)
+        listeners, hooks = ([], []) if drill is None else drill.start(repeat)
+        for number, case in enumerate(golden.cases):
+            trace = workload.trace(case, golden.algorithm, [*listeners, to.count], hooks)
+            finding = find(golden.traces[number, dims.rank], trace, dims)
+            to.send("run", repeat=repeat, case=number, **asdict(finding))
         repeat += 1
-
-
-def _verify_case(golden: Golden, workload: Workload, dims: ParallelDims, repeat: int, number: int, to: Reports) -> None:
-    trace = workload.trace(golden.cases[number], golden.algorithm, (to.count,))
-    finding = find(golden.traces[number, dims.rank], trace, dims)
-    to.send("run", repeat=repeat, case=number, **asdict(finding))
+    if drill is not None:
+        to.send("drill", changed=drill.changed)
 
 
 def _goes_on(repeat: int, started: float, request: dict[str, Any]) -> bool:

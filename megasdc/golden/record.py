@@ -102,6 +102,7 @@ def _run(
         "repeats": repeats,
         "minutes": None,
         "timeout_s": timeout_s,
+        "drill": None,
     }
     port = free_port()
     ranks = []

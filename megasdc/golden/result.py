@@ -56,6 +56,15 @@ class VerifyResult:
     verdicts: Sequence[RankVerdict]
 
     @property
+    def unfired(self) -> list[int]:
+        """Faults of a drill that changed nothing on any rank; empty as long as some rank has not told."""
+        counts = [report.changed for report in self.reports]
+        if any(changed is None for changed in counts):
+            return []
+        totals = map(sum, zip(*filter(None, counts), strict=True))
+        return [number for number, total in enumerate(totals) if not total]
+
+    @property
     def exit_code(self) -> int:
         """0: all healthy."""
         given = {verdict.status for verdict in self.verdicts}
@@ -66,6 +75,7 @@ class VerifyResult:
         return {
             "exit_code": self.exit_code,
             "layout": self.layout.layout,
+            "unfired_faults": self.unfired,
             "counts": {status: sum(v.status == status for v in self.verdicts) for status in sorted(_all(self))},
             "ranks": [
                 {
@@ -161,5 +171,7 @@ def render_result(result: VerifyResult, console: Console) -> None:
     for report, verdict in zip(result.reports, result.verdicts, strict=True):
         if verdict.detail:
             console.print(Text(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}"))
+    for number in result.unfired:
+        console.print(f"fault {number} of the drill never changed anything: no result fitted, or no draw said to fire")
     counts = ", ".join(f"{sum(v.status == s for v in result.verdicts)} {s}" for s in sorted(_all(result)))
     console.print(f"{len(result.verdicts)} ranks: {counts}")

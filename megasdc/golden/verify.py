@@ -18,7 +18,9 @@ Progress = Callable[[int, int | None], None]
 """Called with runs done by all ranks, and of how many; null where time decides."""
 
 
-def golden_request(golden: Path, repeats: int, minutes: float | None, timeout_s: float) -> dict[str, Any]:
+def golden_request(
+    golden: Path, repeats: int, minutes: float | None, timeout_s: float, drill: dict[str, Any] | None
+) -> dict[str, Any]:
     """What ranks are asked, but for their folder.
 
     Args:
@@ -26,6 +28,7 @@ def golden_request(golden: Path, repeats: int, minutes: float | None, timeout_s:
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
+        drill: faults that harm the ranks on purpose, from ``load_drill``; null: none.
 
     Raises:
         TraceError: the file cannot be used.
@@ -37,6 +40,7 @@ def golden_request(golden: Path, repeats: int, minutes: float | None, timeout_s:
         "repeats": repeats,
         "minutes": minutes,
         "timeout_s": timeout_s,
+        "drill": drill,
     }
 
 
@@ -47,6 +51,7 @@ def verify_here(
     repeats: int = 3,
     minutes: float | None = None,
     timeout_s: float = 600.0,
+    drill: dict[str, Any] | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> VerifyResult:
     """Verify on this host, without a launcher.
@@ -58,6 +63,7 @@ def verify_here(
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
+        drill: faults that harm the ranks on purpose, from ``load_drill``; null: none.
         on_progress: see ``Progress``.
 
     Raises:
@@ -78,7 +84,7 @@ def verify_here(
     ranks: list[WatchedRank] = []
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         for cell in range(cells):
-            request = golden_request(golden, repeats, minutes, timeout_s)
+            request = golden_request(golden, repeats, minutes, timeout_s, drill)
             request["folder"] = str(Path(scratch) / f"cell_{cell:05d}")
             port = free_port()
             for rank in range(size):

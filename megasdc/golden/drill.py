@@ -1,0 +1,90 @@
+"""How is a verification drilled? Faults that harm its ranks on purpose, so that one sees it find them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megasdc.config import FaultSpec, ProcessFaultSpec, expand_faults
+from megasdc.config.fault_sections import CHECKPOINT, TOKENS
+from megasdc.engine.hooks import EngineHook
+from megasdc.engine.observer import Listener
+from megasdc.errors import ConfigError
+from megasdc.faults.injector import Injector
+from megasdc.faults.process import ProcessFaults
+from megasdc.faults.stored import StateFaults
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.workload import Workload
+
+SEEDS_APART = 1_000_003
+"""Between the seeds of two repeats, so that a fault that comes and goes is drawn anew in each."""
+
+
+class DrillFile(BaseModel):
+    """A file of faults: the lists that a run's configuration holds under the same names; ranks are those of a cell."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    faults: list[FaultSpec] = []
+    process_faults: list[ProcessFaultSpec] = []
+
+
+def load_drill(path: Path) -> dict[str, Any]:
+    """Read and check a file of faults; profiles are put in the place of their names.
+
+    Returns:
+        Its contents, plain.
+
+    Raises:
+        ConfigError: it cannot be read, or a fault in it is wrong or cannot be in a golden workload.
+    """
+    try:
+        drill = DrillFile.model_validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        raise ConfigError(f"--faults {path}: cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r}" for one in error.errors()]
+        raise ConfigError(problems, source=str(path)) from error
+    faults = expand_faults(drill.faults)
+    unfit = [
+        f"faults.{place}.phase: {one.phase}" for place, one in enumerate(faults) if one.phase in (CHECKPOINT, TOKENS)
+    ]
+    if unfit:
+        text = "; a golden workload reads no corpus and saves nothing"
+        raise ConfigError([problem + text for problem in unfit], source=str(path))
+    return json.loads(drill.model_copy(update={"faults": faults}).model_dump_json())  # type: ignore[no-any-return]
+
+
+class Drill:
+    """The faults of one rank of a cell.
+
+    Args:
+        contents: from ``load_drill``.
+        workload: of this rank.
+        dims: its place in the cell.
+        hidden_size: width of the model.
+    """
+
+    def __init__(self, contents: dict[str, Any], workload: Workload, dims: ParallelDims, hidden_size: int) -> None:
+        drill = DrillFile.model_validate(contents)
+        self._specs = drill.faults
+        self._workload = workload
+        self._dims = dims
+        self._hidden_size = hidden_size
+        self._process = ProcessFaults(drill.process_faults, dims, lambda *_: None)
+        self.changed = [0] * len(drill.faults)
+
+    def start(self, repeat: int) -> tuple[list[Listener], list[EngineHook]]:
+        """Listeners and hooks that harm one repeat, drawn anew."""
+        hooks: list[EngineHook] = [self._process] if self._process.armed else []
+        if not self._specs:
+            return [], hooks
+        specs = [spec.model_copy(update={"seed": spec.seed + repeat * SEEDS_APART}) for spec in self._specs]
+        injector = Injector(specs, self._dims, self._hidden_size, self._count)
+        return [injector], [*hooks, StateFaults(self._workload.engine, injector)]
+
+    def _count(self, firing: Any) -> None:
+        self.changed[firing.spec] += bool(firing.changed)
