@@ -64,6 +64,7 @@ class Firing:
     def fields(self) -> dict[str, Any]:
         """What an event says beside step and micro-batch; bits in hexadecimal, values as text."""
         found = asdict(self) | {name: getattr(self.address, name) for name in ("phase", "fqn", "slot")}
+        found["fault"] = found.pop("kind")
         del found["address"], found["rank"]
         for name in ("bits_before", "bits_after"):
             found[name] = [f"{bits:x}" for bits in found[name]]
