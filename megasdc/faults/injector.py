@@ -241,7 +241,7 @@ class Injector:
             tally.reasons["no element was in range or chosen"] += 1
             return None
         places = torch.unravel_index(chosen, result.shape)
-        before = result.detach()[places]
+        before = result.detach()[places].reshape(chosen.shape)
         try:
             after = alter_elements(before, spec, draws)
         except UnfitError as error:
