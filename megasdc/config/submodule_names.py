@@ -25,6 +25,7 @@ _BLOCK = (
     "mlp.linear_fc2",
     "mlp_bda",
 )
+_OF_QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _FIRST_BLOCK = 2
 _GRADIENT_SLOTS = {"core_attention": ("query", "key", "value"), "word_embeddings": ()}
 _LOCAL_TERMS = ("maximum", "predicted", "sum")
@@ -44,7 +45,7 @@ def submodule_slots(model: ModelSection, parallel: ParallelSection) -> dict[str,
 
 
 def _names(model: ModelSection) -> list[str]:
-    block = [name for name in _BLOCK if model.megatron.get("qk_layernorm") or name[-12:-10] not in ("q_", "k_")]
+    block = [name for name in _BLOCK if name not in _OF_QK_NORM or model.megatron.get("qk_layernorm")]
     last = _FIRST_BLOCK + model.num_layers
     blocks = [f"{index}.layer.{name}" for index in range(_FIRST_BLOCK, last) for name in block]
     return ["0.word_embeddings", "1.positions", *blocks, f"{last}.norm", f"{last + 1}.output", "loss"]
@@ -69,7 +70,7 @@ def _slots(fqn: str, parameters: tuple[str, ...], parallel: ParallelSection) -> 
     states = tuple(f"{parameter}.{state}" for parameter in parameters for state in STATES)
     slots = {
         FORWARD: ("output",),
-        RECOMPUTE: ("output",),
+        RECOMPUTE: ("output",) if ".layer." in fqn else (),
         BACKWARD: _GRADIENT_SLOTS.get(fqn.rpartition(".")[2], ("input",)),
         **dict.fromkeys((WEIGHT_GRAD, REDUCED_GRAD, PARAMETER, COLLECTIVE), parameters),
         **dict.fromkeys((UPDATE, OPTIMIZER_STATE), states),

@@ -64,6 +64,7 @@ class Firing:
     def fields(self) -> dict[str, Any]:
         """What an event says beside step and micro-batch; bits in hexadecimal, values as text."""
         found = asdict(self) | {name: getattr(self.address, name) for name in ("phase", "fqn", "slot")}
+        found["fault"] = found.pop("kind")
         del found["address"], found["rank"]
         for name in ("bits_before", "bits_after"):
             found[name] = [f"{bits:x}" for bits in found[name]]
@@ -240,7 +241,7 @@ class Injector:
             tally.reasons["no element was in range or chosen"] += 1
             return None
         places = torch.unravel_index(chosen, result.shape)
-        before = result.detach()[places]
+        before = result.detach()[places].reshape(chosen.shape)
         try:
             after = alter_elements(before, spec, draws)
         except UnfitError as error:

@@ -51,11 +51,16 @@ FAULTS = [
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)], ids=["dp2", "tp2", "pp2"])
 def test_a_harmed_run_repeats_and_resumes(tmp_path: Path, data: Path, tensor: int, pipeline: int) -> None:
-    """The same config fires the same faults with the same end; so does a run that stops and resumes half way."""
+    """The same config fires the same faults with the same end; so does a run that stops and resumes half way.
+
+    Over stages with untied embeddings: a checkpoint holds a tied weight once, so that copies which a fault
+    made different are equal again after a resume.
+    """
     faults = [dict(spec) for spec in FAULTS]
     if tensor * pipeline > 1:
         faults[2]["replica"] = 0
     options = {"faults": faults, "parallel__tensor": tensor, "parallel__pipeline": pipeline}
+    options["model__tie_embeddings"] = pipeline == 1
     for name in ("whole", "again", "resumed"):
         config = write_config(tmp_path / f"{name}.json", data, tmp_path / name, **options)
         if name == "resumed":
@@ -65,8 +70,9 @@ def test_a_harmed_run_repeats_and_resumes(tmp_path: Path, data: Path, tensor: in
     told = _firings(tmp_path / "whole")
     assert told == _firings(tmp_path / "again") == _firings(tmp_path / "resumed")
     assert {json.loads(fields)["spec"] for *_, fields in told} == set(range(6))
-    for spec in (2, 3):
-        ranks = [rank for rank, *_, fields in told if json.loads(fields)["spec"] == spec]
+    changes = [(rank, json.loads(fields)["spec"]) for rank, *_, fields in told if json.loads(fields)["changed"]]
+    for spec in (2, 3):  # those that fire once
+        ranks = [rank for rank, changing in changes if changing == spec]
         assert ranks and len(ranks) == len(set(ranks))
     assert events_of(tmp_path / "whole", "fault", "never_fired") == []
 

@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parents[3] / "configs"
 RANKS = {
     "smoke": (2, (1, 1, 2)),
     "blend": (2, (1, 1, 2)),
+    "drill": (2, (1, 1, 2)),
     "smoke_llama_2x2x2": (8, (2, 2, 2)),
     "pretrain_gpt2_124m": (8, (1, 1, 8)),
     "pretrain_llama_8b": (64, (8, 4, 2)),

@@ -47,6 +47,13 @@ def test_a_firing_tells_exactly_what_changed(dtype):
     assert (firing.address, firing.rank, firing.dtype, firing.shape) == (at(), 3, str(dtype)[6:], (5, 6))
 
 
+@pytest.mark.parametrize("result", [torch.tensor(1.0), torch.ones(1, 1).expand(3, 4)], ids=["0-d", "expanded"])
+def test_odd_shapes(result):
+    """One element of a scalar or of a tensor whose elements share memory is harmed alone."""
+    harmed = injector({"kind": "value", "value": 2.0})(at(), result)
+    assert harmed.shape == result.shape and (harmed == 2.0).sum() == 1 and (result == 1.0).all()
+
+
 def test_where():
     """Only the stated phase, submodule, slot, place, steps and micro-batches are harmed."""
     everywhere = [(step, m) for step in range(1, 11) for m in (0, 1)]
