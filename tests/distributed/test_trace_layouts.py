@@ -10,20 +10,21 @@ import pytest
 import torch.distributed as dist
 from harness import run_distributed
 from megatron.core import parallel_state
-from tiny import GLOBAL_BATCH, GPT, LLAMA, make_engine, micro_batches, train_steps
+from tiny import GLOBAL_BATCH, GPT, LLAMA, SEQUENCE, make_engine, micro_batches, train_steps
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PHASES, RECOMPUTE, REDUCED_GRAD, Address
-from megasdc.config import TraceSection
+from megasdc.config import ModelSection, TraceSection
 from megasdc.engine.observer import Observer
 from megasdc.errors import TraceError
 from megasdc.model.kinds import kind_of
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.report.traces import RunTraces, compare_runs, load_traces
+from megasdc.sdc.cost import Work, reads_of_step
 from megasdc.sdc.cross_layout import LAYOUT_FREE, compare_across_layouts
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, trace_path
-from megasdc.sdc.tracer import Tracer
+from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm
 
 pytestmark = pytest.mark.distributed
@@ -242,3 +243,46 @@ def test_a_changed_result_of_one_tensor_rank_is_named(tmp_path: Path, model: dic
         assert got == (rank, 2, 3, phase, fqn)
         if phase == FORWARD and "fc2" in fqn:
             assert set(report.comparison.counts) == {0, 1}
+
+
+def _read_by_phase(model: dict[str, Any], tensor: int, granularity: str, precision: str) -> dict[str, tuple[int, int]]:
+    engine = make_engine(model, tensor, 1, precision=precision, deepspeed=RECOMPUTED)
+    chosen = choose_submodules(list_submodules(engine.module), granularity, None)
+    found = dict.fromkeys(PHASES, (0, 0))
+
+    def count(address: Address, result: Any) -> None:
+        number, size = found[address.phase]
+        found[address.phase] = number + 1, size + result.numel() * result.element_size()
+
+    observer = Observer(engine, chosen, [count])
+    train_steps(engine, 1, 1)
+    observer.close()
+    return found
+
+
+COSTS = [
+    (GPT, 1, "gemm", "fp32"),
+    (GPT, 2, "submodule", "bf16"),
+    (LLAMA, 2, "gemm", "bf16"),
+    (LLAMA, 1, "layer", "fp32"),
+    ({**LLAMA, "num_query_groups": 4, "tie_embeddings": True, "qkv_bias": True}, 1, "gemm", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("model", "tensor", "granularity", "precision"), COSTS)
+def test_the_cost_model_counts_what_a_trace_reads(
+    model: dict[str, Any], tensor: int, granularity: str, precision: str
+) -> None:
+    """Number and bytes of all results of a step are exactly those of the formulas, in every phase."""
+    found = run_distributed(_read_by_phase, tensor, model, tensor, granularity, precision)[0]
+    work = Work(
+        ModelSection(**model),
+        vocab=256,
+        sequence=SEQUENCE,
+        micro_batch=1,
+        accumulation=GLOBAL_BATCH,
+        tensor=tensor,
+        width_bytes=4 if precision == "fp32" else 2,
+        recompute=True,
+    )
+    assert found == {phase: (r.count, r.bytes) for phase, r in reads_of_step(work, granularity).items()}
