@@ -714,6 +714,63 @@ def bench_checksums(
     raise typer.Exit(int(not result.passed))
 
 
+@bench_app.command("trace", epilog="Example: megasdc bench trace --blocks 10 --tflops 400 --bandwidth 2680")
+def bench_tracing(
+    blocks: Annotated[int, typer.Option("--blocks", help="Steps of each kind.")] = 10,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 64.")] = 1024,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 512,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 8192,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 2,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision", help="Type of parameters.")] = "fp32",
+    bandwidth: Annotated[
+        float, typer.Option("--bandwidth", min=1.0, help="Accelerator: GB/s at which checksums read; 0.8 of an H100's.")
+    ] = 2680.0,
+    tflops: Annotated[
+        float, typer.Option("--tflops", min=0.1, help="Accelerator: TFLOP/s that training reaches; 40 % of an H100's.")
+    ] = 395.6,
+    call_us: Annotated[
+        float, typer.Option("--call-us", min=0.0, help="Accelerator: microseconds to launch one checksum.")
+    ] = 10.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a trace costs by granularity, and predict it for an accelerator from the bytes that it reads.
+
+    Cost is time inside our own calls over the time of a step, and, noisier, alternating steps with and without.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.options import TrainBenchOptions
+    from megasdc.bench.render import progress_bar
+    from megasdc.bench.trace import Accelerator, bench_trace
+    from megasdc.bench.trace_render import render
+
+    options = TrainBenchOptions(
+        blocks=blocks,
+        hidden=hidden,
+        layers=layers,
+        sequence=sequence,
+        vocab=vocab,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        threads=threads,
+        precision=precision,
+    )
+    accelerator = Accelerator(bytes_per_s=bandwidth * 1e9, flop_per_s=tflops * 1e12, call_s=call_us * 1e-6)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_trace(options, accelerator, on_progress)
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render(result, Console())
+
+
 def main() -> None:
     """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
     try:

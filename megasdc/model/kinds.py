@@ -23,6 +23,14 @@ KINDS = (
 )
 """Kinds of submodules, as a step runs them; ``block`` is the second residual sum, the result of a whole layer."""
 
+_LAYER = frozenset({EMBEDDING, POSITIONS, BLOCK, FINAL_NORM, HEAD, LOSS})
+GRANULARITIES: dict[str, frozenset[str]] = {
+    "layer": _LAYER,
+    "submodule": _LAYER | {NORM, CORE_ATTENTION, PROJECTION, RESIDUAL, ACTIVATION, FC2},
+    "gemm": frozenset(KINDS),
+}
+"""Kinds of submodules that each granularity observes; each contains the one before."""
+
 LOSS_FQN = "loss"
 WORD_EMBEDDINGS, POSITION_EMBEDDING, LAST_NORM, OUTPUT = "word_embeddings", "positions", "norm", "output"
 BLOCK_PARTS = {

@@ -8,32 +8,10 @@ from torch import Tensor
 
 from megasdc.addresses import MICRO_BATCH_PHASES, Address
 from megasdc.config import TraceSection
-from megasdc.model.kinds import (
-    ACTIVATION,
-    BLOCK,
-    CORE_ATTENTION,
-    EMBEDDING,
-    FC2,
-    FINAL_NORM,
-    HEAD,
-    KINDS,
-    LOSS,
-    NORM,
-    POSITIONS,
-    PROJECTION,
-    RESIDUAL,
-)
+from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.submodules import Submodule
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
-
-_LAYER = frozenset({EMBEDDING, POSITIONS, BLOCK, FINAL_NORM, HEAD, LOSS})
-GRANULARITIES: dict[str, frozenset[str]] = {
-    "layer": _LAYER,
-    "submodule": _LAYER | {NORM, CORE_ATTENTION, PROJECTION, RESIDUAL, ACTIVATION, FC2},
-    "gemm": frozenset(KINDS),
-}
-"""Kinds of submodules that each granularity observes; each contains the one before."""
 
 
 class Tracer:

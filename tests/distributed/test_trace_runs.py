@@ -12,6 +12,7 @@ from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.addresses import MICRO_BATCH_PHASES
+from megasdc.report.traces import compare_runs, load_traces
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import read_folder
@@ -157,3 +158,21 @@ def test_micro_batch_phases_name_a_micro_batch(tmp_path: Path, data: Path) -> No
         numbers = {a.micro_batch for a in trace.addresses if a.phase in MICRO_BATCH_PHASES}
         assert numbers == {0, 1}
         assert {a.micro_batch for a in trace.addresses if a.phase not in MICRO_BATCH_PHASES} == {None}
+
+
+def test_what_may_differ_between_runs_is_told(tmp_path: Path, data: Path) -> None:
+    """Another number of threads may round otherwise: it is noted beside what is found; what is only saved is not."""
+    common = {"trace__enabled": True, "training__steps": 2}
+    one, two, same = (
+        _config(tmp_path, "one", data, **common),
+        _config(tmp_path, "two", data, parallel__threads=2, **common),
+        _config(tmp_path, "same", data, checkpoint__keep_last=1, logging__interval=2, **common),
+    )
+    for config in (one, two, same):
+        _ok(train_run(config, 1))
+    runs = {name: load_traces(tmp_path / name) for name in ("one", "two", "same")}
+    notes = compare_runs(runs["one"], runs["two"]).notes
+    assert [note.split(":")[0] for note in notes] == ["threads", "config_digest"]
+    assert "1 in the first, 2 in the second" in notes[0]
+    report = compare_runs(runs["one"], runs["same"])
+    assert report.same and report.notes == [] and report.steps == [1, 2]

@@ -91,6 +91,10 @@ CASES = {
         [(0, Address(2, 1, BACKWARD, f"2.{FC2}", "input"))],
     ),
     "phase": ((2, Address(1, 1, FORWARD, f"3.{FC2}", "output")), [(0, Address(1, 1, RECOMPUTE, f"2.{FC1}", "output"))]),
+    "direction": (
+        (2, Address(1, 0, FORWARD, f"3.{FC1}", "output")),
+        [(3, Address(1, 0, BACKWARD, f"3.{FC2}", "input"))],
+    ),
     "micro_batch": (
         (2, Address(1, 0, WEIGHT_GRAD, f"3.{FC1}", "w")),
         [(0, Address(1, 1, FORWARD, f"2.{FC1}", "output"))],
@@ -172,6 +176,18 @@ def test_steps_that_one_run_lacks_are_told(tmp_path: Path) -> None:
     code, _, error = tool(a, c)
     assert code == 2
     assert "steps 1 to 5" in error and "6 to 7" in error
+
+
+def test_a_step_that_one_rank_lacks_is_not_compared(tmp_path: Path) -> None:
+    """Of a run that was killed, the step that only some ranks had written is left out, and told."""
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    writer = TraceWriter(trace_path(b / "trace", 3, 1), HEADER)
+    held = [one for one in addresses(3, range(1, 4)) if one.step < 3]
+    writer.append(Trace(held, [7] * len(held)))
+    writer.close()
+    code, found, _ = tool(a, b, "--json")
+    (one,) = found["comparisons"]
+    assert (code, one["steps"], one["steps_left_out"]) == (0, [1, 2], [3])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""What does a trace cost? The bytes that checksums read in a step against the arithmetic of the step; pure formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
+from megasdc.config import ModelSection, ffn_width, head_width, query_groups
+from megasdc.model.kinds import (
+    ACTIVATION,
+    BLOCK,
+    CORE_ATTENTION,
+    EMBEDDING,
+    FC1,
+    FC2,
+    FINAL_NORM,
+    GRANULARITIES,
+    HEAD,
+    LOSS,
+    NORM,
+    POSITIONS,
+    PROJECTION,
+    QKV,
+    RESIDUAL,
+)
+from megasdc.model.sizes import model_sizes
+
+FP32_BYTES = 4
+_OF_A_LAYER = {NORM: 2, QKV: 1, CORE_ATTENTION: 1, PROJECTION: 1, RESIDUAL: 1, FC1: 1, ACTIVATION: 1, FC2: 1, BLOCK: 1}
+"""Submodules of each kind in a transformer layer."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes in a step, without pipeline parallelism.
+
+    Args:
+        model: its sizes; of a pipeline stage, with the stage's number of layers.
+        vocab: padded vocabulary size v.
+        sequence: tokens s of a sample.
+        micro_batch: samples b of a micro-batch.
+        accumulation: micro-batches of a step.
+        tensor: tensor-parallel size.
+        data: replicas.
+        width_bytes: bytes of one value of the model, 4 or 2.
+        recompute: whether transformer layers are computed again in the backward pass.
+    """
+
+    model: ModelSection
+    vocab: int
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    tensor: int = 1
+    data: int = 1
+    width_bytes: int = FP32_BYTES
+    recompute: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.sequence * self.micro_batch
+
+    @property
+    def flops(self) -> float:
+        """Arithmetic of a step on this rank; a recomputation is a further third."""
+        sizes = model_sizes(self.model, ffn_width(self.model), self.vocab)
+        per_token = sizes.flops_per_token(self.sequence) * (4 / 3 if self.recompute else 1)
+        return per_token * self.tokens * self.accumulation / self.tensor
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What checksums read.
+
+    Args:
+        count: checksums.
+        bytes: read by them.
+    """
+
+    count: float
+    bytes: float
+
+    def __add__(self, other: Reads) -> Reads:
+        return Reads(self.count + other.count, self.bytes + other.bytes)
+
+    def __mul__(self, factor: float) -> Reads:
+        return Reads(self.count * factor, self.bytes * factor)
+
+
+def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
+    """What the checksums of one step read on one rank, by phase.
+
+    Of a shard over replicas the count is an upper bound: a rank owns at most so many parameters.
+
+    Args:
+        work: of the rank.
+        granularity: a key of ``GRANULARITIES``.
+    """
+    number = {kind: count * work.model.num_layers for kind, count in _OF_A_LAYER.items()}
+    number |= dict.fromkeys((EMBEDDING, POSITIONS, FINAL_NORM, HEAD, LOSS), 1)
+    forward, backward, recompute = (Reads(0, 0) for _ in range(3))
+    parameters = Reads(0, 0)
+    for kind in GRANULARITIES[granularity]:
+        outputs, inputs = _outputs(kind, work), _input_gradients(kind, work)
+        width = FP32_BYTES if kind == LOSS else work.width_bytes
+        forward += _reads(outputs, work.tokens * width) * number[kind]
+        if work.recompute and kind in _OF_A_LAYER:
+            recompute += _reads(outputs, work.tokens * width) * number[kind]
+        backward += _reads(inputs, work.tokens * work.width_bytes) * number[kind]
+        parameters += _reads(_parameters(kind, work), 1) * number[kind]
+    micro_batches = work.accumulation
+    owned = replace(parameters, bytes=parameters.bytes / work.data)
+    return {
+        FORWARD: forward * micro_batches,
+        RECOMPUTE: recompute * micro_batches,
+        BACKWARD: backward * micro_batches,
+        WEIGHT_GRAD: Reads(parameters.count, parameters.bytes * work.width_bytes) * micro_batches,
+        REDUCED_GRAD: Reads(owned.count, owned.bytes * FP32_BYTES),
+        UPDATE: Reads(3 * owned.count, 3 * owned.bytes * FP32_BYTES),  # master weights and both moments
+        PARAMETER: Reads(parameters.count, parameters.bytes * work.width_bytes),
+    }
+
+
+def total(reads: dict[str, Reads]) -> Reads:
+    """The sum over phases."""
+    return sum(reads.values(), Reads(0, 0))
+
+
+def predicted_share(
+    work: Work, granularity: str, *, bytes_per_s: float, flop_per_s: float, call_s: float, interval: int = 1
+) -> float:
+    """Time of the checksums over the time of the step without them.
+
+    Args:
+        work: of the rank.
+        granularity: a key of ``GRANULARITIES``.
+        bytes_per_s: at which a checksum reads.
+        flop_per_s: that the step reaches.
+        call_s: seconds that each checksum costs whatever its size.
+        interval: steps between recorded steps.
+    """
+    reads = total(reads_of_step(work, granularity))
+    cost_s = reads.bytes / bytes_per_s + reads.count * call_s
+    return cost_s / interval / (work.flops / flop_per_s)
+
+
+def _reads(sizes: list[float], width: float) -> Reads:
+    return Reads(len(sizes), sum(sizes) * width)
+
+
+def _widths(work: Work) -> tuple[int, float, float, float]:
+    """(h, query width, key width, MLP width) of this rank."""
+    model, tensor = work.model, work.tensor
+    head = head_width(model)
+    return (
+        model.hidden_size,
+        head * model.num_attention_heads / tensor,
+        head * query_groups(model) / tensor,
+        ffn_width(model) / tensor,
+    )
+
+
+def _outputs(kind: str, work: Work) -> list[float]:
+    """Values a token of each result of a forward pass."""
+    h, query, key, ffn = _widths(work)
+    gated = 2 if work.model.gated_mlp else 1
+    by_kind = {QKV: [query + 2 * key], CORE_ATTENTION: [query], FC1: [gated * ffn], ACTIVATION: [ffn]}
+    terms = 4 if work.tensor > 1 else 1  # also maximum, predicted logit and sum of each rank's part
+    by_kind |= {HEAD: [work.vocab / work.tensor], LOSS: [1.0] * terms}
+    return by_kind.get(kind, [float(h)])
+
+
+def _input_gradients(kind: str, work: Work) -> list[float]:
+    """Values a token of each gradient of an input."""
+    h, query, key, ffn = _widths(work)
+    gated = 2 if work.model.gated_mlp else 1
+    by_kind = {EMBEDDING: [], CORE_ATTENTION: [query, key, key], PROJECTION: [query]}
+    by_kind |= {ACTIVATION: [gated * ffn], FC2: [ffn], LOSS: [work.vocab / work.tensor]}
+    return by_kind.get(kind, [float(h)])
+
+
+def _parameters(kind: str, work: Work) -> list[float]:
+    """Values of each parameter of one submodule."""
+    h, query, key, ffn = _widths(work)
+    model, vocab = work.model, work.vocab / work.tensor
+    qkv, fc1 = query + 2 * key, ffn * (2 if model.gated_mlp else 1)
+    norm = [float(h)] * (2 if model.normalization == "LayerNorm" else 1)
+    bias = [float(h)] if model.bias else []
+    by_kind: dict[str, list[float]] = {
+        EMBEDDING: [vocab * h],
+        POSITIONS: [float(model.max_positions * h)] if model.position_embedding == "learned" else [],
+        NORM: norm,
+        QKV: [h * qkv] + ([qkv] if model.bias or model.qkv_bias else []),
+        PROJECTION: [query * h, *bias],
+        FC1: [h * fc1] + ([fc1] if model.bias else []),
+        FC2: [ffn * h, *bias],
+        FINAL_NORM: norm,
+        HEAD: [] if model.tie_embeddings else [vocab * h],
+    }
+    return by_kind.get(kind, [])
