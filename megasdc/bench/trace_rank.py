@@ -78,7 +78,9 @@ def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> Non
     groups.init_process_group(config.megasdc.parallel.timeout_s)
     dims = groups.init_model_parallel(1, 1, config.megasdc.parallel.timeout_s)
     engine = build_training_engine(config, layout, dims, options.vocab, StartClock(time.monotonic()))
-    stream = MemoryStream(options, min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size)
+    samples = options.total_steps * layout.train_batch_size
+    distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
+    stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
     batches = endless_batches(stream, options, dims)
     names = [OFF, *GRANULARITIES]
     for name in names:  # not counted: the first time of each is slower
