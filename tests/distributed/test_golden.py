@@ -1,0 +1,181 @@
+"""Does a golden trace tell a rank that computes something else, by the commands that a user types?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasdc.sdc.golden import Golden, load_golden, save_golden
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+def _config(folder: Path, tensor: int, **sections: Any) -> Path:
+    path = folder / "config.json"
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "megasdc": {
+            "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
+            "data": {"path": "none", "sequence_length": 16},
+            "parallel": {"tensor": tensor},
+            "training": {"steps": 5},
+            "golden": {"vocab_size": 100},
+            "logging": {"run_dir": str(folder / "run")},
+            **sections,
+        },
+    }
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def _megasdc(*arguments: str, **environ: str) -> tuple[int, dict[str, Any], str]:
+    command = [sys.executable, "-m", "megasdc", *arguments, "--json"]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A golden trace of two tensor ranks."""
+    folder = tmp_path_factory.mktemp("golden")
+    code, said, error = _megasdc(
+        "golden", "record", "--config", str(_config(folder, 2)), "--out", str(folder / "a.golden"), "--repeats", "2"
+    )
+    assert (code, said["repeats"]) == (0, 4), error
+    assert not (folder / "run").exists()
+    return folder / "a.golden"
+
+
+def _verify(golden: Path, *arguments: str, faults: Any = None) -> tuple[int, dict[str, Any]]:
+    if faults is not None:
+        file = golden.with_name("faults.json")
+        file.write_text(json.dumps(faults))
+        arguments = (*arguments, "--faults", str(file))
+    code, said, error = _megasdc("golden", "verify", str(golden), *arguments)
+    assert said, error
+    assert code == said["exit_code"]
+    return code, said
+
+
+def test_clean_hardware_is_healthy(golden: Path) -> None:
+    """In fresh processes every result is that of the file, as often as asked for."""
+    code, said = _verify(golden, "--repeats", "3")
+    assert code == 0
+    assert [(rank["status"], rank["runs"], rank["wrong_runs"]) for rank in said["ranks"]] == [("healthy", 3, 0)] * 2
+
+
+def test_a_wrong_gradient_of_one_tensor_rank_is_named(golden: Path) -> None:
+    """A fault that comes and goes in a backward pass: the rank, the submodule, the direction, k of n runs."""
+    where = {"rank": 1, "phase": "backward", "submodule": "3.layer.mlp.linear_fc1", "steps": [2, 2]}
+    code, said = _verify(golden, "--repeats", "6", faults={"faults": [{**where, "probability": 0.4, "seed": 3}]})
+    assert code == 73
+    peer, wrong = said["ranks"]
+    assert (wrong["status"], peer["status"]) == ("divergent", "affected")
+    assert wrong["runs"] == 6 and 0 < wrong["wrong_runs"] < 6
+    first = wrong["first"]
+    assert (first["step"], first["phase"], first["fqn"]) == (2, "backward", "3.layer.mlp.linear_fc1")
+
+
+@pytest.mark.parametrize(("kind", "status", "code"), [("sigkill", "died", 79), ("sigstop", "hung", 75)])
+def test_a_rank_that_ends_or_freezes_is_a_result(golden: Path, kind: str, status: str, code: int) -> None:
+    """It is named; the other ends too and is said to have waited."""
+    faults = {"process_faults": [{"rank": 0, "kind": kind, "phase": "backward", "steps": [2, 2]}]}
+    got, said = _verify(golden, "--timeout", "12", faults=faults)
+    assert got == code
+    assert [rank["status"] for rank in said["ranks"]] == [status, "stopped"]
+
+
+def test_another_key_is_not_comparable(golden: Path, tmp_path: Path) -> None:
+    """A trace of other hardware accuses nobody; which part of the key differs is told."""
+    contents = load_golden(golden)
+    other = tmp_path / "other.golden"
+    key = {**contents.key, "threads": 7, "torch": "2.12.0"}
+    save_golden(other, Golden(**{**vars(contents), "key": key}))
+    code, said = _verify(other)
+    assert code == 80
+    assert [rank["status"] for rank in said["ranks"]] == ["not comparable"] * 2
+    assert "threads: golden 7, here 1" in said["ranks"][0]["detail"] and "torch" in said["ranks"][1]["detail"]
+
+
+def test_a_fault_that_cannot_fire_is_told(golden: Path) -> None:
+    """A drill that harms nothing says so instead of looking like a healthy rank."""
+    code, said = _verify(golden, "--repeats", "1", faults={"faults": [{"submodule": "3.*", "steps": [9, 9]}]})
+    assert (code, said["unfired_faults"]) == (0, [0])
+
+
+def test_bad_drills_and_wrong_use(golden: Path, tmp_path: Path) -> None:
+    """A field that is no field, a probability above 1 and devices alone of a two-rank trace are named."""
+    for faults, words in (
+        ({"fault": []}, "fault: Extra inputs"),
+        ({"faults": [{"probability": 2.0}]}, "faults.0.probability"),
+        ({"faults": [{"phase": "tokens"}]}, "reads no corpus"),
+    ):
+        file = tmp_path / "faults.json"
+        file.write_text(json.dumps(faults))
+        code, _, error = _megasdc("golden", "verify", str(golden), "--faults", str(file))
+        assert code == 70 and words in error
+    code, _, error = _megasdc("golden", "verify", str(golden), "--local", "1")
+    assert code == 70 and "--replicas 1" in error
+    code, _, error = _megasdc("golden", "verify", str(tmp_path / "none.golden"))
+    assert code == 80 and "golden record" in error
+
+
+def test_every_device_alone(tmp_path: Path) -> None:
+    """Devices that do not communicate each get a verdict; a fault in one does not touch the other."""
+    out = tmp_path / "one.golden"
+    config = _config(tmp_path, 1, golden={"vocab_size": 100, "seeds": 2, "sequence_lengths": [16, 8]})
+    code, _, error = _megasdc("golden", "record", "--config", str(config), "--out", str(out), "--repeats", "1")
+    assert code == 0, error
+    code, said = _verify(out, "--local", "2", "--repeats", "1")
+    assert code == 0
+    assert [(rank["cell"], rank["status"], rank["runs"]) for rank in said["ranks"]] == [
+        (0, "healthy", 4),
+        (1, "healthy", 4),
+    ]
+
+
+NOISE = """
+import os
+
+if os.environ.get("RANK") == "0":
+    import torch
+
+    original = torch.nn.functional.layer_norm
+
+    def layer_norm(*arguments, **options):
+        result = original(*arguments, **options)
+        return result * (1 + 1e-6 * (os.urandom(1)[0] > 128))
+
+    torch.nn.functional.layer_norm = layer_norm
+"""
+
+
+def test_what_does_not_repeat_is_not_recorded(tmp_path: Path) -> None:
+    """A rank whose norm is noisy is refused with the first address, and no file is written."""
+    (tmp_path / "sitecustomize.py").write_text(NOISE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("golden", "record", "--config", str(_config(tmp_path, 1)), "--out", str(tmp_path / "x.golden"))
+    code, _, error = _megasdc(*arguments, PYTHONPATH=path)
+    assert code == 80
+    assert "does not repeat" in error and "layernorm" in error and "on rank 0" in error
+    assert not (tmp_path / "x.golden").exists()
+
+
+def test_a_sample_of_the_campaign(tmp_path: Path) -> None:
+    """Random faults in two layouts are all detected and named; clean runs raise nothing; the counts add up."""
+    out = tmp_path / "detection.json"
+    arguments = ("--faults", "40", "--clean", "8", "--layouts", "1x1x2,2x1x1", "--out", str(out))
+    code, said, error = _megasdc("bench", "detection", *arguments)
+    assert code == 0, error
+    total = {name: sum(group.get(name, 0) for group in said["by_phase"].values()) for name in ("injected", "harmful")}
+    assert total["injected"] == 40 and total["harmful"] > 25
+    for group in said["by_phase"].values():
+        assert group["harmful"] == group["detected"] == group["rank"] == group["submodule"] == group["direction"]
+    assert (said["clean_runs"], said["clean_alarms"]) == (8, 0)
+    assert json.loads(out.read_text())["passed"] is True
