@@ -64,7 +64,7 @@ class GranularityCost:
     Args:
         checksums: of a step.
         bytes: that they read, by the model.
-        own: time inside our calls over the median untraced step.
+        own: time inside our calls over the rest of the same step, so that a slow moment of the machine touches both.
         slower: time of a traced step over the untraced step of the same block, less 1.
         predicted: by bytes and calls.
     """
@@ -147,7 +147,7 @@ def bench_trace(
         costs[name] = GranularityCost(
             checksums=round(steps[name][0]["checksums"]),
             bytes=round(total(reads_of_step(work, name)).bytes),
-            own=estimate_median([one["own_s"] / step_s.median for one in steps[name]]),
+            own=estimate_median([one["own_s"] / (one["wall_s"] - one["own_s"]) for one in steps[name]]),
             slower=estimate_median([one["wall_s"] / off - 1 for one, off in zip(steps[name], untraced, strict=True)]),
             predicted=predicted_share(
                 work, name, flop_per_s=flop_per_s, bytes_per_s=rates["bytes_per_s"], call_s=rates["call_s"]
