@@ -1,0 +1,100 @@
+"""Is a fleet verified through the real launcher over SSH, and is the wrong host named?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, unavailable_reason
+
+from megasdc.config import parse_config
+from megasdc.golden.record import record
+
+REASON = unavailable_reason()
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.cluster,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(300),
+]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "golden_verify.py"
+HOSTS = ["node1", "node2"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two hosts."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
+        "OMP_NUM_THREADS": "1",
+    }
+    with Cluster(tmp_path_factory.mktemp("cluster"), 2, env=env) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A golden trace of one rank."""
+    folder = tmp_path_factory.mktemp("golden")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "megasdc": {
+            "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
+            "data": {"path": "none", "sequence_length": 16},
+            "training": {"steps": 5},
+            "golden": {"vocab_size": 100},
+            "logging": {"run_dir": str(folder / "run")},
+        },
+    }
+    record(parse_config(config), folder / "a.golden", repeats=1)
+    return folder / "a.golden"
+
+
+def _verify(cluster: Cluster, golden: Path, *options: str, faults: Any = None) -> tuple[int, dict[str, Any]]:
+    out = golden.with_name("result.json")
+    out.unlink(missing_ok=True)
+    if faults is not None:
+        golden.with_name("faults.json").write_text(json.dumps(faults))
+        options = (*options, "--faults", str(golden.with_name("faults.json")))
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(cluster.hostfile(HOSTS))]
+    argv = [*launcher, str(SCRIPT), str(golden), "--repeats", "2", "--out", str(out), *options]
+    process = cluster.popen("node1", argv, cwd=str(golden.parent))
+    process.communicate(timeout=250)
+    return process.returncode, json.loads(out.read_text())
+
+
+def test_two_hosts_are_healthy(cluster: Cluster, golden: Path) -> None:
+    """Every rank on every host computes what was recorded elsewhere; exit code 0."""
+    code, said = _verify(cluster, golden)
+    assert code == 0
+    assert [(rank["host"], rank["status"], rank["runs"]) for rank in said["ranks"]] == [
+        ("node1", "healthy", 2),
+        ("node2", "healthy", 2),
+    ]
+
+
+def test_the_wrong_host_is_named(cluster: Cluster, golden: Path) -> None:
+    """A fault on one host: 73 through the launcher, that host divergent, the other healthy."""
+    fault = {"host": "node2", "submodule": "2.layer.mlp.linear_fc2", "phase": "weight_grad", "steps": [1, 1]}
+    code, said = _verify(cluster, golden, faults={"faults": [fault]})
+    assert code == 73
+    first, second = said["ranks"]
+    assert (first["status"], second["status"], second["wrong_runs"]) == ("healthy", "divergent", 2)
+    assert (second["first"]["phase"], second["first"]["fqn"]) == ("weight_grad", "2.layer.mlp.linear_fc2")
+
+
+def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path) -> None:
+    """A rank killed on one host is a result, told by its host; the other cell is verified to its end."""
+    fault = {"host": "node2", "kind": "sigkill", "phase": "forward", "steps": [2, 2]}
+    code, said = _verify(cluster, golden, faults={"process_faults": [fault]})
+    assert code == 79
+    first, second = said["ranks"]
+    assert (first["status"], first["runs"], second["status"]) == ("healthy", 2, "died")
+    assert "SIGKILL" in second["detail"] and second["host"] == "node2"
