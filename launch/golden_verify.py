@@ -19,7 +19,8 @@ from pathlib import Path
 def main() -> int:
     """Parse the command line, verify, print on rank 0, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("golden", type=Path, help="the golden file")
+    parser.add_argument("golden", type=Path, nargs="?", help="the golden file; left out with --library")
+    parser.add_argument("--library", type=Path, help="folder of *.golden files; each node takes the one for it")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case")
     parser.add_argument("--minutes", type=float, help="instead of --repeats: so long")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress: a hang")
@@ -28,12 +29,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--local_rank", type=int, help="given by the launcher; the environment's LOCAL_RANK counts")
     arguments = parser.parse_args()
+    if (arguments.golden is None) == (arguments.library is None):
+        parser.error("give either a golden file or --library DIR")
 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from rich.console import Console
 
         from megasdc.errors import MegasdcError
         from megasdc.golden.drill import load_drill
+        from megasdc.golden.library import choose_golden
         from megasdc.golden.node import verify_as_launched
         from megasdc.golden.progress import run_progress
         from megasdc.golden.result import render_result
@@ -42,7 +46,7 @@ def main() -> int:
     try:
         with run_progress(Console(stderr=True, quiet=quiet), "ranks that have answered") as on_progress:
             code, result = verify_as_launched(
-                arguments.golden,
+                arguments.golden or choose_golden(arguments.library, int(os.environ.get("WORLD_SIZE", "1"))),
                 repeats=arguments.repeats,
                 minutes=arguments.minutes,
                 timeout_s=arguments.timeout,

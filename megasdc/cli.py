@@ -495,7 +495,10 @@ def golden_record(
 
 @golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
 def golden_verify(
-    file: Annotated[Path, typer.Argument(help="The golden file.")],
+    file: Annotated[Path | None, typer.Argument(help="The golden file; left out with --library.")] = None,
+    library: Annotated[
+        Path | None, typer.Option("--library", help="Folder of *.golden files; the one for this machine is taken.")
+    ] = None,
     local: Annotated[
         int | None,
         typer.Option("--local", min=0, help="Verify so many devices of this host, each alone; 0: all that are there."),
@@ -519,11 +522,18 @@ def golden_verify(
 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
         from megasdc.golden.drill import load_drill
+        from megasdc.golden.library import choose_golden
         from megasdc.golden.progress import run_progress
         from megasdc.golden.result import render_result
         from megasdc.golden.verify import count_devices, verify_here
 
         devices = None if local is None else local or count_devices()
+        if (file is None) == (library is None):
+            raise typer.BadParameter("give either a golden file or --library DIR")
+        if library is not None:
+            file = choose_golden(library, None if devices is None else 1)
+            typer.echo(f"{file} is for this machine", err=True)
+        assert file is not None, "checked above"
         drill = None if faults is None else load_drill(faults)
         with run_progress(Console(stderr=True), "verifying") as on_progress:
             result = verify_here(

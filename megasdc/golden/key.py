@@ -16,7 +16,7 @@ from megasdc.parallel.dims import ParallelDims
 
 
 def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[str, Any]:
-    """The key of this process.
+    """The key of this machine for a workload, the same in a rank and in what starts it.
 
     Args:
         config: the configuration of the workload.
@@ -29,7 +29,7 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
     return {
         **{name: _version(name) for name in ("torch", "deepspeed", "megatron-core")},
         "torch_build": torch.version.git_version,
-        **_device(),
+        **_device(config),
         "precision": config.precision,
         "layout": str(layout),
         "algorithm": algorithm,
@@ -49,7 +49,7 @@ def workload_digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _device() -> dict[str, Any]:
+def _device(config: RunConfig) -> dict[str, Any]:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ def _device() -> dict[str, Any]:
     return {
         "device": _processor(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "threads": config.megasdc.parallel.threads or torch.get_num_threads(),
     }
 
 

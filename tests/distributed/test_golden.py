@@ -103,6 +103,21 @@ def test_another_key_is_not_comparable(golden: Path, tmp_path: Path) -> None:
     assert "threads: golden 7, here 1" in said["ranks"][0]["detail"] and "torch" in said["ranks"][1]["detail"]
 
 
+def test_a_library_gives_the_trace_for_this_machine(golden: Path, tmp_path: Path) -> None:
+    """Of several files the one with this machine's key is taken; without one, each is told with what differs."""
+    contents = load_golden(golden)
+    other = Golden(**{**vars(contents), "key": {**contents.key, "device": "another"}})
+    save_golden(tmp_path / "a.golden", other)
+    (tmp_path / "b.golden").write_text("no golden trace")
+    code, _, error = _megasdc("golden", "verify", "--library", str(tmp_path))
+    assert code == 80
+    assert "a.golden: device: golden 'another'" in error and "b.golden is damaged" in error
+    save_golden(tmp_path / "c.golden", contents)
+    code, said, error = _megasdc("golden", "verify", "--library", str(tmp_path), "--repeats", "1")
+    assert code == 0 and "c.golden is for this machine" in error
+    assert [rank["status"] for rank in said["ranks"]] == ["healthy"] * 2
+
+
 def test_a_fault_that_cannot_fire_is_told(golden: Path) -> None:
     """A drill that harms nothing says so instead of looking like a healthy rank."""
     code, said = _verify(golden, "--repeats", "1", faults={"faults": [{"submodule": "3.*", "steps": [9, 9]}]})
