@@ -36,8 +36,8 @@ from megasdc.train.main import set_up_logging
 from megasdc.train.workload import Workload, workload_cases, workload_config
 
 PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD, OPTIMIZER_STATE, UPDATE, PARAMETER)
-"""Without reduced_grad: BF16_Optimizer computes the norm of each replica by itself, so that one whose shard is not finite
-skips the step, the others wait for it in the all-gather, and the run hangs (DeepSpeed 0.19.8) - which is found as that.
+"""Without reduced_grad: BF16_Optimizer computes the norm of each replica by itself, so that one whose shard is not
+finite skips the step, the others wait for it in the all-gather, and the run hangs (DeepSpeed 0.19.8): found as a hang.
 """
 KINDS: dict[str, dict[str, Any]] = {
     "one bit": {"kind": "bit_flip"},

@@ -24,7 +24,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import build_operator
 from megasdc.sdc.compare import compare_traces
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import read_folder
+from megasdc.sdc.trace_file import read_trace, trace_path
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 MOST_REPLICAS = 64
@@ -210,7 +210,7 @@ def _run_once(
         folder,
         lambda message: on_progress(name, message["done"], steps),
     )
-    return {rank: trace for rank, (_, trace) in read_folder(folder).items()}
+    return {rank: read_trace(trace_path(folder, rank, 1))[1] for rank in range(layout.world_size)}
 
 
 def _in_folder(config: RunConfig, folder: Path, prepared: bool) -> dict[str, Any]:

@@ -32,15 +32,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _rank(config: str, overrides: list[str]) -> tuple[int, str | None, dict[str, Any]]:
     """Train, then look at the switches of this rank, and at Megatron-core's in every embedding that was used."""
     import torch
-    from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-    embeddings, forward = [], VocabParallelEmbedding.forward
+    from megasdc.model.layers import _local_embedding
+
+    embeddings, embedding = [], _local_embedding()
+    forward = embedding.forward
 
     def spy(self: Any, *arguments: Any) -> Any:
         embeddings.append(self.deterministic_mode)
         return forward(self, *arguments)
 
-    VocabParallelEmbedding.forward = spy
+    embedding.forward = spy
     code, error = training.pretrain(config, overrides)
     raised = None
     try:
