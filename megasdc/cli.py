@@ -616,10 +616,10 @@ def bench_training(
     raise typer.Exit(int(not result.passed))
 
 
-@bench_app.command("detection", epilog="Example: megasdc bench detection --faults 520 --clean 104 --out detection.json")
+@bench_app.command("detection", epilog="Example: megasdc bench detection --faults 600 --clean 120 --out detection.json")
 def bench_detecting(
-    faults: Annotated[int, typer.Option("--faults", min=1, help="Faults to inject, over all layouts and types.")] = 520,
-    clean: Annotated[int, typer.Option("--clean", min=1, help="Runs without a fault in between.")] = 104,
+    faults: Annotated[int, typer.Option("--faults", min=1, help="Faults to inject, over all layouts and types.")] = 600,
+    clean: Annotated[int, typer.Option("--clean", min=1, help="Runs without a fault in between.")] = 120,
     layouts: Annotated[
         str, typer.Option("--layouts", help="Layouts, tensor x pipeline x data, with commas between.")
     ] = "1x1x2,2x1x1,1x2x1,2x2x2",

@@ -40,8 +40,8 @@ class DetectionOptions:
         seed: of every draw.
     """
 
-    faults: int = 520
-    clean: int = 104
+    faults: int = 600
+    clean: int = 120
     layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
     precisions: tuple[str, ...] = PRECISIONS
     seed: int = 1
