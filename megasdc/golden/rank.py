@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from megasdc.addresses import Address
 from megasdc.config import RunConfig, parse_config
+from megasdc.config.environment import set_deterministic_environment
+from megasdc.determinism import set_deterministic
 from megasdc.errors import MegasdcError
 from megasdc.golden.drill import Drill
 from megasdc.golden.key import golden_key
@@ -130,6 +132,8 @@ def main() -> int:
     set_up_logging(rank)
     try:
         config = parse_config(request["config"])
+        set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
+        set_deterministic(config.megasdc.determinism)
         parallel = config.megasdc.parallel
         set_threads(parallel.threads)
         groups.init_process_group(request["timeout_s"])

@@ -26,7 +26,8 @@ from megasdc.train.startup import StartClock
 def workload_config(config: RunConfig) -> RunConfig:
     """The configuration of the workload that a run's configuration means.
 
-    Batch sizes are those of the ``golden`` section; what writes or reads files is left out.
+    Batch sizes are those of the ``golden`` section; what writes or reads files is left out. It
+    is deterministic whatever the run is.
     """
     raw = config.resolved()
     golden = config.megasdc.golden
@@ -37,6 +38,7 @@ def workload_config(config: RunConfig) -> RunConfig:
     sections = raw["megasdc"]
     sections["checkpoint"] = {}
     sections["model"]["initial_weights"] = None
+    sections["determinism"]["enabled"] = True
     sections["training"] = {"steps": golden.steps, "seed": config.megasdc.training.seed}
     return parse_config(raw, source=config.source)
 
