@@ -304,11 +304,12 @@ def convert_checkpoint(
 
     The result is named in megasdc.checkpoint.universal of the run that goes on.
     """
-    from megasdc.checkpoint.convert import convert_to_universal
-    from megasdc.train.signals import exiting_on_signals
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+        from megasdc.checkpoint.convert import convert_to_universal
+        from megasdc.train.signals import exiting_on_signals
 
-    with exiting_on_signals():
-        report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
+        with exiting_on_signals():
+            report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
 
 

@@ -207,6 +207,8 @@ def _check_output(final: Path, source: Source, force: bool) -> None:
         raise CheckpointError(f"{final} cannot be the output: it is or holds the checkpoint that is converted")
     if written.is_relative_to(read):
         raise CheckpointError(f"{final} cannot be the output: it lies in the checkpoint that is converted")
+    if final.exists() and not final.is_dir():
+        raise CheckpointError(f"{final} is a file; choose another --out")
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not force:

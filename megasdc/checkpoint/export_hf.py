@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.export_tokenizer import export_tokenizer
+from megasdc.checkpoint.export_tokenizer import PROBES, export_tokenizer
 from megasdc.checkpoint.files import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.logical import WeightSource, open_weights
 from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
-from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, load_tokenizer
+from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
 
@@ -83,6 +85,8 @@ def parse_size(text: str) -> int:
 def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> Tokenizer:
     """The tokenizer that weights were trained with.
 
+    Of initial weights the files were verified with the others; of another tokenizer than theirs the ids are compared.
+
     Args:
         weights: a checkpoint, whose prepared data are asked, or initial weights, which bring theirs.
         given: a folder or file to use instead.
@@ -90,12 +94,13 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
     Raises:
         DataError: it is not there, or is another one than the weights were trained with.
     """
-    if given is not None:
-        folder = Path(given)
-    elif weights.config is None:
-        folder = weights.path / TOKENIZER_FOLDER
+    if weights.config is None:
+        own = weights.path / TOKENIZER_FOLDER
     else:
-        folder = Path(weights.config["megasdc"]["data"]["path"]) / "tokenizer"
+        own = Path(weights.config["megasdc"]["data"]["path"]) / "tokenizer"
+    folder = own if given is None else Path(given)
+    if given is not None and not folder.exists():
+        raise DataError(f"--tokenizer: {folder} is not there; give a folder with a tokenizer's files, or a .model file")
     if not folder.exists():
         raise DataError(
             f"the tokenizer {folder} of {weights.path} is not there; give it with --tokenizer, or start in the folder "
@@ -103,25 +108,42 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
         )
     model_file = folder if folder.is_file() else folder / SENTENCEPIECE_FILE
     known = model_file.is_file() and checksum_tokenizer("sentencepiece", model_file) == weights.tokenizer_checksum
-    alone = folder.is_file() or known or (model_file.exists() and not (folder / "tokenizer.json").exists())
-    tokenizer = load_tokenizer("sentencepiece" if alone else "huggingface", folder)
+    tokenizer = load_tokenizer("sentencepiece" if known else kind_of_files(folder), folder)
     if tokenizer.vocab_size > weights.vocab_size:
         raise DataError(
             f"tokenizer {folder} has {tokenizer.vocab_size} entries, the model of {weights.path} only "
             f"{weights.vocab_size}: it is another tokenizer; give the right one with --tokenizer"
         )
+    if isinstance(weights, InitialWeights):
+        if given is not None and weights.manifest.tokenizer_vocab_size is not None:
+            _compare_ids(tokenizer, folder, own)
+        return tokenizer
     # Of a Hugging Face tokenizer there are many files with the same meaning; their vocabulary alone is compared.
-    own = None if weights.config is None else Path(weights.config["megasdc"]["data"]["path"]) / "tokenizer"
-    if alone:
+    if tokenizer.kind == "sentencepiece":
         same = weights.tokenizer_checksum in (None, tokenizer.checksum)
     else:
-        same = own is None or same_tokenizer("huggingface", folder, own)
+        same = same_tokenizer("huggingface", folder, own)
     if not same:
         raise DataError(
             f"tokenizer {folder} has checksum {tokenizer.checksum}, {weights.path} was trained with "
             f"that of checksum {weights.tokenizer_checksum}: it is another one; give the right one with --tokenizer"
         )
     return tokenizer
+
+
+def _compare_ids(tokenizer: Tokenizer, folder: Path, own: Path) -> None:
+    """Compare a tokenizer with the one that came with imported weights, whatever their files are called.
+
+    Raises:
+        DataError: they give different ids.
+    """
+    theirs = load_tokenizer(kind_of_files(own), own)
+    for text in PROBES:
+        if (given := tokenizer.encode([text])) != (needed := theirs.encode([text])):
+            raise DataError(
+                f"tokenizer {folder} gives other ids than {own}, with which the weights came: of {text[:20]!r} "
+                f"{given[0][:5]}... instead of {needed[0][:5]}...; give the right one with --tokenizer, or none"
+            )
 
 
 def check_out(out: Path, force: bool, sign: str, text: str, source: Path | str) -> None:
@@ -139,6 +161,8 @@ def check_out(out: Path, force: bool, sign: str, text: str, source: Path | str) 
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
+    if not out.is_dir():
+        raise ConfigError(f"OUT: {out} is a file; give another folder")
     if not force:
         raise ConfigError(f"OUT: {out} is there already; give another folder, or --force to replace it")
     if Path(source).resolve().is_relative_to(out.resolve()):
@@ -195,7 +219,11 @@ def export_hf(
     with writing_folder(target) as folder:
         with progress_bar("exporting", len(plan), progress) as advance:
             _write_shards(folder, shards, _stream(weights, len(plan), dtype, advance))
-        note = export_tokenizer(words, folder)
+        own = isinstance(weights, InitialWeights) and tokenizer is None
+        note = None if own and words.kind == "huggingface" else export_tokenizer(words, folder)
+        if own:  # what came with the weights goes with them, byte for byte
+            for file in sorted((weights.path / TOKENIZER_FOLDER).iterdir()):
+                shutil.copyfile(file, folder / file.name)
         result = ExportResult(
             source=str(weights.path),
             step=weights.step,
@@ -246,7 +274,9 @@ class writing_folder:
             raise self._storage_error(error) from error
 
     def _storage_error(self, error: OSError) -> StorageError:
-        return StorageError(f"{self.target} cannot be written: {error.strerror or error}; free space or choose another")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space or choose another folder" if full else "choose another folder"
+        return StorageError(f"{self.target} cannot be written: {error.strerror or error}; {remedy}")
 
 
 def divide(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:

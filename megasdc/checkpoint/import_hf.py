@@ -27,13 +27,13 @@ from megasdc.checkpoint.kinds import explain_folder
 from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import DTYPES, open_tensors, write_tensors
 from megasdc.config import ModelSection
-from megasdc.data.tokenizer import load_tokenizer
+from megasdc.data.tokenizer import kind_of_files, load_tokenizer
 from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
 
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt"]
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
-_TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Besides those whose name begins with ``tokenizer``."""
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors of older files that are no parameters."""
@@ -98,9 +98,11 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
                 if index == 0:
                     rows = layer["word_embeddings.weight"].shape[0]
                 parameters += sum(tensor.numel() for tensor in layer.values())
-                files[name] = FileRecord(size_bytes=(work / name).stat().st_size, xxh3_128=hash_file(work / name))
+                files[name] = _record(work / name)
                 advance()
         tokens, end, note = _copy_tokenizer(folder, work / TOKENIZER_FOLDER)
+        for path in sorted((work / TOKENIZER_FOLDER).glob("*")):
+            files[f"{TOKENIZER_FOLDER}/{path.name}"] = _record(path)
         manifest = WeightsManifest(
             format_version=FORMAT_VERSION,
             kind="initial weights",
@@ -241,12 +243,15 @@ def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None,
     target.mkdir()
     for path in names:
         (target / path.name).write_bytes(path.read_bytes())
-    auto = any(path.name in ("tokenizer.json", "vocab.json", "tokenizer_config.json") for path in names)
     try:
-        tokenizer = load_tokenizer("huggingface" if auto else "sentencepiece", target)
+        tokenizer = load_tokenizer(kind_of_files(target), target)
     except DataError as error:  # training needs the tokenizer of its data only
         return None, None, f"the tokenizer that came with the model cannot be used ({error}): {remedy}"
     return tokenizer.vocab_size, tokenizer.end_of_document, None
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(size_bytes=path.stat().st_size, xxh3_128=hash_file(path))
 
 
 def _single(value: Any) -> int | None:

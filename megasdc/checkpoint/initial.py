@@ -50,7 +50,7 @@ class WeightsManifest(_Record):
         vocab_size: rows of the word embedding.
         tokenizer_vocab_size: entries of the tokenizer that came with it; null: none came.
         end_of_document: id of the tokenizer's, or what the imported configuration says.
-        files: by name.
+        files: by name, those of the tokenizer too.
     """
 
     format_version: int
@@ -104,7 +104,7 @@ class InitialWeights:
                 f"{FORMAT_VERSION}"
             )
         self.vocab_size = self.manifest.vocab_size
-        self.tokenizer_checksum: str | None = None  # its tokenizer lies in the same folder, under the same manifest
+        self.tokenizer_checksum: str | None = None  # its tokenizer's files are in the manifest; ids are compared
         self._verified: set[str] = set()
 
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:

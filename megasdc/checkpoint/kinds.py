@@ -52,6 +52,12 @@ _REMEDIES = {
     MODEL: "import it with megasdc import-hf {path} OUT",
     RUN: "its checkpoints are in {path}/checkpoints",
 }
+_REMEDIES_FOR_UNIVERSAL = {
+    CHECKPOINT: "convert it with megasdc convert-checkpoint {path} --to universal",
+    CHECKPOINTS: "convert the newest in it with megasdc convert-checkpoint {path} --to universal",
+    RUN: "convert the newest of its checkpoints with megasdc convert-checkpoint {path}/checkpoints --to universal",
+}
+"""Where a universal checkpoint is needed."""
 _SIGNS: dict[str, Callable[[Path], Any]] = {
     UNIVERSAL: is_universal,
     INITIAL: is_initial_weights,
@@ -81,7 +87,13 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
         A sentence with a remedy; null where nothing tells what the folder is.
     """
     kind = kind_of(path)
-    return None if kind is None else f"{path} is {kind}; needed is {needed}: {_REMEDIES[kind].format(path=path)}"
+    if kind is None:
+        return None
+    remedy = _REMEDIES[kind]
+    if needed == UNIVERSAL:
+        inside = list_universal(path) or list_universal(Path(path) / "checkpoints")
+        remedy = f"give {inside[-1]}, which lies in it" if inside else _REMEDIES_FOR_UNIVERSAL.get(kind, remedy)
+    return f"{path} is {kind}; needed is {needed}: {remedy.format(path=path)}"
 
 
 def _content(path: Path) -> dict[str, Any]:

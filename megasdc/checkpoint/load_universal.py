@@ -86,9 +86,9 @@ def open_universal(
         everybody.append("the nodes hold different conversions of it")
     if everybody:
         shown = "\n".join(f"  - {line}" for line in everybody[:10])
-        raise CheckpointError(
-            f"{path} cannot be used, nothing was changed:\n{shown}\nMake it again with megasdc convert-checkpoint."
-        )
+        # Without a manifest it may be another folder altogether, and the problem says what that is.
+        remedy = "\nMake it again with megasdc convert-checkpoint." if any(made for made, _ in answers) else ""
+        raise CheckpointError(f"{path} cannot be used, nothing was changed:\n{shown}{remedy}")
     assert manifest is not None, "a checkpoint without problems has a manifest"
     return OpenUniversal(path, manifest, shared_state, place)
 

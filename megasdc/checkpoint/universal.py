@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.checkpoint.files import UNIVERSAL_FILE, UNIVERSAL_STEP
-from megasdc.checkpoint.kinds import explain_folder, is_universal
+from megasdc.checkpoint.kinds import UNIVERSAL, explain_folder, is_universal
 from megasdc.checkpoint.manifest import FileRecord, Layout, Record, read_record, write_record
 from megasdc.errors import CheckpointError
 
@@ -83,7 +83,7 @@ def read_universal_manifest(folder: Path) -> UniversalManifest:
         raise CheckpointError(f"{folder} is not a folder; a universal checkpoint is made by megasdc convert-checkpoint")
     if not is_universal(folder):
         raise CheckpointError(
-            explain_folder(folder, "a universal checkpoint")
+            explain_folder(folder, UNIVERSAL)
             or f"{folder} has no {UNIVERSAL_FILE}: it is no universal checkpoint, or its conversion did not finish; "
             "make one with megasdc convert-checkpoint DIR --to universal"
         )

@@ -51,7 +51,8 @@ class CheckpointReport:
 
     def render(self) -> str:
         """The same for people: one line, and one for each problem."""
-        state = "whole" if self.ok else f"DAMAGED, {len(self.problems)} problems"
+        count = len(self.problems)
+        state = "whole" if self.ok else f"DAMAGED, {count} problem{'s' if count != 1 else ''}"
         head = f"{self.path}: {state}, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB"
         return "\n".join([head, *(f"  - {problem}" for problem in self.problems)])
 
@@ -185,7 +186,7 @@ def _inspect_universal(path: Path) -> dict[str, Any]:
 
 
 def render_inspection(found: dict[str, Any]) -> str:
-    """The result of ``inspect_checkpoint`` for people, one line a fact; single tensors are left out."""
+    """The result of ``inspect_checkpoint`` for people, one line a fact; single tensors and empty facts are left out."""
     layout = found["layout"]
     lines = {
         "step": found["step"],
@@ -198,7 +199,7 @@ def render_inspection(found: dict[str, Any]) -> str:
         "files": f"{found['num_files']}, {found['size_bytes'] / 1e6:.1f} MB",
         "of that": ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in found["size_bytes_by_kind"].items()),
     }
-    return "\n".join([found["path"], *(f"  {name:9} {value}" for name, value in lines.items())])
+    return "\n".join([found["path"], *(f"  {name:9} {value}" for name, value in lines.items() if value != "")])
 
 
 def _sizes_by_kind(manifest: Manifest) -> dict[str, int]:

@@ -103,10 +103,21 @@ class BlendedTokens(torch.utils.data.Dataset):
     @property
     def num_distinct(self) -> int:
         """So many samples from the beginning are all different: until a part begins its next epoch."""
+        first = self._first_repeated()
+        return self.num_samples if first is None else first
+
+    @property
+    def first_used_up(self) -> Part | None:
+        """The part whose next epoch ends ``num_distinct``; null where none ends within the stream."""
+        first = self._first_repeated()
+        return None if first is None else self.parts[int(self._part_of[first])]
+
+    def _first_repeated(self) -> int | None:
+        """Position of the first sample that was there before."""
         ends = np.array([part.num_distinct for part in self.parts])
         part_of, position = self._part_of[: self.num_samples], self._position_in_part[: self.num_samples]
         repeated = np.flatnonzero(position >= ends[part_of])
-        return int(repeated[0]) if len(repeated) else self.num_samples
+        return int(repeated[0]) if len(repeated) else None
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return one sample.

@@ -267,6 +267,15 @@ def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
     return kinds[kind](path)
 
 
+def kind_of_files(path: Path | str) -> str:
+    """Say which kind of tokenizer a file or folder is: ``huggingface`` where a folder holds files of that kind.
+
+    Such a folder may hold a SentencePiece model too, which ``transformers`` does not need.
+    """
+    signs = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
+    return "huggingface" if any((Path(path) / name).is_file() for name in signs) else "sentencepiece"
+
+
 def checksum_tokenizer(kind: str, path: Path | str) -> str:
     """Return the XXH3-64 of a tokenizer's local files, without loading it.
 

@@ -15,8 +15,9 @@ from megasdc.checkpoint.export_hf import find_tokenizer
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.logical import WeightSource, load_weights, open_weights
 from megasdc.checkpoint.progress import progress_bar
-from megasdc.config import RunConfig, load_config, parse_config
-from megasdc.data.dataset import build_split
+from megasdc.config import DataSection, RunConfig, load_config, parse_config
+from megasdc.data.blend import BlendedTokens
+from megasdc.data.dataset import TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.tokenizer import Tokenizer
@@ -110,7 +111,8 @@ def evaluate_weights(
 ) -> EvalResult:
     """Compute the loss on the first samples of a split, the ones that a run's own evaluation uses.
 
-    No sample counts twice: where a split holds fewer than were asked for, all of them are used, and a note says so.
+    No sample counts twice: where a split holds fewer than were asked for, all of them are used, and a note says so; a
+    blend is used until its first part has no other samples left, so that the shares stay those of its weights.
     Of imported weights with more embedding rows than their tokenizer has entries all rows are in the softmax, as in
     ``transformers``, which a note says too; a training run that starts from them leaves the rows beyond out.
 
@@ -131,6 +133,8 @@ def evaluate_weights(
     weights = open_weights(source, progress=progress)
     config = _config_of(weights, config_path, overrides)
     sections = config.megasdc
+    if config_path is None:
+        _check_data(weights, sections.data)
     if isinstance(weights, InitialWeights):
         check_vocabulary(weights, Manifest.load(sections.data.path), sections.data.path)
     elif weights.tokenizer_checksum not in (None, now := Manifest.load(sections.data.path).tokenizer.checksum):
@@ -168,7 +172,7 @@ def evaluate_weights(
         tokens=round(tokens),
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        notes=_notes(weights, split, wanted, count),
+        notes=_notes(weights, split, wanted, stream),
     )
 
 
@@ -286,9 +290,30 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         )
 
 
-def _notes(weights: WeightSource, split: str, wanted: int, count: int) -> list[str]:
+def _check_data(weights: WeightSource, section: DataSection) -> None:
+    """Say what helps where the data that a checkpoint names are not there.
+
+    Raises:
+        DataError: they are not.
+    """
+    for folder in [section.path, *(part.path for part in section.blend)]:
+        if not Path(folder).exists():
+            raise DataError(
+                f"the data {folder} of {weights.path} are not there; name them with --set megasdc.data.path=DIR, or "
+                "start in the folder that the run was started in"
+            )
+
+
+def _notes(weights: WeightSource, split: str, wanted: int, stream: TokenDataset | BlendedTokens) -> list[str]:
     notes = []
-    if count < wanted:
+    part = stream.first_used_up if isinstance(stream, BlendedTokens) else None
+    count = stream.num_distinct
+    if count < wanted and part is not None:
+        notes.append(
+            f"{wanted} samples were asked for; the blend's {split} was used for {count}, up to where its first part is "
+            f"used up: {part.path} holds {part.num_distinct} of this length; each was used once"
+        )
+    elif count < wanted:
         notes.append(f"{wanted} samples were asked for; {split} holds {count} of this length, each was used once")
     if isinstance(weights, InitialWeights):
         entries = weights.manifest.tokenizer_vocab_size

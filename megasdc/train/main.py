@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megasdc.config import RunConfig, check_layout, find_warnings, load_config
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.errors import HangError, MegasdcError, PeerError, StorageError
+from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, StorageError
 from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger("megasdc")
@@ -80,6 +80,12 @@ def as_known_error(error: Exception) -> MegasdcError | None:
     if any(sign in text for sign in HANG_SIGNS):
         return HangError(
             f"a collective was given up after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
+        )
+    if "EADDRINUSE" in text:
+        address, port = os.environ.get("MASTER_ADDR", "this host"), os.environ.get("MASTER_PORT", "of the rendezvous")
+        return LaunchError(
+            f"port {port} on {address} is in use by another program, so the ranks cannot meet there; choose another "
+            f"with --master_port: {first_line}"
         )
     lost = any(kind.__name__ in ("DistBackendError", "DistNetworkError") for kind in type(error).__mro__)
     if lost or any(sign in text for sign in PEER_SIGNS):

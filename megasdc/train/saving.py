@@ -223,6 +223,15 @@ def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
         saved_global_batch=saved_batch,
     )
     logger.info("step %d of %s, saved at %s, goes on", run.step, found.path, manifest.source_layout)
+    if run.step >= run.steps:
+        run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
+        logger.warning(
+            "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
+            "is written at this layout; raise megasdc.training.steps to go on",
+            found.path,
+            run.step,
+            run.steps,
+        )
     if "loader" in without:
         logger.warning("the data begin anew at their first sample: megasdc.checkpoint.universal_without has loader")
     if "hooks" in without:

@@ -32,12 +32,15 @@ class StopSignals:
 
 @contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into ``SystemExit`` with 128 + signal, so that a command removes what it began to write.
+    """Turn stop signals into ``SystemExit`` with 128 + signal, so that a command removes what it began to write.
 
-    Signals after the first are ignored, so that they do not interrupt that. SIGINT counts also where a script started
-    the process in the background, which makes Python ignore it.
+    They are SIGINT, SIGTERM and SIGHUP. Signals after the first are ignored, so that they do not interrupt that. SIGINT
+    counts also where a script started the process in the background, which makes Python ignore it; an ignored SIGHUP
+    stays ignored, for ``nohup`` asks for it.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
         for each in numbers:

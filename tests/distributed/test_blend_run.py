@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.config import DataSection
+from megasdc.data.dataset import build_split
 from megasdc.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
@@ -56,3 +58,22 @@ def test_a_blend_resumes_bit_identically(tmp_path: Path, parts: list[dict[str, A
     assert finals[0] == finals[1]
     assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "halves")
     assert json.loads((tmp_path / "whole" / "resolved.json").read_text())["megasdc"]["data"]["blend"] == parts
+
+
+def test_an_evaluation_says_which_part_ends_a_blend(tmp_path: Path, parts: list[dict[str, Any]]) -> None:
+    """Samples stop where the first part is used up, though the other holds more; the note names it and its number."""
+    from megasdc.train.inference import evaluate_weights
+
+    config = write_config(tmp_path / "c.json", Path(parts[0]["path"]), tmp_path / "run", training={"steps": 1})
+    assert train_run(config, 1) == [(0, None)]
+    blend = {"data__blend": parts, "training": {"steps": 1}}
+    config = write_config(tmp_path / "c.json", Path(parts[0]["path"]), tmp_path / "run", **blend)
+    held = {}
+    for part in parts:
+        section = DataSection.model_validate({"path": part["path"], "sequence_length": 32})
+        held[part["path"]] = build_split(section, 500, "valid", 1).num_distinct
+    found = evaluate_weights(tmp_path / "run" / "checkpoints", config_path=config, samples=10_000)
+    assert found.samples < sum(held.values())
+    (note,) = found.notes
+    assert f"blend's valid was used for {found.samples}" in note
+    assert any(f"{path}/valid.bin holds {number} of this length" in note for path, number in held.items())

@@ -300,7 +300,8 @@ def test_generation_keeps_the_space_after_the_prompt(tmp_path: Path, exported: P
     )
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "dummy.model"))
     assert model.decode(model.encode("a b")[1:]) == "b", "such a model drops the first space"
-    import_hf(exported, tmp_path / "weights")
+    model_folder = Path(shutil.copytree(exported, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")))
+    import_hf(model_folder, tmp_path / "weights")  # it brings no tokenizer, so that another one may be given
     spaces = 0
     for seed in range(12):
         options = {"max_tokens": 2, "temperature": 1e6, "seed": seed, "tokenizer": tmp_path / "dummy.model"}
@@ -382,11 +383,17 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, trained: Trained) -> N
 
 def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> None:
     """Without the prepared data the tokenizer is asked for; another one than the model's is refused."""
+    from megasdc.train.inference import evaluate_weights
+
     folder = _copy(trained, tmp_path)
     data.rename(data.with_name("away"))
     try:
         with pytest.raises(DataError, match=r"tokenizer.*is not there; give it with --tokenizer"):
             export_hf(folder, tmp_path / "out")
+        with pytest.raises(DataError, match=r"--tokenizer: .*nothere is not there; give a folder"):
+            export_hf(folder, tmp_path / "out", tokenizer=tmp_path / "nothere")
+        with pytest.raises(DataError, match=r"data .* are not there; .* start in the folder that the run was started"):
+            evaluate_weights(folder)
         result = export_hf(folder, tmp_path / "out", tokenizer=data.with_name("away") / "tokenizer")
         assert result.tokenizer == "auto"
         texts = [path.read_text(encoding="utf-8")[::-1] for path in sorted(Path(json.__file__).parent.glob("*.py"))]
@@ -396,6 +403,39 @@ def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> No
         assert not (tmp_path / "refused").exists()
     finally:
         data.with_name("away").rename(data)
+
+
+def test_the_tokenizer_of_an_import_comes_out_as_it_went_in(tmp_path: Path, exported: Path, data: Path) -> None:
+    """Exported again, each of its files has the same bytes and AutoTokenizer gives our ids; a changed one is named."""
+    import transformers
+
+    model = Path(shutil.copytree(exported, tmp_path / "model"))
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "of_the_author": "kept"}))
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    import_hf(model, tmp_path / "weights")
+    assert export_hf(tmp_path / "weights", tmp_path / "out").note is None
+    names = ["tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes(), name
+    text = "def f(x):\n    return  x  # <eod>\n"
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"]
+    assert ids == load_tokenizer("sentencepiece", data / "tokenizer").encode([text])[0]
+    _flip(tmp_path / "weights" / "tokenizer" / "tokenizer.model")
+    with pytest.raises(CheckpointError, match=r"tokenizer/tokenizer.model was changed"):
+        export_hf(tmp_path / "weights", tmp_path / "again")
+
+
+def test_a_tokenizer_given_for_an_import_must_give_its_ids(tmp_path: Path, exported: Path, data: Path) -> None:
+    """The model file that its tokenizer was made from is taken, one of the same size with other ids is refused."""
+    import_hf(exported, tmp_path / "weights")
+    result = export_hf(tmp_path / "weights", tmp_path / "out", tokenizer=data / "tokenizer" / "tokenizer.model")
+    assert result.tokenizer == "auto"
+    texts = [path.read_text(encoding="utf-8")[::-1] for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+    train_sentencepiece(texts, tmp_path / "same_size.model", 500)
+    with pytest.raises(DataError, match=r"same_size.model gives other ids than .*weights/tokenizer"):
+        export_hf(tmp_path / "weights", tmp_path / "refused", tokenizer=tmp_path / "same_size.model")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_eval_on_data_of_another_tokenizer_is_refused(tmp_path: Path, trained: Trained, data: Path) -> None:

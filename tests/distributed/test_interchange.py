@@ -23,6 +23,7 @@ from megasdc.checkpoint.logical import CheckpointWeights
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import main
 from megasdc.errors import CheckpointError, ConfigError
+from megasdc.train.signals import exiting_on_signals
 
 pytestmark = pytest.mark.distributed
 
@@ -165,13 +166,47 @@ def test_paths_may_have_brackets(tmp_path: Path, data: Path, checkpoint: Path) -
     assert [event["step"] for event in events_of(folder / "next", "resume", "checkpoint")] == [3]
 
 
+def test_json_of_a_conversion_is_all_of_its_output(tmp_path: Path, checkpoint: Path) -> None:
+    """In a fresh process, where DeepSpeed is imported on the way, standard output is one JSON object."""
+    command = ["convert-checkpoint", str(checkpoint), "--to", "universal", "--out", str(tmp_path / "out"), "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # it warns without
+    done = subprocess.run(
+        [sys.executable, "-m", "megasdc", *command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == str(tmp_path / "out")
+
+
+def test_a_closed_terminal_ends_a_command_but_not_under_nohup() -> None:
+    """SIGHUP ends with 128 + signal, so that what was begun is removed; one that is ignored stays ignored."""
+
+    def handler(number: int, frame: Any) -> None:
+        """In place of the default, which would end the tests."""
+
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with pytest.raises(SystemExit) as ended, exiting_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert ended.value.code == 128 + signal.SIGHUP
+        assert signal.getsignal(signal.SIGHUP) == handler
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with exiting_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_outputs_in_and_over_their_source(tmp_path: Path, checkpoint: Path) -> None:
-    """Neither form is written into the checkpoint that it is made from; an empty folder needs no --force."""
+    """Neither form is written into the checkpoint that it is made from or over a file; an empty folder is taken."""
     with pytest.raises(CheckpointError, match="lies in the checkpoint that is converted"):
         convert.convert_to_universal(checkpoint, checkpoint / "universal")
     with pytest.raises(ConfigError, match=r"OUT: .* lies in"):
         export_hf.export_hf(checkpoint, checkpoint / "exported")
     assert verify_checkpoint(checkpoint).ok
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"file is a file; choose another --out$"):
+        convert.convert_to_universal(checkpoint, tmp_path / "file")
+    (tmp_path / "file").unlink()
     (tmp_path / "out").mkdir()
     assert convert.convert_to_universal(checkpoint, tmp_path / "out", workers=1).step == 2
     (tmp_path / "link").symlink_to(tmp_path / "out")

@@ -308,7 +308,7 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path, data: Path, univ
     assert "universal_without" in str(message)
     code, message = _start(tmp_path / "none", data, tmp_path)
     assert code == 72
-    assert "convert-checkpoint" in str(message)
+    assert f"give {damaged}, which lies in it" in str(message)
 
 
 def test_a_harmful_pickle_is_not_opened(tmp_path: Path, data: Path, universal: Path) -> None:
@@ -409,6 +409,16 @@ def test_data_of_another_tokenizer_are_refused(tmp_path: Path, data: Path, unive
     code, message = _start(tmp_path / "run", other, universal, checkpoint__universal_without=["loader"])
     assert code == 72
     assert "was prepared with 0000000000000000; give data of the same tokenizer" in str(message)
+
+
+def test_a_start_with_no_steps_left_says_so(tmp_path: Path, data: Path, universal: Path) -> None:
+    """A run of as many steps as are done already ends well with an event that says that nothing was done or saved."""
+    assert _start(tmp_path / "run", data, universal, training__steps=3) == (0, None)
+    (event,) = events_of(tmp_path / "run", "resume", "no_steps_left")
+    assert (event["step"], event["steps"]) == (3, 3)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert _start(tmp_path / "more", data, universal, training__steps=4) == (0, None)
+    assert events_of(tmp_path / "more", "resume", "no_steps_left") == []
 
 
 def test_initial_weights_are_not_asked_for(tmp_path: Path, data: Path, source: _Leg, universal: Path) -> None:

@@ -1,8 +1,13 @@
 """Exit codes are a protocol: one number, one meaning, for ever."""
 
 import inspect
+import socket
+
+import pytest
+from torch.distributed import TCPStore
 
 from megasdc import errors
+from megasdc.train.main import as_known_error
 
 
 def all_errors():
@@ -46,3 +51,19 @@ def test_config_error_lists_every_problem():
     assert str(error) == "2 problems in my file.json:\n  - a.b: wrong.\n  - c: wrong."
     assert error.problems == ["a.b: wrong.", "c: wrong."]
     assert str(errors.ConfigError("only one.")) == "1 problem:\n  - only one."
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    """A rendezvous on a taken port ends with 78, the port and the remedy, not as if another rank had gone."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RuntimeError) as caught:
+            TCPStore("127.0.0.1", port, 1, True)
+    known = as_known_error(caught.value)
+    assert type(known) is errors.LaunchError
+    assert f"port {port} on 127.0.0.1 is in use" in str(known)
+    assert "--master_port" in str(known)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint import kinds
 from megasdc.checkpoint.convert import convert_to_universal
+from megasdc.checkpoint.export_hf import check_out, writing_folder
 from megasdc.checkpoint.files import commit_folder, remove_leftovers
 from megasdc.checkpoint.import_hf import import_hf
 from megasdc.checkpoint.initial import InitialWeights
+from megasdc.checkpoint.load_universal import open_universal
 from megasdc.checkpoint.logical import open_weights
 from megasdc.checkpoint.manifest import Layout, describe_file
 from megasdc.checkpoint.universal import (
@@ -25,8 +29,17 @@ from megasdc.checkpoint.universal import (
     universal_folder,
     write_universal_manifest,
 )
+from megasdc.checkpoint.verify import inspect_checkpoint, render_inspection, verify_checkpoint
 from megasdc.cli import app
-from megasdc.errors import CheckpointError
+from megasdc.errors import CheckpointError, ConfigError, StorageError
+
+
+@pytest.fixture
+def single_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def make_universal(folder: Path, step: int = 2) -> Path:
@@ -147,3 +160,59 @@ def test_a_linked_folder_is_replaced_and_nothing_stays(tmp_path: Path) -> None:
     assert len(remove_leftovers(tmp_path)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step_00000001"]
     assert (target / "file").read_text() == "mine"
+
+
+def _refused_universal(folder: Path) -> str:
+    """The message of a start at a folder that is no universal checkpoint; one process is all ranks."""
+    with pytest.raises(CheckpointError) as caught:
+        open_universal(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["converted", "run"])
+def test_a_universal_checkpoint_inside_is_named(tmp_path: Path, single_rank: None, name: str) -> None:
+    """Given the folder that holds one, or the run that does, the message names it and no other remedy."""
+    made = make_universal(tmp_path / name / ("checkpoints" if name == "run" else ""))
+    message = _refused_universal(tmp_path / name)
+    assert f"give {made}, which lies in it" in message
+    assert "convert-checkpoint" not in message
+    assert "eval" not in message
+
+
+def test_a_wrong_universal_folder_has_one_remedy(tmp_path: Path, single_rank: None) -> None:
+    """A checkpoint is to be converted, a mistyped path to be mended; only a damaged one is to be made again."""
+    checkpoint = make_checkpoint(tmp_path / "several")
+    for folder in (checkpoint, checkpoint.parent):
+        message = _refused_universal(folder)
+        assert message.count("convert-checkpoint") == 1
+        assert f"megasdc convert-checkpoint {folder} --to universal" in message
+        assert "eval" not in message
+    message = _refused_universal(tmp_path / "unversal")
+    assert "unversal is not a folder" in message
+    assert "Make it again" not in message
+    damaged = make_universal(tmp_path / "damaged")
+    (damaged / "zero" / "fp32.pt").unlink()
+    assert "Make it again with megasdc convert-checkpoint" in _refused_universal(damaged)
+
+
+def test_reports_for_people(tmp_path: Path) -> None:
+    """One problem is one problem, and a universal checkpoint, which knows no nodes, has no empty line for them."""
+    universal = make_universal(tmp_path)
+    shown = render_inspection(inspect_checkpoint(universal))
+    assert "nodes" not in shown
+    assert all(line.split()[1:] for line in shown.splitlines()[1:])
+    (universal / "zero" / "fp32.pt").unlink()
+    assert "DAMAGED, 1 problem," in verify_checkpoint(universal).render()
+
+
+def test_bad_places_have_a_fitting_remedy(tmp_path: Path) -> None:
+    """A file given as folder to write is called one: neither --force nor free space would help; a full disk is."""
+    file = tmp_path / "README.md"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"README.md is a file; give another folder$"):
+        check_out(file, False, "x", "x", tmp_path)
+    with pytest.raises(StorageError, match=r"Not a directory; choose another folder$"), writing_folder(file / "out"):
+        pass
+    with pytest.raises(StorageError, match=r"free space or choose"), writing_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert file.read_text() == "mine"
