@@ -25,10 +25,10 @@ from megasdc.config.environment import set_deterministic_environment
 from megasdc.determinism import set_deterministic
 from megasdc.errors import MegasdcError
 from megasdc.golden.drill import Drill
-from megasdc.golden.key import golden_key
 from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, load_golden
+from megasdc.sdc.key import golden_key
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.verdict import find
 from megasdc.tensors.checksum import default_algorithm

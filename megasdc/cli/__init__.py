@@ -1,0 +1,28 @@
+"""The `megasdc` command: parses arguments and calls one library function each.
+
+torch takes seconds to import, so every command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from megasdc.cli.app import app
+from megasdc.errors import MegasdcError
+
+# isort: off
+from megasdc.cli import config, run, checkpoints, interchange, golden, bench  # noqa: F401 - in the order of --help
+# isort: on
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
+    try:
+        app(prog_name="megasdc")
+    except MegasdcError as error:
+        typer.echo(f"megasdc: error: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,86 @@
+"""The command's parts that all its rooms share: the applications, common options, how a result is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megasdc import __version__
+
+app = typer.Typer(
+    name="megasdc",
+    help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
+    epilog="Example: megasdc check-config configs/smoke.json --world-size 2",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+bench_app = typer.Typer(
+    help="Measure: each benchmark states its bar, its machine and its interval.",
+    epilog="Example: megasdc bench train --against plain --blocks 30",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
+
+golden_app = typer.Typer(
+    help="Golden traces: what trusted hardware computed, and whether this hardware computes the same.",
+    epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden",
+    no_args_is_help=True,
+)
+app.add_typer(golden_app, name="golden")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
+]
+ConfigOption = Annotated[Path, typer.Option("--config", help="JSON configuration file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write the result, whole, as JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megasdc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def stdout_kept_clean() -> contextlib.AbstractContextManager[Any]:
+    """Send what is printed to standard error: DeepSpeed logs to whatever is standard output when it is imported."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def print_result(result: Any, render: Callable[..., None], *, out: Path | None, as_json: bool) -> None:
+    """Print a result for people or as JSON, and write it as JSON where that was asked for.
+
+    Args:
+        result: anything with `as_dict()`.
+        render: writes it to a rich console: `render(result, console)`.
+        out: file to write, or None.
+        as_json: print JSON instead of rendering.
+    """
+    from rich.console import Console
+
+    text = json.dumps(result.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        render(result, Console())

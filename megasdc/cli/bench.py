@@ -1,0 +1,205 @@
+"""`megasdc bench ...`: each benchmark states its bar, its machine and its interval."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from megasdc.cli.app import Json, Out, bench_app, print_result
+
+
+@bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
+def bench_training(
+    against: Annotated[
+        Literal["plain", "hf", "determinism", "launch", "all"],
+        typer.Option(
+            "--against",
+            help="A bare PipelineEngine loop, HF Llama + ZeRO-1, deterministic mode against without, time to first "
+            "step, or all.",
+        ),
+    ] = "all",
+    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each loop.")] = 30,
+    steps_per_block: Annotated[int, typer.Option("--steps-per-block", help="Steps of a block.")] = 10,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 64.")] = 256,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 8,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 256,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 12032,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 2,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", help="Data-parallel ranks on this machine.")] = 2,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads of a rank.")] = 1,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision", help="Type of parameters.")] = "fp32",
+    launches: Annotated[int, typer.Option("--launches", min=1, help="Launches whose time counts.")] = 5,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compare our training loop with other loops in alternating blocks; exit code 1 if a bar is missed.
+
+    Ratios are our time over theirs, wall and processor time, with an exact interval of the median. Run it on a machine
+    that does nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.options import TrainBenchOptions
+    from megasdc.bench.render import progress_bar, render
+    from megasdc.bench.train import AGAINST, bench_train
+
+    options = TrainBenchOptions(
+        blocks=blocks,
+        steps_per_block=steps_per_block,
+        hidden=hidden,
+        layers=layers,
+        sequence=sequence,
+        vocab=vocab,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        ranks=ranks,
+        threads=threads,
+        precision=precision,
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_train(options, AGAINST if against == "all" else (against,), launches, on_progress)
+    print_result(result, render, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+@bench_app.command("detection", epilog="Example: megasdc bench detection --faults 600 --clean 120 --out detection.json")
+def bench_detecting(
+    faults: Annotated[int, typer.Option("--faults", min=1, help="Faults to inject, over all layouts and types.")] = 600,
+    clean: Annotated[int, typer.Option("--clean", min=1, help="Runs without a fault in between.")] = 120,
+    layouts: Annotated[
+        str, typer.Option("--layouts", help="Layouts, tensor x pipeline x data, with commas between.")
+    ] = "1x1x2,2x1x1,1x2x1,2x2x2",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Inject random faults and see whether a golden trace finds each and names the rank; exit code 1 if not.
+
+    Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
+    the injector says it did. Clean runs must raise nothing.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.detection import DetectionOptions, bench_detection, parse_layouts
+    from megasdc.bench.detection_render import render_detection
+    from megasdc.bench.render import progress_bar
+
+    options = DetectionOptions(faults, clean, parse_layouts(layouts), seed=seed)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_detection(options, on_progress)
+    print_result(result, render_detection, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+@bench_app.command("data", epilog="Example: megasdc bench data --workers 2 --blocks 10 --out bench.json")
+def bench_preparing(
+    tokenizer: Annotated[
+        Literal["sentencepiece", "huggingface", "all"], typer.Option("--tokenizer", help="Kind of tokenizer.")
+    ] = "all",
+    workers: Annotated[int, typer.Option("--workers", help="Tokenizing processes; 0: one a core.")] = 0,
+    blocks: Annotated[int, typer.Option("--blocks", help="Runs of each side.")] = 10,
+    characters: Annotated[int, typer.Option("--characters", help="Length of the text.")] = 24_000_000,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 4096,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compare prepare-data with Megatron's preprocess_data in alternating runs; exit code 1 if a bar is missed.
+
+    Both read the same text with the same trained tokenizer and as many processes, and must write the same bytes.
+    Ratios are our time over theirs, wall and processor time, with an exact interval of the median. Run it on a machine
+    that does nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.data import KINDS, DataBenchOptions, bench_data
+    from megasdc.bench.render import progress_bar, render_data
+
+    options = DataBenchOptions(workers=workers, blocks=blocks, characters=characters, vocab=vocab)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_data(options, KINDS if tokenizer == "all" else (tokenizer,), on_progress)
+    print_result(result, render_data, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+@bench_app.command("checksum", epilog="Example: megasdc bench checksum --blocks 40 --sizes 16 --sizes 64")
+def bench_checksums(
+    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each side.")] = 40,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--sizes", help="MiB of a tensor; may be repeated; default: 1 to 256.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads of tensor.sum(); XXH3 has one.")] = 1,
+    trials: Annotated[int, typer.Option("--trials", help="Faults of each kind.")] = 4000,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compare checksums with reading a tensor, and count the faults they miss; exit code 1 if a bar is missed.
+
+    On the host XXH3 against tensor.sum(); on a GPU the mixed sum against a sum reduction and a device copy. Ratios are
+    our time over theirs in alternating blocks, with an exact interval of the median. Run it on a machine that does
+    nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.checksum import ChecksumBenchOptions, bench_checksum
+    from megasdc.bench.render import progress_bar, render_checksum
+
+    options = ChecksumBenchOptions(
+        blocks=blocks, sizes_mib=tuple(sizes or (1, 4, 16, 64, 256)), threads=threads, trials=trials
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_checksum(options, on_progress)
+    print_result(result, render_checksum, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+@bench_app.command("trace", epilog="Example: megasdc bench trace --blocks 10 --tflops 400 --bandwidth 2680")
+def bench_tracing(
+    blocks: Annotated[int, typer.Option("--blocks", help="Steps of each kind.")] = 10,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 64.")] = 1024,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 512,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 8192,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 2,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision", help="Type of parameters.")] = "fp32",
+    bandwidth: Annotated[
+        float, typer.Option("--bandwidth", min=1.0, help="Accelerator: GB/s at which checksums read; 0.8 of an H100's.")
+    ] = 2680.0,
+    tflops: Annotated[
+        float, typer.Option("--tflops", min=0.1, help="Accelerator: TFLOP/s that training reaches; 40 % of an H100's.")
+    ] = 395.6,
+    call_us: Annotated[
+        float, typer.Option("--call-us", min=0.0, help="Accelerator: microseconds to launch one checksum.")
+    ] = 10.0,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a trace costs by granularity, and predict it for an accelerator from the bytes that it reads.
+
+    Cost is time inside our own calls over the time of a step, and, noisier, alternating steps with and without.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.options import TrainBenchOptions
+    from megasdc.bench.render import progress_bar
+    from megasdc.bench.trace import Accelerator, bench_trace
+    from megasdc.bench.trace_render import render
+
+    options = TrainBenchOptions(
+        blocks=blocks,
+        hidden=hidden,
+        layers=layers,
+        sequence=sequence,
+        vocab=vocab,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        threads=threads,
+        precision=precision,
+    )
+    accelerator = Accelerator(bytes_per_s=bandwidth * 1e9, flop_per_s=tflops * 1e12, call_s=call_us * 1e-6)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_trace(options, accelerator, on_progress)
+    print_result(result, render, out=out, as_json=as_json)

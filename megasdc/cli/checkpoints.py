@@ -1,0 +1,76 @@
+"""What a checkpoint holds: `megasdc verify-checkpoint`, `inspect-checkpoint`, `convert-checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megasdc.cli.app import Json, app, stdout_kept_clean
+from megasdc.errors import CheckpointError
+
+CheckpointFolder = Annotated[
+    Path,
+    typer.Argument(help="Folder of one checkpoint, universal or not, or of several: all are looked at."),
+]
+
+
+@app.command("verify-checkpoint", epilog="Example: megasdc verify-checkpoint runs/smoke/checkpoints")
+def verify_checkpoint(
+    folder: CheckpointFolder,
+    checksums: Annotated[
+        bool, typer.Option("--checksums/--no-checksums", help="Read every file; without: sizes and pickles alone.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Check every file of a checkpoint against its manifest; exit code 0 if it is whole, 72 if it is damaged."""
+    from megasdc.checkpoint import verify
+
+    reports = [
+        verify.verify_checkpoint(path, checksums=checksums, progress=not as_json)
+        for path in verify.find_folders(folder, universal=True)
+    ]
+    if as_json:
+        typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
+    else:
+        typer.echo("\n".join(report.render() for report in reports))
+    raise typer.Exit(0 if all(report.ok for report in reports) else CheckpointError.exit_code)
+
+
+@app.command("inspect-checkpoint", epilog="Example: megasdc inspect-checkpoint runs/smoke/checkpoints/step_00000100")
+def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
+    """Say what a checkpoint holds, from its manifest alone: step, layout, versions, sizes."""
+    from megasdc.checkpoint import verify
+
+    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder, universal=True)]
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
+
+
+@app.command("convert-checkpoint", epilog="Example: megasdc convert-checkpoint runs/smoke/checkpoints --to universal")
+def convert_checkpoint(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of one checkpoint (step_NNNNNNNN), or of several: the newest whole one.")
+    ],
+    to: Annotated[Literal["universal"], typer.Option("--to", help="universal: to start from at any layout.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; left out: universal_step_NNNNNNNN beside it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a universal checkpoint that is there.")] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes; left out: one a CPU, at most 4.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint, so that a run of another layout can start from it; exit code 72 if it is damaged.
+
+    The result is named in megasdc.checkpoint.universal of the run that goes on.
+    """
+    with stdout_kept_clean():
+        from megasdc.checkpoint.convert import convert_to_universal
+        from megasdc.train.signals import exiting_on_signals
+
+        with exiting_on_signals():
+            report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())

@@ -1,0 +1,82 @@
+"""What may be set: `megasdc check-config` and `config-table`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, Overrides, app
+from megasdc.errors import ConfigError
+
+
+@app.command("check-config", epilog="Example: megasdc check-config configs/smoke.json --world-size 2")
+def check_config(
+    file: Annotated[Path, typer.Argument(help="JSON configuration file.")],
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=1, help="Also check layout and batch sizes for so many ranks.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a configuration and print it with every default filled in; exit code 70 and all problems if it is wrong.
+
+    Relative paths in the file mean the folder that the run is started in.
+    """
+    from megasdc.config import check_layout, find_warnings, load_config
+
+    try:
+        config = load_config(file, overrides or ())
+        layout = check_layout(config, world_size) if world_size is not None else None
+    except ConfigError as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
+        raise typer.Exit(error.exit_code) from error
+    warnings = find_warnings(config)
+    if as_json:
+        result = {
+            "ok": True,
+            "source": str(file),
+            "warnings": warnings,
+            "layout": asdict(layout) if layout is not None else None,
+            "resolved": config.resolved(),
+        }
+        typer.echo(json.dumps(result, indent=2))
+        return
+    typer.echo(json.dumps(config.resolved(), indent=2))
+    for warning in warnings:
+        typer.echo(f"megasdc: warning: {warning}", err=True)
+    if layout is not None:
+        typer.echo(
+            f"{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}; "
+            f"{layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x accumulation "
+            f"{layout.accumulation_steps} x data {layout.data}",
+            err=True,
+        )
+
+
+@app.command("config-table", epilog="Example: megasdc config-table --write README.md")
+def config_table(
+    write: Annotated[Path | None, typer.Option("--write", help="Put the table between the file's markers.")] = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="Change nothing; exit code 1 if the file's table is out of date.")
+    ] = None,
+) -> None:
+    """Print the markdown table of every configuration field, or keep the one in a file up to date."""
+    from megasdc.config.table import render_table, update_readme
+
+    if write is None and check is None:
+        typer.echo(render_table(), nl=False)
+        return
+    try:
+        if write is not None:
+            typer.echo(f"{write}: {'was up to date' if update_readme(write) else 'table written'}")
+        if check is not None and not update_readme(check, check=True):
+            typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
+            raise typer.Exit(1)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error

@@ -1,0 +1,109 @@
+"""`megasdc golden record` and `golden verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import ConfigOption, Json, Out, Overrides, golden_app, print_result, stdout_kept_clean
+
+
+@golden_app.command("record", epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden")
+def golden_record(
+    config: ConfigOption,
+    out: Annotated[Path, typer.Option("--out", help="The golden file to write; replaced if it exists.")],
+    overrides: Overrides = None,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Data-parallel size of the golden layout.")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case in each set of processes.")] = 3,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Run the configuration's workload - seeded weights and tokens, a few steps - and keep its checksums.
+
+    It runs in two sets of fresh processes; a workload that does not repeat bit for bit is refused. The file holds for
+    devices, versions and layout like these; its key says which.
+    """
+    from rich.console import Console
+
+    with stdout_kept_clean():
+        from megasdc.config import load_config
+        from megasdc.golden.progress import run_progress
+        from megasdc.golden.record import record
+
+        with run_progress(Console(stderr=True), "recording") as on_progress:
+            golden = record(
+                load_config(config, overrides or []),
+                out,
+                replicas=replicas,
+                repeats=repeats,
+                timeout_s=timeout_s,
+                on_progress=on_progress,
+            )
+    results = sum(len(trace) for trace in golden.traces.values())
+    if as_json:
+        typer.echo(json.dumps({"file": str(out), "key": golden.key, "results": results, "repeats": golden.repeats}))
+        return
+    typer.echo(
+        f"{out}: {results:,} results of {golden.layout}, {len(golden.cases)} cases, equal in {golden.repeats} runs"
+    )
+    for name, value in golden.key.items():
+        typer.echo(f"  {name}: {value}")
+
+
+@golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
+def golden_verify(
+    file: Annotated[Path | None, typer.Argument(help="The golden file; left out with --library.")] = None,
+    library: Annotated[
+        Path | None, typer.Option("--library", help="Folder of *.golden files; the one for this machine is taken.")
+    ] = None,
+    local: Annotated[
+        int | None,
+        typer.Option("--local", min=0, help="Verify so many devices of this host, each alone; 0: all that are there."),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")] = 3,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
+    faults: Annotated[
+        Path | None, typer.Option("--faults", help="A drill: JSON file of faults that harm the ranks on purpose.")
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the workload of a golden file on this host and compare every result.
+
+    Exit code 0: every rank healthy; 73: some rank computed something else, named with its first result that differs;
+    75, 79: a rank hung or died; 80: not comparable, or the file is no golden trace. Over many hosts:
+    `deepspeed --hostfile H launch/golden_verify.py FILE`.
+    """
+    from rich.console import Console
+
+    with stdout_kept_clean():
+        from megasdc.golden.drill import load_drill
+        from megasdc.golden.library import choose_golden
+        from megasdc.golden.progress import run_progress
+        from megasdc.golden.result import render_result
+        from megasdc.golden.verify import count_devices, verify_here
+
+        devices = None if local is None else local or count_devices()
+        if (file is None) == (library is None):
+            raise typer.BadParameter("give either a golden file or --library DIR")
+        if library is not None:
+            file = choose_golden(library, None if devices is None else 1)
+            typer.echo(f"{file} is for this machine", err=True)
+        assert file is not None, "checked above"
+        drill = None if faults is None else load_drill(faults)
+        with run_progress(Console(stderr=True), "verifying") as on_progress:
+            result = verify_here(
+                file,
+                devices=devices,
+                repeats=repeats,
+                minutes=minutes,
+                timeout_s=timeout_s,
+                drill=drill,
+                on_progress=on_progress,
+            )
+    print_result(result, render_result, out=out, as_json=as_json)
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,127 @@
+"""What makes and watches a run: `megasdc prepare-data`, `launch`, `check-determinism`, `summary`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import ConfigOption, Json, Overrides, app
+
+
+@app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
+def prepare_data(
+    config: ConfigOption,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; left out: megasdc.data.path of the file.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Tokenizing processes.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Make the data anew even if the folder holds some.")] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Turn text into token files: corpus to tokenizer to Megatron's .bin/.idx and a manifest.
+
+    A call that was interrupted goes on where it stopped.
+    """
+    from megasdc.config import load_config
+    from megasdc.data.prepare import prepare
+
+    section = load_config(config, overrides or ()).megasdc.data
+    target = out if out is not None else Path(section.path)
+    manifest = prepare(section, target, workers, progress=not as_json, force=force)
+    if as_json:
+        typer.echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
+        return
+    typer.echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
+
+
+@app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")
+def launch(
+    config: ConfigOption,
+    launcher_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`; without: this host.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option("--num-gpus", "--num-ranks", min=1, help="Ranks on each host.")
+    ] = None,
+    include: Annotated[str, typer.Option("--include", help="Only these: NAME[:SLOT,...][@NAME...].")] = "",
+    exclude: Annotated[str, typer.Option("--exclude", help="All but these; same form.")] = "",
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="pdsh, openmpi, slurm, ...: DeepSpeed's backend.")
+    ] = "pdsh",
+    script: Annotated[Path | None, typer.Option("--script", help="Training script; default: pretrain_gpt.py.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check all hosts, start DeepSpeed's launcher, and return the true exit code, naming who failed first and why."""
+    from megasdc.launcher.front import DEFAULT_SCRIPT, LaunchRequest, launch_run
+
+    request = LaunchRequest(
+        config_path=config,
+        hostfile=hostfile,
+        num_gpus=num_gpus,
+        include=include,
+        exclude=exclude,
+        backend=launcher,
+        launcher_args=tuple(launcher_args or ()),
+        overrides=tuple(overrides or ()),
+        script=script or DEFAULT_SCRIPT,
+    )
+    result = launch_run(request, dry_run=dry_run, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command("check-determinism", epilog="Example: megasdc check-determinism --config configs/smoke.json --steps 3")
+def check_determinism(
+    config: ConfigOption,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each run.")] = 3,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks on this machine; left out: the fewest that fit.")
+    ] = None,
+    lint_only: Annotated[bool, typer.Option("--lint-only", help="List causes, run nothing.")] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """List what could make two runs differ, then make two short runs here and compare every loss, norm, optimizer
+    state and parameter by checksum.
+
+    Exit code 0: nothing was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
+    are equal, but something was found that can make others differ.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.render import progress_bar
+    from megasdc.bench.repeat import check_determinism
+    from megasdc.config import load_config
+
+    loaded = load_config(config, overrides or ())
+    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+        report = check_determinism(loaded, ranks=ranks, steps=steps, lint_only=lint_only, on_progress=on_progress)
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    raise typer.Exit(report.exit_code)
+
+
+@app.command("summary", epilog="Example: megasdc summary runs/smoke")
+def summary(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder (megasdc.logging.run_dir).")],
+    require_finished: Annotated[
+        bool, typer.Option("--require-finished", help="Exit code 1 if the run has not done all its steps.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a run came to: loss at begin and end, speed, checkpoints."""
+    from megasdc.report.summary import render, summarize
+
+    found = summarize(run_dir)
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
+    raise typer.Exit(int(require_finished and found.steps < found.planned_steps))
