@@ -3,6 +3,7 @@
 from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
 from megasdc.config.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.detection_sections import AlwaysOnSection, AuditSection, PolicySection, SdcSection
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.load import RunConfig, load_config, parse_config
@@ -24,6 +25,8 @@ from megasdc.config.sections import (
 
 __all__ = [
     "PRESETS",
+    "AlwaysOnSection",
+    "AuditSection",
     "CheckpointSection",
     "DataSection",
     "DeterminismSection",
@@ -34,8 +37,10 @@ __all__ = [
     "MegasdcSection",
     "ModelSection",
     "ParallelSection",
+    "PolicySection",
     "ProcessFaultSpec",
     "RunConfig",
+    "SdcSection",
     "SourceSection",
     "TokenizerSection",
     "TraceSection",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megasdc.addresses import PHASES
+from megasdc.config.detection_sections import AuditSection, SdcSection
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
@@ -298,6 +299,8 @@ class MegasdcSection(Section):
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
     trace: TraceSection = Field(default_factory=lambda: TraceSection.model_validate({}))
     golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))
+    sdc: SdcSection = Field(default_factory=lambda: SdcSection.model_validate({}))
+    audit: AuditSection = Field(default_factory=lambda: AuditSection.model_validate({}))
     faults: list[FaultSpec] = Field([], description="Faults injected on purpose; empty: none, no hook is attached.")
     process_faults: list[ProcessFaultSpec] = Field(
         [], description="Ranks ended, stopped or slowed on purpose; empty: none."
