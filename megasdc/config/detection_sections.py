@@ -1,0 +1,71 @@
+"""What finds silent data corruption while a run trains, and what then happens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megasdc.config.fields import PositiveInt, Section
+
+Policy = Literal["halt", "repair", "warn"]
+Granularity = Literal["layer", "submodule", "gemm"]
+
+
+class PolicySection(Section):
+    """What happens after an exact finding, by verdict.
+
+    halt: nothing is committed or saved, an incident report is written, and every rank exits with the corruption code.
+    repair: all micro-batches of the step are computed again, checked again, and used; halt if they are wrong again.
+    warn: the step is committed as it is.
+    """
+
+    persistent: Policy = Field("halt", description="The rank computes the same wrong value each time.")
+    intermittent: Policy = Field("halt", description="The rank is wrong again, but not always or not equally.")
+    not_reproduced: Policy = Field("repair", description="The rank was right in all repeats.")
+    inconclusive: Policy = Field("halt", description="Ranks differ, but none can be named.")
+
+
+class AlwaysOnSection(Section):
+    """Checks of every step."""
+
+    enabled: bool = Field(False, description="Check every step; off: no hook is attached anywhere.")
+    recompute: bool | None = Field(
+        None,
+        description="Compare forward results with those of the activation recompute on the same rank; null: where "
+        "`pipeline.activation_checkpoint_interval` is set.",
+    )
+    parameters: bool = Field(
+        True, description="Compare the parameters of all replicas after each step, before the next step is committed."
+    )
+    coverage: Literal["one", "all"] = Field(
+        "one", description="Micro-batches of a step whose results are checked: one, another each step; or all."
+    )
+    granularity: Granularity = Field("submodule", description="Which submodules are checked; see `trace.granularity`.")
+
+
+class SdcSection(Section):
+    """Detection of silent data corruption: checks of every step, and what follows from any finding."""
+
+    always_on: AlwaysOnSection = Field(default_factory=lambda: AlwaysOnSection.model_validate({}))
+    repeats: PositiveInt = Field(
+        5, description="How often a disputed micro-batch is computed again to tell persistent from other faults."
+    )
+    golden: str | None = Field(
+        None,
+        min_length=1,
+        description="Golden trace file that settles disputes and overrides the majority; null: verdicts are relative "
+        "to the majority.",
+    )
+    policy: PolicySection = Field(default_factory=lambda: PolicySection.model_validate({}))
+
+
+class AuditSection(Section):
+    """Steps whose first micro-batch is the same on all replicas, so that every result of it can be compared."""
+
+    enabled: bool = Field(False, description="Audit every `interval` steps, on SIGUSR2 and on alarms.")
+    interval: PositiveInt = Field(50, description="Steps K from one audit to the next.")
+    granularity: Granularity = Field("gemm", description="Which submodules are compared; see `trace.granularity`.")
+    verify_checkpoints: bool = Field(
+        False, description="Also audit the step after each checkpoint, so that it is verified at once."
+    )
