@@ -28,7 +28,7 @@ from megasdc.model.sizes import model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.build import DTYPES, build_training_engine, deepspeed_config
+from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook, train
 from megasdc.train.signals import StopSignals

@@ -50,7 +50,8 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.sdc.trace_file import TraceWriter, trace_path
     from megasdc.sdc.tracer import Tracer
     from megasdc.tensors.checksum import default_algorithm
-    from megasdc.train.build import build_training_engine, set_threads
+    from megasdc.train.build import set_threads
+    from megasdc.train.build_engine import build_training_engine
     from megasdc.train.startup import StartClock
 
     sections = config.megasdc

@@ -26,7 +26,8 @@ from megasdc.parallel import groups
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import default_algorithm, read_back
-from megasdc.train.build import build_training_engine, set_threads
+from megasdc.train.build import set_threads
+from megasdc.train.build_engine import build_training_engine
 from megasdc.train.main import set_up_logging
 from megasdc.train.startup import StartClock
 

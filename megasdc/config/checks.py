@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megasdc.config.detection_problems import MOST_SAMPLES_LOST, samples_lost
 from megasdc.config.fault_problems import fault_place_problems
 from megasdc.errors import ConfigError
 
@@ -60,6 +61,12 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     data = world_size // ranks
     if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, data):
         raise ConfigError(wrong, config.source)
+    if config.megasdc.audit.enabled and data == 1:
+        text = (
+            f"megasdc.audit.enabled: got true, but {world_size} ranks are one replica, which has no other to be "
+            f"compared with; start at least {2 * ranks} ranks, or set megasdc.audit.enabled false."
+        )
+        raise ConfigError(text, config.source)
     train, micro, accumulation = _batch_sizes(config, data)
     return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation)
 
@@ -120,6 +127,14 @@ def find_warnings(config: RunConfig) -> list[str]:
         warnings.append(
             f"megasdc.checkpoint.keep_every: {keep} is no multiple of megasdc.checkpoint.interval {interval}: "
             "few or no checkpoints are kept by it."
+        )
+    accumulation = config.deepspeed.get("gradient_accumulation_steps")
+    if accumulation is not None and (lost := samples_lost(file, accumulation)) > MOST_SAMPLES_LOST:
+        enough = round(1 / accumulation / MOST_SAMPLES_LOST)
+        warnings.append(
+            f"megasdc.audit.interval: {file.audit.interval}: audits take up to 1/(M K) = {lost:.2%} of the independent "
+            f"samples, with M = {accumulation} micro-batches a step; from {enough} on it is at most "
+            f"{MOST_SAMPLES_LOST:.1%}."
         )
     if file.model.vocab_multiple % 8:
         warnings.append(f"megasdc.model.vocab_multiple: {file.model.vocab_multiple} is no multiple of 8: slow on GPUs.")

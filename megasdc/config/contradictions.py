@@ -10,6 +10,7 @@ from typing import Any
 
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.detection_problems import detection_problems
 from megasdc.config.fault_problems import fault_problems
 from megasdc.config.megatron_fields import megatron_problems
 from megasdc.config.problem import Problem
@@ -49,6 +50,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _training_problems(file)
     yield from _determinism_problems(file)
     yield from _trace_problems(file)
+    yield from detection_problems(file, deepspeed)
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)

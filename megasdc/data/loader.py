@@ -64,16 +64,28 @@ class MicroBatchLoader:
         Raises:
             DataError: the stream has ended, or holds an id that the model does not know; `consumed` stays as it was.
         """
-        positions = [(self.consumed + index) * self.dp_size + self.dp_rank for index in range(self.micro_batch_size)]
+        batch = self.read(self.dp_rank, self.consumed)
+        self.consumed += self.micro_batch_size
+        return batch
+
+    def read(self, dp_rank: int, consumed: int) -> MicroBatch:
+        """The micro-batch that a replica takes after so many samples; no position moves.
+
+        Args:
+            dp_rank: any replica.
+            consumed: samples that it has taken before.
+
+        Raises:
+            DataError: the stream has ended, or holds an id that the model does not know.
+        """
+        positions = [(consumed + index) * self.dp_size + dp_rank for index in range(self.micro_batch_size)]
         if positions[-1] >= len(self.dataset):
             raise DataError(
                 f"the training stream of {self.dataset.path} has {len(self.dataset)} samples and replica "
-                f"{self.dp_rank} of {self.dp_size} asks for position {positions[-1]} after {self.consumed} samples; "
+                f"{dp_rank} of {self.dp_size} asks for position {positions[-1]} after {consumed} samples; "
                 f"build it with more samples"
             )
-        batch = _load(self.dataset, positions)
-        self.consumed += self.micro_batch_size
-        return batch
+        return _load(self.dataset, positions)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this replica's position, in plain numbers and text."""

@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.randomness import DropoutStreams
-from megasdc.optim.zero1 import accumulated_gradient, scale_gradients
+from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale_gradients
 from megasdc.parallel.dims import ParallelDims
 
 
@@ -80,6 +80,7 @@ class TrainingEngine(PipelineEngine):
             for parameter in self.module.parameters()
             if getattr(parameter, "sequence_parallel", False) or getattr(parameter, "partial_over_tensor", False)
         ]
+        self.shared_source: int | None = None
         self._micro_batch_of_buffer: dict[int, int] = {}
         self._started = 0
         self._tokens: list[torch.Tensor] = []
@@ -153,15 +154,60 @@ class TrainingEngine(PipelineEngine):
         self._tokens = []
         self._planned_tokens = 1
 
+    # --- micro-batches once more --------------------------------------------------------------------------------
+
+    def compute_again(self) -> None:
+        """Throw the gradients of this step away and run all its micro-batches again.
+
+        The data iterator must give the step's micro-batches again.
+
+        Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``.
+        """
+        self.optimizer.zero_grad()
+        self._begin()
+        self.total_loss = None
+        self._run_micro_batches(self.micro_batches)
+
+    def rehearse(self, micro_batch: int) -> None:
+        """Run one micro-batch of this step again, for those who listen; gradients and losses stay as they are.
+
+        The data iterator must give this micro-batch next.
+
+        Args:
+            micro_batch: its number in the step.
+
+        Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``.
+        """
+        kept = self.total_loss, self._tokens
+        with gradients_set_aside(self.optimizer):
+            self._begin()
+            self.total_loss = None
+            self._started = micro_batch
+            self._run_micro_batches(1)
+        self.total_loss, self._tokens = kept
+        self._started = self.micro_batches
+
+    def _run_micro_batches(self, num_micro_batches: int) -> None:
+        whole = schedule.TrainSchedule(micro_batches=num_micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+        self._exec_schedule(_MicroBatchesAlone(whole))
+
     # --- instructions -------------------------------------------------------------------------------------------
+
+    @property
+    def next_micro_batch(self) -> int:
+        """Number of the micro-batch that this stage starts next."""
+        return self._started
 
     def sample_places(self, micro_batch: int) -> tuple[int, ...]:
         """Places of a micro-batch's samples in the global batch of the step, [b].
 
-        The k-th sample that replica r takes in a step is number k * replicas + r, whatever the micro-batch size.
+        The k-th sample that replica r takes in a step is number k * replicas + r, whatever the micro-batch size. Where
+        ``shared_source`` is set, the first micro-batch is that replica's on all replicas.
         """
+        shared = micro_batch == 0 and self.shared_source is not None
+        replica = self.shared_source if shared else self.dims.dp_rank
         first = micro_batch * self.micro_batch_size
-        return tuple((first + i) * self.dims.data + self.dims.dp_rank for i in range(self.micro_batch_size))
+        return tuple((first + i) * self.dims.data + replica for i in range(self.micro_batch_size))
 
     def _enter(self, micro_batch: int) -> None:
         if self.streams is not None:
@@ -192,6 +238,8 @@ class TrainingEngine(PipelineEngine):
             hook.after_backward(self, micro_batch)
 
     def _run_reduce_tied_grads(self) -> None:
+        for hook in self.hooks:
+            hook.after_micro_batches(self)
         super()._exec_reduce_tied_grads()
         if self._partial_sums:
             from megatron.core import parallel_state
@@ -257,6 +305,26 @@ class TrainingEngine(PipelineEngine):
         """Called by ``eval_batch`` on all stages: the mean over the tokens of all replicas."""
         totals = self._reduce_totals(data)
         return (totals[0] / totals[1]).float()
+
+
+class _MicroBatchesAlone:
+    """A training schedule without what ends the step.
+
+    Args:
+        whole: DeepSpeed's schedule.
+    """
+
+    def __init__(self, whole: schedule.TrainSchedule) -> None:
+        self._whole = whole
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches in flight on this stage."""
+        return int(self._whole.num_pipe_buffers())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        end = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
+        for instructions in self._whole.steps():
+            yield [one for one in instructions if not isinstance(one, end)]
 
 
 def build_engine(

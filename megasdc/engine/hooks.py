@@ -27,6 +27,12 @@ class EngineHook:
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """The backward pass has been issued."""
 
+    def after_micro_batches(self, engine: TrainingEngine) -> None:
+        """All micro-batches have run; no gradient has been mixed with that of another stage or replica yet.
+
+        The only place where a hook may call ``engine.rehearse`` and ``engine.compute_again``.
+        """
+
     def before_reduction(self, engine: TrainingEngine) -> None:
         """Gradients of all micro-batches are accumulated; they are about to be summed over replicas."""
 

@@ -32,12 +32,19 @@ class Observer(EngineHook):
         engine: the engine; the observer adds itself to its hooks.
         submodules: which submodules, from ``list_submodules(engine.module)``.
         listeners: called in this order for every result.
+        gradients: whether backward results and weight gradients are shown too.
 
     Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
         the collectives of column-parallel layers are called from another place.
     """
 
-    def __init__(self, engine: TrainingEngine, submodules: Sequence[Submodule], listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        submodules: Sequence[Submodule],
+        listeners: Sequence[Listener],
+        gradients: bool = True,
+    ) -> None:
         self._undo = ExitStack()
         self._listeners = tuple(listeners)
         self._step = 0
@@ -53,7 +60,7 @@ class Observer(EngineHook):
             for submodule in submodules
             for slot, parameter in submodule.parameters.items()
         ]
-        attachment = Attachment(engine.module, list(submodules), self._emit_local)
+        attachment = Attachment(engine.module, list(submodules), self._emit_local, gradients)
         self._undo.callback(attachment.close)
         handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: self._emit_update(engine))
         self._undo.callback(handle.remove)

@@ -72,8 +72,6 @@ class HarmedBatches:
         self._batches = batches
         self._injector = injector
         self._engine = engine
-        self._step = 0
-        self._micro_batch = 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -81,17 +79,15 @@ class HarmedBatches:
     def __next__(self) -> MicroBatch:
         """The next micro-batch."""
         tokens, (labels, loss_mask) = next(self._batches)
-        if self._step != self._engine.step_number:
-            self._step, self._micro_batch = self._engine.step_number, 0
         if self._engine.is_first_stage():
             tokens = self._harmed("tokens", tokens)
         if self._engine.is_last_stage():
             labels = self._harmed("labels", labels)
-        self._micro_batch += 1
         return tokens, (labels, loss_mask)
 
     def _harmed(self, slot: str, ids: torch.Tensor) -> torch.Tensor:
-        answer = self._injector(Address(self._step, self._micro_batch, TOKENS, TOKENS, slot), ids)
+        address = Address(self._engine.step_number, self._engine.next_micro_batch, TOKENS, TOKENS, slot)
+        answer = self._injector(address, ids)
         return ids if answer is None else answer
 
 

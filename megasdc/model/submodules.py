@@ -142,11 +142,13 @@ class Attachment:
         submodules: what to observe, from ``list_submodules``.
         emit: told every result. Forward, a value that it answers overwrites the result where it lies; backward and
             for weight gradients it takes the result's place.
+        gradients: whether backward results and weight gradients are shown too.
     """
 
-    def __init__(self, stage: Any, submodules: list[Submodule], emit: Emit) -> None:
+    def __init__(self, stage: Any, submodules: list[Submodule], emit: Emit, gradients: bool = True) -> None:
         self._undo = ExitStack()
         self._emit = emit
+        self._gradients = gradients
         for submodule in submodules:
             if submodule.kind == LOSS:
                 self._attach_loss(stage.loss_fn)
@@ -155,7 +157,7 @@ class Attachment:
                 self._attach_activation(submodule.fqn, block.layer.mlp)
             else:
                 self._attach_module(submodule)
-        for submodule in submodules:
+        for submodule in submodules if gradients else ():
             for slot, parameter in submodule.parameters.items():
                 self._on_weight_gradient(submodule.fqn, slot, parameter)
 
@@ -170,7 +172,7 @@ class Attachment:
             self._observe_row(fqn, module)
         else:
             self._hold(module.register_forward_hook(lambda _m, _a, out: self._forward(fqn, "output", _first(out))))
-        if submodule.kind == EMBEDDING:  # token ids have no gradient
+        if submodule.kind == EMBEDDING or not self._gradients:  # token ids have no gradient
             return
         if submodule.kind in _COLUMN:
             self._move_column_collective(module)
@@ -179,7 +181,8 @@ class Attachment:
 
     def _attach_loss(self, loss: Any) -> None:
         loss.observe = lambda slot, value: self._forward(LOSS_FQN, slot, value)
-        loss.tap = lambda logits: self._tap(LOSS_FQN, "input", logits)
+        if self._gradients:
+            loss.tap = lambda logits: self._tap(LOSS_FQN, "input", logits)
 
         def restore() -> None:
             loss.observe = loss.tap = None
@@ -189,6 +192,8 @@ class Attachment:
     def _attach_activation(self, fqn: str, mlp: Any) -> None:
         """The result is what FC2 takes in; the gradient of the input is the one that FC1's output gets."""
         self._hold(mlp.linear_fc2.register_forward_pre_hook(lambda _m, args: self._forward(fqn, "output", args[0])))
+        if not self._gradients:
+            return
         self._hold(
             mlp.linear_fc1.register_forward_hook(lambda _m, _a, out: (self._tap(fqn, "input", out[0]), *out[1:]))
         )

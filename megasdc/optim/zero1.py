@@ -8,6 +8,7 @@ every data-parallel rank. The names used here are DeepSpeed 0.19's private ones;
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,37 @@ def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
             f"a parameter of shape {tuple(parameter.shape)} has no accumulated gradient in {type(optimizer).__name__}"
         )
     return gradient
+
+
+@contextmanager
+def gradients_set_aside(optimizer: Any) -> Iterator[None]:
+    """Begin with no accumulated gradients, and put those that were there back at the end.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer, before the reduction.
+
+    Sync: none. ``BF16_Optimizer``'s fp32 gradients are copied; others only change their place.
+    """
+    if is_bf16_optimizer(optimizer):
+        flats = [flat.clone() for flat in optimizer.fp32_groups_gradients_flat]
+        has = [list(flags) for flags in optimizer.fp32_groups_has_gradients]
+        optimizer.zero_grad()
+        try:
+            yield
+        finally:
+            optimizer.zero_grad()
+            for flat, kept in zip(optimizer.fp32_groups_gradients_flat, flats, strict=True):
+                flat.copy_(kept)
+            optimizer.fp32_groups_has_gradients[:] = has
+        return
+    kept_of = [(one, one.grad, one.grad_accum) for group in optimizer.bit16_groups for one in group]
+    optimizer.zero_grad()
+    try:
+        yield
+    finally:
+        optimizer.zero_grad()
+        for parameter, gradient, accumulated in kept_of:
+            parameter.grad, parameter.grad_accum = gradient, accumulated
 
 
 def reduced_gradients(optimizer: Any) -> list[Tensor]:

@@ -42,8 +42,12 @@ class Tracer:
             self._addresses.append(address)
             self._values.append(self._algorithm.start(result))
 
+    def records(self, step: int) -> bool:
+        """Whether a step is recorded."""
+        return (step - 1) % self._interval == 0
+
     def _takes(self, address: Address) -> bool:
-        if address.phase not in self._phases or (address.step - 1) % self._interval:
+        if address.phase not in self._phases or not self.records(address.step):
             return False
         if self.fqns is not None and address.fqn not in self.fqns:
             return False

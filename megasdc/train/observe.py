@@ -1,54 +1,82 @@
-"""Which results of this rank are shown to whom? One observer for everything that listens."""
+"""Which results of this rank are shown to whom? One observer for everything that listens, only while it listens."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.observer import Listener, Observer
 from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.tracer import Tracer
-from megasdc.train.run import StepHook
+from megasdc.train.run import Run, StepHook
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Something that listens.
+
+    Args:
+        listener: shown the results.
+        wanted: names of the submodules that it wants to see in a step; empty: it does not listen in it. The same on
+            all ranks of a tensor group.
+        gradients: whether it wants more than forward results of micro-batches.
+    """
+
+    listener: Listener
+    wanted: Callable[[int], Collection[str]]
+    gradients: bool = True
 
 
 class Observation(StepHook):
-    """Keeps an observer for the length of a run and takes its hooks away at the end.
-
-    Args:
-        observer: from ``build_observer``.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def close(self) -> None:
-        """Take every hook away."""
-        self._observer.close()
-
-
-def build_observer(engine: TrainingEngine, injector: Injector | None, tracer: Tracer | None) -> Observer | None:
-    """Attach this rank's observer to the submodules that someone listens to.
+    """Attaches an observer in the steps in which somebody listens, and takes its hooks away in the others.
 
     Args:
         engine: the engine.
-        injector: harms results; comes before what records them. Null: no faults.
-        tracer: records checksums. Null: no trace.
-
-    Returns:
-        Null, and nothing attached, where nobody listens on any rank of this tensor group.
+        watches: called in this order for every result: what harms before what records.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.
     """
-    if injector is None and tracer is None:
-        return None
-    every = list_submodules(engine.module)
-    heard: set[str] = set()
-    listeners: list[Listener] = []
-    if injector is not None:
-        heard |= {one.fqn for one in harmed_submodules(injector.specs, every)}
-        listeners.append(injector)
-    if tracer is not None:
-        heard |= {one.fqn for one in every if tracer.fqns is None or one.fqn in tracer.fqns}
-        listeners.append(tracer)
-    chosen = [one for one in every if one.fqn in heard]
-    return Observer(engine, chosen, listeners) if chosen else None
+
+    def __init__(self, engine: TrainingEngine, watches: Sequence[Watch]) -> None:
+        self._engine = engine
+        self._watches = tuple(watches)
+        self._submodules = list_submodules(engine.module)
+        self._observer: Observer | None = None
+        self._attached: tuple[frozenset[str], tuple[Watch, ...]] = (frozenset(), ())
+
+    def before_step(self, run: Run) -> None:
+        """Attach what this step needs."""
+        step = run.engine.step_number
+        wanted = {watch: frozenset(watch.wanted(step)) for watch in self._watches}
+        wanting = tuple(watch for watch in self._watches if wanted[watch])
+        fqns = frozenset().union(*wanted.values())
+        if (fqns, wanting) == self._attached:
+            return
+        self.close()
+        chosen = [one for one in self._submodules if one.fqn in fqns]
+        if chosen:
+            gradients = any(watch.gradients for watch in wanting)
+            self._observer = Observer(self._engine, chosen, [watch.listener for watch in wanting], gradients)
+        self._attached = (fqns, wanting)
+
+    def close(self) -> None:
+        """Take every hook away."""
+        if self._observer is not None:
+            self._observer.close()
+        self._observer = None
+        self._attached = (frozenset(), ())
+
+
+def watch_for_faults(injector: Injector, engine: TrainingEngine) -> Watch:
+    """What an injector wants to see: all that some spec may harm on some rank, in every step."""
+    names = frozenset(one.fqn for one in harmed_submodules(injector.specs, list_submodules(engine.module)))
+    return Watch(injector, lambda step: names)
+
+
+def watch_for_trace(tracer: Tracer) -> Watch:
+    """What a tracer wants to see, in the steps that it records."""
+    names = tracer.fqns or frozenset()
+    return Watch(tracer, lambda step: names if tracer.records(step) else frozenset())

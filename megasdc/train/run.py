@@ -69,6 +69,9 @@ class StepHook:
     def on_start(self, run: Run) -> None:
         """Training is about to start, or to go on from a checkpoint."""
 
+    def before_step(self, run: Run) -> None:
+        """A step is about to start."""
+
     def after_step(self, run: Run, result: StepResult) -> None:
         """A step has ended; ``run`` counts it already."""
 
@@ -102,6 +105,8 @@ def train(run: Run) -> None:
         for hook in hooks:
             hook.on_start(run)
         while not run.is_last_step:
+            for hook in hooks:
+                hook.before_step(run)
             result = run.engine.train_step(run.batches)
             run.step = result.step
             run.tokens += result.tokens

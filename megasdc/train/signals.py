@@ -10,19 +10,35 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+AUDIT_SIGNAL = signal.SIGUSR2
+
+
 class StopSignals:
     """Remembers the last stop signal instead of dying from it, from creation until ``close``; for ranks.
 
+    SIGUSR2 asks for an audit and stops nothing.
+
     Attributes:
         received: number of the signal; 0: none yet.
+        audit_requested: whether an audit was asked for since ``take_audit_request``.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self._previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self.audit_requested = False
+        numbers = (*STOP_SIGNALS, AUDIT_SIGNAL)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.received = number
+        if number == AUDIT_SIGNAL:
+            self.audit_requested = True
+        else:
+            self.received = number
+
+    def take_audit_request(self) -> bool:
+        """Whether an audit was asked for since the last call."""
+        asked, self.audit_requested = self.audit_requested, False
+        return asked
 
     def close(self) -> None:
         """Put the former handlers back."""

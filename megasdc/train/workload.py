@@ -19,7 +19,7 @@ from megasdc.sdc.golden import Case
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm
-from megasdc.train.build import build_training_engine
+from megasdc.train.build_engine import build_training_engine
 from megasdc.train.startup import StartClock
 
 
@@ -36,7 +36,7 @@ def workload_config(config: RunConfig) -> RunConfig:
     raw["train_micro_batch_size_per_gpu"] = golden.micro_batch_size
     raw["gradient_accumulation_steps"] = golden.micro_batches
     sections = raw["megasdc"]
-    sections["checkpoint"] = {}
+    sections["checkpoint"] = sections["audit"] = sections["sdc"] = {}
     sections["model"]["initial_weights"] = None
     sections["determinism"]["enabled"] = True
     sections["training"] = {"steps": golden.steps, "seed": config.megasdc.training.seed}

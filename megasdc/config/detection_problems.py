@@ -1,0 +1,59 @@
+"""Which settings of detection contradict others, and what does an audit cost in samples?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megasdc.config.problem import Problem
+from megasdc.config.sections import MegasdcSection
+
+MOST_SAMPLES_LOST = 0.005
+"""Share of the independent samples above which an audit's price is warned of."""
+
+
+def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    """Yield every contradiction that can be seen without knowing the number of ranks.
+
+    Args:
+        file: our sections.
+        deepspeed: DeepSpeed's keys with defaults filled in.
+    """
+    checks = {"megasdc.audit.enabled": file.audit.enabled, "megasdc.sdc.always_on.enabled": file.sdc.always_on.enabled}
+    for name in (name for name, enabled in checks.items() if enabled):
+        if not file.determinism.enabled:
+            yield Problem(
+                (name, "megasdc.determinism.enabled"),
+                f"{name}: got true with megasdc.determinism.enabled false; results that need not repeat cannot be "
+                "compared bit by bit, and healthy ranks would be accused; set megasdc.determinism.enabled true.",
+            )
+        if file.model.backend != "torch":
+            yield Problem(
+                (name, "megasdc.model.backend"),
+                f'{name}: got true with megasdc.model.backend "{file.model.backend}", whose submodules cannot be '
+                'observed; set the backend to "torch".',
+            )
+    recomputes = bool(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+    always_on = file.sdc.always_on
+    if always_on.enabled and always_on.recompute and not recomputes:
+        yield Problem(
+            ("megasdc.sdc.always_on.recompute", "pipeline.activation_checkpoint_interval"),
+            "megasdc.sdc.always_on.recompute: got true, but nothing is recomputed; set "
+            "pipeline.activation_checkpoint_interval to 1, or recompute to null.",
+        )
+    if always_on.enabled and not always_on.parameters and not (recomputes and always_on.recompute is not False):
+        yield Problem(
+            ("megasdc.sdc.always_on.enabled",),
+            "megasdc.sdc.always_on.enabled: got true, but neither parameters nor recomputations are checked; set "
+            "sdc.always_on.parameters true, or enabled false.",
+        )
+
+
+def samples_lost(file: MegasdcSection, micro_batches: int) -> float:
+    """Share of the independent samples that audits take, at most; 0 without audits.
+
+    Args:
+        file: our sections.
+        micro_batches: M of a step on each replica.
+    """
+    return 1 / (micro_batches * file.audit.interval) if file.audit.enabled else 0.0

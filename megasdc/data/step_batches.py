@@ -1,0 +1,77 @@
+"""Which micro-batches does a step use, and how are they read again? The loader, with a step's micro-batches kept.
+
+In a step whose first micro-batch is shared, all replicas read the samples that would be the source replica's, and only
+that replica's position moves: the samples that the others would have taken come in their next micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megasdc.data.loader import MicroBatch, MicroBatchLoader
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The micro-batch that all replicas share.
+
+    Args:
+        source: replica whose samples they are.
+        consumed: samples that it has taken before.
+    """
+
+    source: int
+    consumed: int
+
+
+class StepBatches:
+    """Yields the micro-batches of one replica, and those of the running step as often as asked.
+
+    Args:
+        loader: of this replica.
+        batches: the loader, possibly watched.
+    """
+
+    def __init__(self, loader: MicroBatchLoader, batches: Iterator[MicroBatch]) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._kept: list[MicroBatch] = []
+        self._next = 0
+        self._shared: Shared | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def begin(self, shared: Shared | None) -> None:
+        """A step begins; its first micro-batch may be shared."""
+        self._kept.clear()
+        self._next = 0
+        self._shared = shared
+
+    def rewind(self, micro_batch: int = 0) -> None:
+        """Give this micro-batch of the running step next, and those after it.
+
+        Raises:
+            ValueError: this rank has not read so far.
+        """
+        if not 0 <= micro_batch <= len(self._kept):
+            raise ValueError(f"micro-batch {micro_batch} of the step was not read yet; {len(self._kept)} were")
+        self._next = micro_batch
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch.
+
+        Raises:
+            DataError: see ``MicroBatchLoader``.
+        """
+        if self._next == len(self._kept):
+            self._kept.append(self._read())
+        self._next += 1
+        return self._kept[self._next - 1]
+
+    def _read(self) -> MicroBatch:
+        shared = self._shared
+        if self._kept or shared is None or shared.source == self._loader.dp_rank:
+            return next(self._batches)
+        return self._loader.read(shared.source, shared.consumed)

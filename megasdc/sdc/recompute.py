@@ -1,0 +1,106 @@
+"""Does a rank compute the same twice? Forward results against those of the activation recompute, address by address.
+
+Exact, and the rank is certain, because it is compared with itself. Found are faults that do not come again in the
+recomputation; one that comes again in the same way is not seen here, nor is one in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megasdc.addresses import FORWARD, RECOMPUTE, Address
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
+from megasdc.sdc.trace import Trace
+
+OWN_RECOMPUTATION = "own recomputation"
+"""What a ruling of this check is based on."""
+
+
+@dataclass(frozen=True)
+class Unrepeated:
+    """A result that was not the same in the recomputation.
+
+    Args:
+        address: of the forward result.
+        forward: its checksum.
+        recompute: checksum of the recomputed result.
+    """
+
+    address: Address
+    forward: int
+    recompute: int
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What comparing a trace with itself found.
+
+    Args:
+        compared: results that were computed twice.
+        alone: forward results that were not computed again.
+        unrepeated: in the order of the forward pass.
+    """
+
+    compared: int
+    alone: int
+    unrepeated: tuple[Unrepeated, ...]
+
+
+def compare_recomputed(trace: Trace) -> Repeats:
+    """Compare every forward result with its recomputation.
+
+    Args:
+        trace: of one rank; with results of phases ``forward`` and ``recompute``, others are left out.
+    """
+    forward, again = _both(trace)
+    both = [address for address in forward if address in again]
+    found = [Unrepeated(one, forward[one], again[one]) for one in both if forward[one] != again[one]]
+    return Repeats(len(both), len(forward) - len(both), tuple(found))
+
+
+def pair_at(trace: Trace, address: Address) -> tuple[int, int] | None:
+    """The checksums of a forward result and of its recomputation; null: it was not computed twice.
+
+    Args:
+        trace: of one rank.
+        address: of the forward result.
+    """
+    forward, again = _both(trace)
+    return (forward[address], again[address]) if address in forward and address in again else None
+
+
+def _both(trace: Trace) -> tuple[dict[Address, int], dict[Address, int]]:
+    """Forward and recomputed results, both by the address of the forward result."""
+    pairs = list(zip(trace.addresses, trace.checksums, strict=True))
+    forward = {address: value for address, value in pairs if address.phase == FORWARD}
+    again = {replace(address, phase=FORWARD): value for address, value in pairs if address.phase == RECOMPUTE}
+    return forward, again
+
+
+def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, int] | None], earlier: bool) -> Ruling:
+    """What the repeats of a micro-batch say of a rank that did not compute the same twice.
+
+    Right in all repeats means that every forward result and every recomputation is the same, and one of the two that
+    differed. Where all repeats show the two values that were found, it is persistent.
+
+    Args:
+        rank: global rank.
+        found: where it first differed from itself.
+        again: checksums of the forward result and of its recomputation in each repeat; null: none.
+        earlier: whether the rank was wrong in an earlier event of the run.
+    """
+    known = [pair for pair in again if pair is not None]
+    first = (found.forward, found.recompute)
+    values = {value for pair in known for value in pair}
+    wrong = sum(pair[0] != pair[1] for pair in known)
+    bound = None
+    if len(known) < len(again) or not known:
+        verdict = INCONCLUSIVE
+    elif all(pair == first for pair in known):
+        verdict = PERSISTENT
+    elif len(values) == 1 and values <= set(first) and not earlier:
+        verdict, bound = NOT_REPRODUCED, rate_bound(len(known))
+    else:
+        verdict = INTERMITTENT
+    return Ruling(rank, verdict, OWN_RECOMPUTATION, found.address, wrong, len(known), bound)

@@ -1,0 +1,67 @@
+"""How do the sections `audit` and `sdc` become what checks a run?"""
+
+from __future__ import annotations
+
+from megasdc.config import MegasdcSection, RunConfig
+from megasdc.data.step_batches import StepBatches
+from megasdc.faults.injector import Injector
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.key import golden_key
+from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection import Detection
+from megasdc.train.disputes import Disputes
+from megasdc.train.observe import Watch
+from megasdc.train.parameters import ParameterReader
+from megasdc.train.run import Run
+from megasdc.train.signals import StopSignals
+
+
+def detects(sections: MegasdcSection) -> bool:
+    """Whether a run checks anything while it trains."""
+    return sections.audit.enabled or sections.sdc.always_on.enabled
+
+
+def build_detection(
+    config: RunConfig, run: Run, batches: StepBatches, signals: StopSignals, injector: Injector | None
+) -> Detection:
+    """Make what checks each step of a run.
+
+    Args:
+        config: the run's configuration.
+        run: with engine, loader and events.
+        batches: this replica's micro-batches.
+        signals: of this process.
+        injector: harms this run on purpose; null: nothing does.
+    """
+    sections, dims = config.megasdc, run.dims
+    algorithm = default_algorithm(run.engine.device)
+    parameters = ParameterReader(run.engine, algorithm)
+    keys = golden_key(config, ParallelDims(dims.tensor, dims.pipeline, dims.data), algorithm.name)
+    disputes = Disputes(
+        sections.sdc,
+        run,
+        keys,
+        parameters,
+        lambda step, tier, rulings, action: None,
+        () if injector is None else (injector,),
+    )
+    return Detection(
+        sections.audit,
+        sections.sdc.always_on,
+        run,
+        batches,
+        disputes,
+        parameters,
+        algorithm,
+        recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        save_interval=sections.checkpoint.interval,
+        signals=signals,
+    )
+
+
+def watches_of(detection: Detection) -> list[Watch]:
+    """What the checks want to see."""
+    return [
+        Watch(detection.record_audited, detection.audited_submodules),
+        Watch(detection.record_checked, detection.checked_submodules, gradients=False),
+    ]

@@ -1,0 +1,119 @@
+"""How does a configuration become the engine of one rank?"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+
+from megasdc.checkpoint.files import list_steps
+from megasdc.checkpoint.initial import InitialWeights, check_fits, check_vocabulary
+from megasdc.checkpoint.logical import load_weights
+from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
+from megasdc.data.manifest import Manifest
+from megasdc.engine.engine import TrainingEngine, build_engine
+from megasdc.model.pipeline import build_pipeline
+from megasdc.optim.groups import parameter_groups
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.saving import checkpoint_folder
+from megasdc.train.startup import StartClock
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_training_engine(
+    config: RunConfig, layout: Layout, dims: ParallelDims, vocab_size: int, clock: StartClock
+) -> TrainingEngine:
+    """Build the model's stage of this rank and its engine.
+
+    Args:
+        config: the checked configuration.
+        layout: sizes that depend on the number of ranks.
+        dims: place of this rank.
+        vocab_size: entries of the tokenizer's vocabulary.
+        clock: told when the model and when the engine is built.
+
+    Collective: all ranks of the world.
+    """
+    sections = config.megasdc
+    pipeline, streams = build_pipeline(
+        effective_model(sections),
+        sections.parallel,
+        dims,
+        vocab_size=vocab_size,
+        seed=sections.training.seed,
+        dtype=DTYPES[config.precision],
+    )
+    goes_on = sections.checkpoint.universal is not None or bool(list_steps(checkpoint_folder(config)))
+    if sections.model.initial_weights is not None and not goes_on:
+        # Now, because the engine makes its fp32 copy of them; with a checkpoint there, the resume sets them.
+        _start_from(sections.model.initial_weights, pipeline, config, dims, vocab_size)
+    clock.mark("model")
+    engine = build_engine(
+        pipeline,
+        deepspeed_config(config, layout),
+        parameter_groups(pipeline),
+        dims=dims,
+        streams=streams,
+        masks_tokens=sections.data.mask_end_of_document,
+    )
+    clock.mark("engine")
+    return engine
+
+
+def effective_model(sections: MegasdcSection) -> ModelSection:
+    """The model section with what deterministic mode asks of Megatron-core.
+
+    With it the embedding is looked up by indexing, whose backward pass repeats on GPUs, and Transformer Engine's
+    attention checks its environment variable.
+    """
+    if not sections.determinism.enabled:
+        return sections.model
+    return sections.model.model_copy(update={"megatron": {**sections.model.megatron, "deterministic_mode": True}})
+
+
+def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDims, vocab_size: int) -> None:
+    """Put this rank's part of initial weights into its stage."""
+    sections = config.megasdc
+    weights = InitialWeights(folder)
+    check_fits(weights, sections.model)
+    check_vocabulary(weights, Manifest.load(sections.data.path), sections.data.path)
+    load_weights(
+        weights,
+        pipeline.named_parameters(),
+        sections.model,
+        vocab_size=vocab_size,
+        tensor=dims.tensor,
+        tp_rank=dims.tp_rank,
+    )
+    if dims.rank == 0:
+        logger.info("initial weights from %s (%s)", folder, weights.manifest.source)
+
+
+HOST_BUCKET_ELEMENTS = 2_000_000
+"""Default of ``zero_optimization.reduce_bucket_size`` on a machine without an accelerator, gradients a bucket.
+
+DeepSpeed's own default of 500 million, made for GPUs, copies all gradients of a step into fresh memory at once.
+"""
+
+
+def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """DeepSpeed's part of the configuration, with what depends on the layout filled in."""
+    deepspeed = copy.deepcopy(config.deepspeed)
+    deepspeed["train_batch_size"] = layout.train_batch_size
+    deepspeed["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
+    deepspeed["gradient_accumulation_steps"] = layout.accumulation_steps
+    if not torch.cuda.is_available():
+        deepspeed["zero_optimization"] = {"reduce_bucket_size": HOST_BUCKET_ELEMENTS, **deepspeed["zero_optimization"]}
+    if config.megasdc.parallel.sequence_parallel:
+        # Tensor ranks hold different parts of the sequence, which DeepSpeed would take for copies of one tensor.
+        deepspeed["pipeline"] = {
+            **deepspeed.get("pipeline", {}),
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+        }
+    return deepspeed

@@ -1,0 +1,233 @@
+"""What is checked in a step before it is committed? Audits, recomputations and parameters; every rank learns the same.
+
+Evidence is collected while micro-batches run and compared once, after the last of them and before any gradient is mixed
+over replicas. A finding is no error: all ranks know of it at the same point and settle it together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
+from megasdc.config import AlwaysOnSection, AuditSection, TraceSection
+from megasdc.data.step_batches import Shared, StepBatches
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.model.submodules import list_submodules
+from megasdc.parallel.agreement import compare_replicas
+from megasdc.sdc.recompute import Repeats, compare_recomputed
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.tensors.checksum import ChecksumAlgorithm
+from megasdc.train.disputes import Disputes
+from megasdc.train.parameters import ParameterReader
+from megasdc.train.run import Run, StepHook
+from megasdc.train.signals import StopSignals
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank has seen in a step.
+
+    Args:
+        parameters: checksums of its parameters before the step; empty where they were not read.
+        audited: results of the shared micro-batch; empty outside audits.
+        repeats: forward results against their recomputation.
+    """
+
+    parameters: Trace
+    audited: Trace
+    repeats: Repeats
+
+
+class Detection(StepHook, EngineHook):
+    """Checks each step as the sections ask, and has findings settled before the step is committed.
+
+    Args:
+        audit: which steps are audited.
+        always_on: what is checked in every step.
+        run: with engine, loader and events.
+        batches: this replica's micro-batches.
+        disputes: settles findings.
+        parameters: reads those of this rank.
+        algorithm: of the checksums.
+        recomputes: whether activations are recomputed.
+        save_interval: steps between checkpoints; 0: none.
+        signals: of this process; SIGUSR2 asks for an audit.
+    """
+
+    def __init__(
+        self,
+        audit: AuditSection,
+        always_on: AlwaysOnSection,
+        run: Run,
+        batches: StepBatches,
+        disputes: Disputes,
+        parameters: ParameterReader,
+        algorithm: ChecksumAlgorithm,
+        *,
+        recomputes: bool,
+        save_interval: int,
+        signals: StopSignals,
+    ) -> None:
+        self._audit = audit
+        self._always_on = always_on
+        self._batches = batches
+        self._disputes = disputes
+        self._save_interval = save_interval
+        self._signals = signals
+        self._host_group = run.host_group
+        self._requested = False
+        self._auditing = False
+        self._covered: Collection[int] = ()
+        self._parameters = parameters
+        every = list_submodules(run.engine.module)
+        self.checks_recompute = always_on.enabled and recomputes and always_on.recompute is not False
+        self._audited = Tracer(
+            algorithm,
+            TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]),
+            [one.fqn for one in choose_submodules(every, audit.granularity, None)] if audit.enabled else [],
+        )
+        self._checked = Tracer(
+            algorithm,
+            TraceSection(phases=[FORWARD, RECOMPUTE]),
+            [one.fqn for one in choose_submodules(every, always_on.granularity, None)] if self.checks_recompute else [],
+        )
+        self._offer: Any = None
+        self._asked = torch.zeros(1, dtype=torch.int64)
+
+    # --- what is listened to ------------------------------------------------------------------------------------
+
+    def is_audit(self, step: int) -> bool:
+        """Whether a step is audited; the same on all ranks."""
+        if not self._audit.enabled:
+            return False
+        after_save = self._audit.verify_checkpoints and self._save_interval and (step - 1) % self._save_interval == 0
+        return bool(step % self._audit.interval == 0 or (after_save and step > 1) or self._requested)
+
+    def audited_submodules(self, step: int) -> Collection[str]:
+        """What the audit listens to in a step."""
+        return self._audited.fqns or () if self.is_audit(step) else ()
+
+    def checked_submodules(self, step: int) -> Collection[str]:
+        """What the check of recomputations listens to in a step."""
+        return self._checked.fqns or ()
+
+    def record_audited(self, address: Address, result: Tensor) -> None:
+        """A listener: results of the shared micro-batch."""
+        if self._auditing:
+            self._audited(address, result)
+
+    def record_checked(self, address: Address, result: Tensor) -> None:
+        """A listener: forward results and their recomputations."""
+        if address.micro_batch in self._covered:
+            self._checked(address, result)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def on_start(self, run: Run) -> None:
+        """Look in while the engine runs a step; learn which positions can be compared."""
+        run.engine.hooks.append(self)
+        self._disputes.on_start(run)
+
+    def before_step(self, run: Run) -> None:
+        """Decide what this step checks."""
+        step = run.engine.step_number
+        self._auditing = self.is_audit(step)
+        self._requested = False
+        number = run.engine.micro_batches
+        self._covered = range(number) if self._always_on.coverage == "all" else (step % number,)
+        shared = self._share(run, step) if self._auditing else None
+        run.engine.shared_source = None if shared is None else shared.source
+        self._batches.begin(shared)
+        if self._auditing or (self._always_on.enabled and self._always_on.parameters):
+            self._parameters.start()
+
+    def _share(self, run: Run, step: int) -> Shared:
+        """Which replica's samples all use: another at each audit."""
+        dims = run.dims
+        source = step // self._audit.interval % dims.data
+        consumed = torch.full((dims.data,), -1, dtype=torch.int64)
+        if dims.is_first_stage:  # reads every micro-batch; stages in the middle read none
+            consumed[dims.dp_rank] = run.loader.consumed
+        dist.all_reduce(consumed, op=dist.ReduceOp.MAX, group=self._host_group)
+        return Shared(source, int(consumed[source]))
+
+    def after_micro_batches(self, engine: TrainingEngine) -> None:
+        """Compare what was seen with all ranks; return when the step may be committed.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt.
+        """
+        if not (self._auditing or self._always_on.enabled):
+            return
+        repaired = False
+        while True:
+            checked = compare_recomputed(self._checked.take())
+            evidence = Evidence(self._parameters.take(), self._audited.take(), checked)
+            agreed = compare_replicas(
+                [digest(evidence.parameters), digest(evidence.audited)],
+                [bool(evidence.repeats.unrepeated)],
+                engine.dims,
+                self._host_group,
+            )
+            if not (any(agreed.differing) or any(agreed.raised)):
+                return
+            if not self._disputes.settle(engine, evidence, agreed, self._rehearse, repaired=repaired):
+                return
+            if agreed.differing[0]:
+                self._parameters.start()
+            if engine.is_first_stage() or engine.is_last_stage():
+                self._batches.rewind()
+            engine.compute_again()
+            repaired = True
+
+    def _rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
+        """Compute a micro-batch again; what the audit and what the check of recomputations saw of it."""
+        if engine.is_first_stage() or engine.is_last_stage():
+            self._batches.rewind(micro_batch)
+        engine.rehearse(micro_batch)
+        return self._audited.take(), self._checked.take()
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Tell the other ranks whether somebody asked for an audit; nobody waits for it."""
+        if self._audit.enabled:
+            self._asked = torch.tensor([int(self._signals.take_audit_request())])
+            self._offer = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Count what was displaced, and learn whether the next step is to be audited."""
+        if self._auditing:
+            run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
+            self._disputes.after_audit(run, result)
+        if self._offer is not None:
+            self._offer.wait()
+            self._requested = bool(self._asked.item())
+            if self._requested:
+                run.events.emit("audit", "requested", step=run.step + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found before, by rank."""
+        return self._disputes.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what was found before."""
+        self._disputes.load_state_dict(state)
+
+
+def digest(trace: Trace) -> int:
+    """One number for a trace, addresses and checksums, that differs if any of them does."""
+    state = xxhash.xxh3_64()
+    for address, value in zip(trace.addresses, trace.checksums, strict=True):
+        state.update(f"{address.micro_batch} {address.phase} {address.fqn} {address.slot} {value:x}\n".encode())
+    return state.intdigest()

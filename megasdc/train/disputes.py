@@ -1,0 +1,310 @@
+"""What follows from a finding? All ranks look at the same evidence, repeat the work, and come to the same ruling.
+
+Every function here is called by all ranks at the same point, so that a finding costs collectives but no rank is left
+behind. After an exception none is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasdc.config import SdcSection
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.observer import Listener
+from megasdc.errors import CorruptionError
+from megasdc.parallel.agreement import Agreed
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.ballot import Ballot
+from megasdc.sdc.recompute import Repeats, judge_recomputed, pair_at
+from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.vote import vote
+from megasdc.train.gather import gather_traces
+from megasdc.train.golden_check import check_against_golden, unfit_for
+from megasdc.train.parameters import ParameterReader
+from megasdc.train.run import Run
+
+if TYPE_CHECKING:
+    from megasdc.train.detection import Evidence
+
+logger = logging.getLogger(__name__)
+
+Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
+"""Computes a micro-batch of the step again; what the audit and what the check of recomputations saw of it."""
+SEVERITY = ("warn", "repair", "halt")
+EVENT_KIND = "sdc"
+
+
+class Disputes:
+    """Settles findings: names ranks where that can be proved, and acts by policy.
+
+    Args:
+        section: policies, repeats and golden trace.
+        run: with engine and events.
+        keys: what must be equal between replicas for their results to be comparable, of this rank.
+        parameters: reads those of this rank.
+        reports: told every settled finding on rank 0; writes incident reports.
+        before: listeners that harm results on purpose, for the golden workload.
+    """
+
+    def __init__(
+        self,
+        section: SdcSection,
+        run: Run,
+        keys: Mapping[str, Any],
+        parameters: ParameterReader,
+        reports: Any,
+        before: Sequence[Listener] = (),
+    ) -> None:
+        self._section = section
+        self._dims = run.dims
+        self._group = run.host_group
+        self._events = run.events
+        self._keys = dict(keys)
+        self._parameters = parameters
+        self._reports = reports
+        self._before = tuple(before)
+        self._comparable: Collection[tuple[int, int]] | None = None
+        self._golden: Path | None = None
+        self.earlier: set[int] = set()
+
+    # --- before the first step ----------------------------------------------------------------------------------
+
+    def on_start(self, run: Run) -> None:
+        """Learn which positions can be compared and whether the golden trace fits."""
+        keys = gather_objects(self._keys, self._group)
+        self._comparable = comparable_positions(keys, self._dims)
+        everywhere = self._dims.pipeline * self._dims.tensor
+        if len(self._comparable) < everywhere:
+            names = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
+            self._tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
+            logger.warning(
+                "%d of %d positions have replicas that differ in %s: their results cannot be compared",
+                everywhere - len(self._comparable),
+                everywhere,
+                ", ".join(names),
+            )
+        if self._section.golden is not None:
+            path = Path(self._section.golden)
+            unfit = [reason for reason in gather_objects(unfit_for(path, self._dims), self._group) if reason]
+            if unfit:
+                self._tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
+                logger.warning("the golden trace %s does not fit %d ranks: %s", path, len(unfit), unfit[0])
+            else:
+                self._golden = path
+
+    # --- one finding --------------------------------------------------------------------------------------------
+
+    def settle(
+        self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, *, repaired: bool
+    ) -> bool:
+        """Name who is wrong and do what the policy says.
+
+        Args:
+            engine: in ``after_micro_batches``.
+            evidence: of this rank.
+            agreed: what all ranks know.
+            rehearse: computes a micro-batch again.
+            repaired: whether the step was computed again already.
+
+        Returns:
+            Whether the step is to be computed again.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt.
+
+        Collective: all ranks of the world.
+        """
+        if agreed.differing[0]:
+            tier, rulings = "parameters", self._settle_parameters(engine, evidence.parameters)
+        elif any(agreed.raised):
+            tier, rulings = "recompute", self._settle_recompute(engine, evidence.repeats, rehearse)
+        else:
+            tier, rulings = "audit", self._settle_audit(engine, evidence.audited, rehearse)
+        return self._act(engine.step_number, tier, rulings, repaired)
+
+    def _settle_audit(self, engine: TrainingEngine, own: Trace, rehearse: Rehearse) -> tuple[Ruling, ...]:
+        audit = gather_traces(own, self._dims, self._group)
+        ballot = vote(audit, self._dims, self._comparable)
+        self._tell_finding(engine.step_number, ballot)
+        again = [gather_traces(rehearse(engine, 0)[0], self._dims, self._group) for _ in range(self._section.repeats)]
+        golden = self._ask_golden()
+        rulings: dict[Any, Ruling] = {}
+        for part, places in parts_of(ballot):
+            repeats = {
+                rank: [repeated_value(rank, place, audit, one, self._dims) for one in again]
+                for rank, place in places.items()
+            }
+            for ruling in settle(part, repeats, golden, self.earlier):
+                rulings.setdefault(ruling.suspects if ruling.rank is None else ruling.rank, ruling)
+        return tuple(rulings.values())
+
+    def _ask_golden(self) -> dict[int, bool] | None:
+        """By rank, whether it is the origin of nothing that the golden trace does not hold; null without one."""
+        if self._golden is None:
+            return None
+        finding = check_against_golden(self._golden, self._dims, self._before)
+        found = gather_objects((finding.compared, finding.key), self._group)
+        verified = {}
+        for replica in range(self._dims.data):
+            ranks = [rank for rank in range(self._dims.world_size) if _replica(rank, self._dims) == replica]
+            earliest = min((found[rank][1] for rank in ranks if found[rank][1]), default=())
+            for rank in ranks:
+                compared, key = found[rank]
+                if compared and not key:
+                    verified[rank] = True
+                elif key and key == earliest:  # the others of its replica that differ received it
+                    verified[rank] = False
+        return verified
+
+    def _settle_recompute(self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse) -> tuple[Ruling, ...]:
+        first = own.unrepeated[0] if own.unrepeated else None
+        found = gather_objects(first, self._group)
+        flagged = {rank: one for rank, one in enumerate(found) if one is not None}
+        for rank, one in flagged.items():
+            self._tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
+        again: dict[int, list[Any]] = {rank: [] for rank in flagged}
+        for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
+            for _ in range(self._section.repeats):
+                trace = rehearse(engine, micro_batch)[1]
+                mine = None
+                if first is not None and first.address.micro_batch == micro_batch:
+                    mine = pair_at(trace, first.address)
+                for rank, pair in enumerate(gather_objects(mine, self._group)):
+                    if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
+                        again[rank].append(pair)
+        return tuple(
+            judge_recomputed(rank, one, again[rank], rank in self.earlier) for rank, one in sorted(flagged.items())
+        )
+
+    def _settle_parameters(self, engine: TrainingEngine, own: Trace) -> tuple[Ruling, ...]:
+        """Gather the parameters again from their owners' master shards; who had others before was wrong.
+
+        A wrong master shard is gathered by everyone and cannot be seen here.
+        """
+        engine.optimizer.update_lp_params()
+        self._parameters.start()
+        now = self._parameters.take()
+        changed = [address for address, a, b in zip(own.addresses, own.checksums, now.checksums, strict=True) if a != b]
+        found = gather_objects((changed[0] if changed else None, len(changed), now.checksums), self._group)
+        rulings = []
+        for rank, (address, count, _) in enumerate(found):
+            if count:
+                self._tell(
+                    "finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address), count=count
+                )
+                verdict = PERSISTENT if rank in self.earlier else NOT_REPRODUCED
+                rulings.append(Ruling(rank, verdict, "master shard", address))
+        by_position: dict[int, set[tuple[int, ...]]] = {}
+        for rank, (_, _, values) in enumerate(found):
+            by_position.setdefault(rank - _replica(rank, self._dims) * self._dims.tensor, set()).add(tuple(values))
+        if any(len(values) > 1 for values in by_position.values()):
+            suspects = tuple(range(self._dims.world_size))
+            rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
+        return tuple(rulings)
+
+    # --- what is done -------------------------------------------------------------------------------------------
+
+    def _act(self, step: int, tier: str, rulings: Sequence[Ruling], repaired: bool) -> bool:
+        policy = self._section.policy
+        wanted = [getattr(policy, ruling.verdict) for ruling in rulings] or [policy.inconclusive]
+        action = max(wanted, key=SEVERITY.index)
+        if repaired and action == "repair":
+            action = "halt"  # wrong again after the repair
+        for ruling in rulings:
+            self._tell("verdict", step=step, tier=tier, action=action, **describe(ruling))
+        self.earlier |= {ruling.rank for ruling in rulings if ruling.rank is not None}
+        text = "; ".join(map(say, rulings)) or "every difference was cleared by the golden trace"
+        report = self._reports(step, tier, rulings, action) if self._dims.rank == 0 else None
+        if action == "halt":
+            again = " after it was computed again" if repaired else ""
+            raise CorruptionError(
+                f"step {step} is not committed: silent data corruption was found by the {tier} check{again}: {text}. "
+                + (f"Read {report}" if report else "Rank 0 has written the incident report")
+            )
+        logger.warning("step %d: silent data corruption found by the %s check: %s; %s", step, tier, text, action)
+        return action == "repair"
+
+    def after_audit(self, run: Run, result: StepResult) -> None:
+        """An audited step was committed."""
+        if self._dims.rank == 0:
+            self._events.emit("audit", "agreed", step=result.step)
+
+    def _tell_finding(self, step: int, ballot: Ballot) -> None:
+        for flag in ballot.flagged:
+            self._tell("finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address))
+        if ballot.dispute is not None:
+            ranks = [rank for values in ballot.dispute.values for rank in values]
+            self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
+
+    def _tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
+        if self._dims.rank == 0:
+            self._events.emit(EVENT_KIND, name, step=step, **fields)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ranks that were found wrong so far."""
+        return {"earlier": sorted(self.earlier)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what was found before."""
+        self.earlier = set(state["earlier"])
+
+
+def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[tuple[int, int]]:
+    """Positions (pp_rank, tp_rank) whose replicas have equal keys.
+
+    Args:
+        keys: by global rank.
+        dims: layout.
+    """
+    positions: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for rank, key in enumerate(keys):
+        place = ParallelDims(dims.tensor, dims.pipeline, dims.data, rank)
+        positions.setdefault((place.pp_rank, place.tp_rank), []).append(key)
+    return {position for position, found in positions.items() if all(key == found[0] for key in found)}
+
+
+def parts_of(ballot: Ballot) -> list[tuple[Ballot, dict[int, int]]]:
+    """Each flag and the dispute by itself, with the place of the result that decides, by rank.
+
+    Ranks of the majority are in several, each time at another place.
+    """
+    parts = []
+    for flag in ballot.flagged:
+        places = dict.fromkeys((flag.rank, *flag.against), flag.place)
+        parts.append((replace(ballot, flagged=(flag,), dispute=None, missing=()), places))
+    if ballot.dispute is not None or ballot.missing or not ballot.compared:
+        places = {} if ballot.dispute is None else dict.fromkeys(ballot.dispute.ranks, ballot.dispute.place)
+        parts.append((replace(ballot, flagged=()), places))
+    return parts
+
+
+def _replica(rank: int, dims: ParallelDims) -> int:
+    return ParallelDims(dims.tensor, dims.pipeline, dims.data, rank).dp_rank
+
+
+def describe(ruling: Ruling) -> dict[str, Any]:
+    """A ruling in plain values, for events."""
+    return {
+        "rank": ruling.rank,
+        "verdict": ruling.verdict,
+        "basis": ruling.basis,
+        "address": None if ruling.address is None else str(ruling.address),
+        "wrong": ruling.wrong,
+        "repeats": ruling.repeats,
+        "rate_bound": ruling.rate_bound,
+        "suspects": list(ruling.suspects),
+    }
+
+
+def say(ruling: Ruling) -> str:
+    """A ruling as a sentence for people."""
+    who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
+    where = "" if ruling.address is None else f" at {ruling.address}"
+    often = f" ({ruling.wrong} of {ruling.repeats} repeats)" if ruling.repeats else ""
+    return f"{who}{where}: {ruling.verdict}{often}, {ruling.basis}"

@@ -1,0 +1,40 @@
+"""How does every rank get the traces of all? Checksums of all ranks, addresses only where they are not the same."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import xxhash
+
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.trace import Trace
+
+
+def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:
+    """Every rank's trace, on every rank.
+
+    Replicas record the same addresses; those of the first one are sent, and those of ranks that have others.
+
+    Args:
+        trace: of this rank.
+        dims: layout and place of this rank.
+        group: a group of all ranks on the host.
+
+    Collective: all ranks of the world; only after a disagreement, because what is sent grows with the ranks.
+    """
+    text = "\n".join(map(str, trace.addresses))
+    names = gather_objects(xxhash.xxh3_64_intdigest(text.encode()), group)
+    first = _first_of_position(dims)
+    own = dims.rank == first or names[dims.rank] != names[first]
+    sent = gather_objects((trace.addresses if own else None, trace.checksums), group)
+    found = {}
+    for rank, (addresses, checksums) in enumerate(sent):
+        place = ParallelDims(dims.tensor, dims.pipeline, dims.data, rank)
+        known = addresses or sent[_first_of_position(place)][0] or []
+        found[rank] = Trace(list(known), list(checksums))
+    return found
+
+
+def _first_of_position(dims: ParallelDims) -> int:
+    """The rank of the first replica at the same stage and tensor rank."""
+    return dims.rank - dims.dp_rank * dims.tensor

@@ -1,0 +1,43 @@
+"""Which bits do this rank's parameters have? Checksums in the order of the stage."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megasdc.addresses import PARAMETER, Address
+from megasdc.engine.engine import TrainingEngine
+from megasdc.model.submodules import list_submodules
+from megasdc.sdc.trace import Trace
+from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+
+
+class ParameterReader:
+    """Reads the parameters of a stage, the same number at the same places on all replicas.
+
+    Args:
+        engine: of this rank.
+        algorithm: of the checksums.
+    """
+
+    def __init__(self, engine: TrainingEngine, algorithm: ChecksumAlgorithm) -> None:
+        self._engine = engine
+        self._algorithm = algorithm
+        self._parameters = [
+            (one.fqn, slot, value) for one in list_submodules(engine.module) for slot, value in one.parameters.items()
+        ]
+        self._values: list[int | Tensor] = []
+
+    def start(self) -> None:
+        """Begin to read; a device is not waited for."""
+        self._values = [self._algorithm.start(value.data) for _, _, value in self._parameters]
+
+    def take(self) -> Trace:
+        """What was read since the last call; empty if nothing was.
+
+        Sync: waits for the device.
+        """
+        values, self._values = read_back(self._values), []
+        if not values:
+            return Trace()
+        step = self._engine.step_number
+        return Trace([Address(step, None, PARAMETER, fqn, slot) for fqn, slot, _ in self._parameters], values)
