@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.config import load_config
+from megasdc.golden.record import record
+
 pytestmark = pytest.mark.distributed
 
 AUDITED = {"determinism": {"enabled": True}, "audit": {"enabled": True, "interval": 2}}
@@ -73,3 +76,88 @@ def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path
     results = train_run(_write(tmp_path, data, "run", 2, faults=[{**fault, "once": True}]), 2)
     assert [code for code, _ in results] == [0, 0], results
     assert _verdicts(tmp_path / "run") == [(2, "audit", 1, "not_reproduced", "replay", "repair")]
+
+
+def test_two_replicas_with_a_persistent_fault_need_a_golden_trace(tmp_path: Path, data: Path) -> None:
+    """Without one nobody is named; with one of this machine the wrong rank is."""
+    fault = {"submodule": "*.linear_qkv", "rank": 1, "same_elements": True, "bits": "exponent"}
+    golden = {"vocab_size": 256, "micro_batches": 1, "steps": 1}
+    trusted = _write(tmp_path, data, "trusted", 2, golden=golden)
+    record(load_config(trusted), tmp_path / "good.golden", repeats=1)
+    harm = {"faults": [{**fault, "steps": [2, None]}, {**fault, "steps": [1, 1]}]}
+    blind = _write(tmp_path, data, "blind", 2, **{**harm, "faults": [{**fault, "steps": [2, None]}]})
+    results = train_run(blind, 2)
+    assert [code for code, _ in results] == [73, 73]
+    assert _verdicts(tmp_path / "blind") == [(2, "audit", None, "inconclusive", "replay", "halt")]
+    # The golden workload's step is 1, so that the fault must be there in step 1 too; audits begin with step 2.
+    seeing = _write(tmp_path, data, "seeing", 2, **harm, sdc={"golden": str(tmp_path / "good.golden")})
+    results = train_run(seeing, 2)
+    assert [code for code, _ in results] == [73, 73]
+    assert [one[1:] for one in _verdicts(tmp_path / "seeing")] == [("audit", 1, "persistent", "golden trace", "halt")]
+
+
+def test_a_forward_fault_shows_against_its_recomputation(tmp_path: Path, data: Path) -> None:
+    """With one replica, no audit and recompute, a transient forward fault names its rank and is repaired."""
+    options = {
+        "audit": {"enabled": False},
+        "sdc": {"always_on": {"enabled": True, "coverage": "all"}},
+        "deepspeed__pipeline": {"activation_checkpoint_interval": 1},
+        "parallel__pipeline": 2,
+    }
+    fault = {"submodule": "3.layer.mlp.linear_fc2", "rank": 1, "steps": [3, 3], "micro_batches": [1], "once": True}
+    clean = _write(tmp_path, data, "clean", 1, **options)
+    harmed = _write(tmp_path, data, "harmed", 1, **options, faults=[fault])
+    for config in (clean, harmed):
+        results = train_run(config, 2)
+        assert [code for code, _ in results] == [0, 0], results
+    assert _verdicts(tmp_path / "clean") == []
+    assert _verdicts(tmp_path / "harmed") == [(3, "recompute", 1, "not_reproduced", "own recomputation", "repair")]
+    assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_wrong_parameters_are_gathered_again(tmp_path: Path, data: Path, precision: str) -> None:
+    """Parameters that changed after the all-gather are found before the next commit and taken from their owners."""
+    options: dict[str, Any] = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}}}
+    if precision == "bf16":
+        options["deepspeed__bf16"] = {"enabled": True}
+    fault = {"submodule": "*.linear_fc1", "phase": "parameter", "rank": 1, "steps": [3, 3]}
+    clean = _write(tmp_path, data, "clean", 2, **options)
+    harmed = _write(tmp_path, data, "harmed", 2, **options, faults=[fault])
+    for config in (clean, harmed):
+        results = train_run(config, 2)
+        assert [code for code, _ in results] == [0, 0], results
+    assert _verdicts(tmp_path / "clean") == []
+    assert _verdicts(tmp_path / "harmed") == [(4, "parameters", 1, "not_reproduced", "master shard", "repair")]
+    clean_end, harmed_end = _end(tmp_path / "clean"), _end(tmp_path / "harmed")
+    assert clean_end[0] == harmed_end[0]
+
+
+def test_audits_repeat_over_a_resume(tmp_path: Path, data: Path) -> None:
+    """A run with audits, dropout and unequal positions of its replicas goes on bit for bit."""
+    options = {"model__hidden_dropout": 0.1, "audit": {"enabled": True, "interval": 3}}
+    for name in ("whole", "resumed"):
+        config = _write(tmp_path, data, name, 2, **options)
+        for stop in [4] if name == "resumed" else []:
+            train_run(config, 2, f"megasdc.training.stop_step={stop}")
+        results = train_run(config, 2)
+        assert [code for code, _ in results] == [0, 0], results
+    assert _end(tmp_path / "whole") == _end(tmp_path / "resumed")
+    assert [one["step"] for one in events_of(tmp_path / "resumed", "audit", "agreed")] == [3, 6]
+
+
+def test_checks_change_no_bit(tmp_path: Path, data: Path) -> None:
+    """The always-on checks alone leave a run as it is without them; bf16, recompute, two tensor ranks."""
+    options = {
+        "audit": {"enabled": False},
+        "parallel__tensor": 2,
+        "deepspeed__bf16": {"enabled": True},
+        "deepspeed__pipeline": {"activation_checkpoint_interval": 1},
+    }
+    off = _write(tmp_path, data, "off", 2, **options)
+    on = _write(tmp_path, data, "on", 2, **options, sdc={"always_on": {"enabled": True}})
+    for config in (off, on):
+        results = train_run(config, 4)
+        assert [code for code, _ in results if code] == [], results
+    assert _end(tmp_path / "off") == _end(tmp_path / "on")
+    assert _verdicts(tmp_path / "on") == []
