@@ -27,11 +27,11 @@ from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Golden, load_golden, save_golden
-from megasdc.sdc.key import golden_key
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, Finding, RankVerdict, find, judge
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import set_threads
+from megasdc.train.golden_key import golden_key
 from megasdc.train.main import set_up_logging
 from megasdc.train.workload import Workload, workload_cases, workload_config
 

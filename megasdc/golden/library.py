@@ -9,7 +9,7 @@ from megasdc.errors import TraceError
 from megasdc.golden.verify import layout_size
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, load_header
-from megasdc.sdc.key import golden_key
+from megasdc.train.golden_key import golden_key
 
 SHOWN = 3
 """Parts of a key that are told of each file that does not fit."""

@@ -28,11 +28,11 @@ from megasdc.golden.drill import Drill
 from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, load_golden
-from megasdc.sdc.key import golden_key
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.verdict import find
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import set_threads
+from megasdc.train.golden_key import golden_key
 from megasdc.train.main import as_known_error, set_up_logging
 from megasdc.train.workload import Workload, workload_cases
 

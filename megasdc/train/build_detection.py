@@ -6,10 +6,10 @@ from megasdc.config import MegasdcSection, RunConfig
 from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.key import golden_key
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection import Detection
 from megasdc.train.disputes import Disputes
+from megasdc.train.golden_key import golden_key
 from megasdc.train.observe import Watch
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run

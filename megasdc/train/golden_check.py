@@ -15,9 +15,9 @@ from megasdc.config import parse_config
 from megasdc.engine.observer import Listener
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, load_golden, load_header
-from megasdc.sdc.key import golden_key
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import Finding, find
+from megasdc.train.golden_key import golden_key
 from megasdc.train.workload import Workload
 
 logger = logging.getLogger(__name__)

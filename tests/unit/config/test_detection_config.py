@@ -1,0 +1,64 @@
+"""Detection that could accuse healthy ranks, or that checks nothing, is refused; what audits cost is said."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from megasdc.config import check_layout, find_warnings, parse_config
+from megasdc.errors import ConfigError
+
+BASE = {
+    "megasdc": {
+        "data": {"path": "x"},
+        "training": {"steps": 100},
+        "logging": {"run_dir": "r"},
+        "determinism": {"enabled": True},
+    }
+}
+
+
+def build(deepspeed=None, **sections):
+    raw = {**copy.deepcopy(BASE), **(deepspeed or {})}
+    raw["megasdc"].update(sections)
+    return parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"audit": {"enabled": True}, "determinism": {"enabled": False}}, ["megasdc.audit.enabled", "determinism"]),
+        (
+            {"sdc": {"always_on": {"enabled": True}}, "determinism": {"enabled": False}},
+            ["megasdc.sdc.always_on.enabled", "determinism"],
+        ),
+        ({"sdc": {"always_on": {"enabled": True, "recompute": True}}}, ["activation_checkpoint_interval"]),
+        ({"sdc": {"always_on": {"enabled": True, "parameters": False}}}, ["neither parameters nor recomputations"]),
+    ],
+)
+def test_what_cannot_work_is_refused(sections, parts):
+    """Each contradiction is one problem that names the fields and the remedy."""
+    with pytest.raises(ConfigError) as caught:
+        build(**sections)
+    (text,) = caught.value.problems
+    assert all(part in text for part in parts)
+
+
+def test_one_replica_has_nothing_to_audit():
+    """An audit needs two replicas; how many ranks that takes is said."""
+    config = build(audit={"enabled": True}, parallel={"tensor": 2})
+    with pytest.raises(ConfigError, match="start at least 4 ranks"):
+        check_layout(config, 2)
+    assert check_layout(config, 4).data == 2
+
+
+@pytest.mark.parametrize(("interval", "warned"), [(99, True), (100, False)])
+def test_a_dear_audit_is_warned_of(interval, warned):
+    """1/(M K) above 0.5 % of the samples is a warning with the interval that would not be."""
+    config = build(
+        {"gradient_accumulation_steps": 2}, audit={"enabled": True, "interval": interval}, training={"steps": 1000}
+    )
+    warnings = [one for one in find_warnings(config) if "audit" in one]
+    assert bool(warnings) is warned
+    assert all("from 100 on" in one for one in warnings)
