@@ -1,0 +1,240 @@
+"""What kind of fault is it, and whose? Repeats of a disputed result, and a golden trace, turn a ballot into rulings.
+
+All replicas compute the audited micro-batch again n times; what counts is the checksum at the place where they parted,
+of those repeats in which everything before it was as in the audit (``repeated_value``).
+
+What is proved, and by what:
+
+- A flagged rank differs from a strict majority of replicas. That majority must stand: a rank that itself gives another
+  value in a repeat, or fails the golden trace, no longer counts. If too few are left, nothing was proved by the
+  majority, and the flag is treated as a dispute.
+- Of two that differ, one is wrong, and no vote tells which. But in deterministic mode a healthy rank gives the same
+  value for the same inputs each time. So a rank whose repeats differ from its own result was wrong at least once -
+  provided that the computation does repeat, for which another rank that gave its own value in *all* repeats is the
+  witness. With such a witness, a rank that varies is named. If all vary there is none: the cause may be common to all,
+  such as a kernel that is not deterministic, and nobody is named. If each repeats its own value, at least one is
+  persistently wrong, and only a golden trace can tell which.
+- A rank that fails the golden trace is wrong without any vote.
+
+A dispute that may follow from results that were not compared says nothing of the ranks where it was seen; only a golden
+trace can name one then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from megasdc.addresses import FORWARD, Address
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.ballot import Ballot, Dispute, Flag
+from megasdc.sdc.compare import execution_key
+from megasdc.sdc.trace import Trace
+
+PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
+"""Verdicts, named as in `sdc.policy`."""
+MAJORITY, GOLDEN, REPLAY = "relative to the majority", "golden trace", "replay"
+"""What a ruling is based on."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What is to be said of one rank, or of several of which none can be named.
+
+    Args:
+        rank: the rank that is wrong; null: none can be named.
+        verdict: persistent: all repeats gave the same wrong value; intermittent: wrong again but not always or not
+            equally, or a second time after an earlier event; not_reproduced: right in all repeats; inconclusive: the
+            repeats do not say, or no rank can be named.
+        basis: why this rank; one of the module's.
+        address: of its first wrong result, or where ranks part; null: evidence is missing and nothing parted.
+        wrong: repeats in which it was seen to be wrong.
+        repeats: repeats that count.
+        rate_bound: if not reproduced: rates of errors per repeat above this one would have shown one with probability
+            0.95 or more.
+        suspects: if no rank is named: those that it may be.
+    """
+
+    rank: int | None
+    verdict: str
+    basis: str
+    address: Address | None
+    wrong: int = 0
+    repeats: int = 0
+    rate_bound: float | None = None
+    suspects: tuple[int, ...] = ()
+
+
+def rate_bound(repeats: int) -> float:
+    """Upper end of the exact one-sided 95 % interval of a rate after ``repeats`` repeats without an error.
+
+    Source: Clopper and Pearson 1934; with no error in n it is the rate p where (1 - p)^n = 0.05.
+    """
+    return float(1 - 0.05 ** (1 / repeats))
+
+
+def repeated_value(
+    rank: int, place: int, audit: Mapping[int, Trace | None], repeat: Mapping[int, Trace | None], layout: ParallelDims
+) -> int | None:
+    """What a rank computed at a place in one repeat, if its inputs were those of the audit.
+
+    Args:
+        rank: global rank.
+        place: of the result in its trace.
+        audit: traces of the audited micro-batch by global rank; at least of this rank's replica.
+        repeat: the same of one repeat.
+        layout: sizes of the parallel dimensions.
+
+    Returns:
+        The checksum; null where the rank left no result there, or something that its replica had computed before was
+        not as in the audit: then another result would prove nothing about this rank.
+    """
+    original, again = audit.get(rank), repeat.get(rank)
+    if original is None or again is None or place >= len(again) or original.addresses[place] != again.addresses[place]:
+        return None
+    dims = _dims(layout, rank)
+    key = execution_key(original.addresses[place], place, dims)
+    for other in range(layout.world_size):
+        if _dims(layout, other).dp_rank == dims.dp_rank and not _same_before(
+            key, _dims(layout, other), audit.get(other), repeat.get(other)
+        ):
+            return None
+    return again.checksums[place]
+
+
+def _dims(layout: ParallelDims, rank: int) -> ParallelDims:
+    return ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
+
+
+def _same_before(key: tuple[int, ...], dims: ParallelDims, audit: Trace | None, repeat: Trace | None) -> bool:
+    """Whether two traces of a rank are equal in all that comes before a key in execution order."""
+    if execution_key(Address(key[0], key[2], FORWARD, "", ""), 0, dims) >= key:
+        return True  # whatever this rank computes comes later
+    if audit is None or repeat is None:
+        return False
+    addresses = audit.addresses
+    end = bisect_left(range(len(audit)), key, key=lambda place: execution_key(addresses[place], place, dims))
+    return addresses[:end] == repeat.addresses[:end] and audit.checksums[:end] == repeat.checksums[:end]
+
+
+def settle(
+    ballot: Ballot,
+    repeats: Mapping[int, Sequence[int | None]],
+    golden: Mapping[int, bool] | None = None,
+    earlier: Collection[int] = (),
+) -> tuple[Ruling, ...]:
+    """Give every flag and dispute of a ballot its verdict.
+
+    Args:
+        ballot: outcome of the vote.
+        repeats: by global rank, what it computed in each repeat at the place of its flag or dispute; null or absent: no
+            evidence, as from a rank that died, which is never taken for a right value nor for a wrong one.
+        golden: by global rank, whether it computes what the golden trace holds; absent: not verified. A rank that only
+            received wrong values of another is not to be given as false.
+        earlier: ranks that were wrong in an earlier event of the run.
+
+    Returns:
+        One ruling for each rank that is named, and one without a rank for each position where none can be and for
+        missing evidence; empty if and only if the ballot agreed.
+    """
+    case = _Case(repeats, golden or {}, frozenset(earlier))
+    rulings: list[Ruling] = []
+    for flag in ballot.flagged:
+        rulings += case.of_flag(flag)
+    if ballot.dispute is not None:
+        rulings += [ruling for values in ballot.dispute.values for ruling in case.of_dispute(ballot.dispute, values)]
+    if ballot.missing or not ballot.compared:
+        rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, None, suspects=ballot.missing))
+    first: dict[int | tuple[int, ...], Ruling] = {}
+    for ruling in rulings:
+        first.setdefault(ruling.suspects if ruling.rank is None else ruling.rank, ruling)
+    return tuple(first.values())
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Evidence on all ranks, and what follows from it for one position."""
+
+    repeats: Mapping[int, Sequence[int | None]]
+    golden: Mapping[int, bool]
+    earlier: frozenset[int]
+
+    def of_flag(self, flag: Flag) -> list[Ruling]:
+        """The flagged rank, unless its majority does not stand."""
+        values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
+        standing = [
+            rank for rank in flag.against if self.golden.get(rank) is not False and not self.varied(rank, values)
+        ]
+        if 2 * len(standing) <= len(values):
+            return self.of_values(flag.address, values, origin=True)
+        fallen = [rank for rank in flag.against if rank not in standing]
+        basis = GOLDEN if self.golden.get(flag.rank) is False else MAJORITY
+        rulings = [self.rule(flag.rank, flag.address, flag.got, flag.expected, basis)]
+        for rank in fallen:
+            basis = GOLDEN if self.golden.get(rank) is False else REPLAY
+            rulings.append(self.rule(rank, flag.address, flag.expected, flag.expected, basis))
+        return rulings
+
+    def of_dispute(self, dispute: Dispute, values: Mapping[int, int]) -> list[Ruling]:
+        """One position of a dispute."""
+        return self.of_values(dispute.address, values, dispute.origin)
+
+    def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
+        """Ranks that differ without a majority: first what the golden trace says, then what the repeats say."""
+        failed = [rank for rank in values if self.golden.get(rank) is False]
+        rest = {rank: value for rank, value in values.items() if rank not in failed}
+        verified = {value for rank, value in rest.items() if self.golden.get(rank)}
+        right = verified.pop() if len(verified) == 1 and len(set(rest.values())) == 1 else None
+        rulings = [self.rule(rank, address, values[rank], right, GOLDEN) for rank in failed]
+        if len(set(rest.values())) < 2:
+            return rulings
+        return rulings + self.by_replay(address, rest, origin)
+
+    def by_replay(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
+        """Name those that vary while others do not."""
+        witnesses = {value for rank, value in values.items() if self.repeated(rank, values)}
+        varied = [rank for rank in values if self.varied(rank, values)] if witnesses and origin else []
+        rest = {rank: value for rank, value in values.items() if rank not in varied}
+        right = next(iter(witnesses)) if len(set(rest.values())) == 1 else None
+        rulings = [self.rule(rank, address, values[rank], right, REPLAY) for rank in varied]
+        if len(set(rest.values())) > 1 or not rulings:
+            rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, address, suspects=tuple(rest)))
+        return rulings
+
+    def varied(self, rank: int, values: Mapping[int, int]) -> bool:
+        """Whether a rank was seen to give another value than in the audit."""
+        return any(value not in (None, values[rank]) for value in self.repeats.get(rank, ()))
+
+    def repeated(self, rank: int, values: Mapping[int, int]) -> bool:
+        """Whether a rank gave the value of the audit in every repeat."""
+        found = self.repeats.get(rank, ())
+        return bool(found) and all(value == values[rank] for value in found)
+
+    def rule(self, rank: int, address: Address, original: int, right: int | None, basis: str) -> Ruling:
+        """The verdict on a rank that is wrong.
+
+        Args:
+            rank: global rank.
+            address: where.
+            original: its value in the audit.
+            right: the right value; null: not known.
+            basis: why this rank.
+        """
+        found = self.repeats.get(rank, ())
+        known = [value for value in found if value is not None]
+        complete = bool(found) and len(known) == len(found)
+        varies = len({original, *known}) > 1
+        wrong = sum(value != right if right is not None else value == original for value in known)
+        bound = None
+        if original == right or (varies and (right is None or wrong)):
+            verdict = INTERMITTENT  # right here but wrong elsewhere, or two different values
+        elif right is not None and known and not wrong and rank in self.earlier:
+            verdict = INTERMITTENT
+        elif not complete:
+            verdict = INCONCLUSIVE
+        elif varies:
+            verdict, bound = NOT_REPRODUCED, rate_bound(len(found))
+        else:
+            verdict = PERSISTENT
+        return Ruling(rank, verdict, basis, address, wrong, len(known), bound)
