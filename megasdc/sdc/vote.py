@@ -32,6 +32,8 @@ from megasdc.sdc.ballot import Ballot, Dispute, Flag, Position
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.trace import Trace
 
+_FIELDS = operator.attrgetter("step", "micro_batch", "phase", "fqn", "slot")
+
 
 def vote(
     traces: Mapping[int, Trace | None], layout: ParallelDims, comparable: Collection[Position] | None = None
@@ -121,20 +123,17 @@ class _Position:
         self._partings: dict[tuple[int, int], int | None] = {}
         found = [traces.get(rank) if comparable else None for rank in self.ranks]
         self._checksums = [[] if trace is None else trace.checksums for trace in found]
-        lists = [[] if trace is None else trace.addresses for trace in found]
-        kinds = _kinds([None if trace is None else trace.addresses for trace in found])
+        kinds, lists = _kinds([None if trace is None else trace.addresses for trace in found])
         sizes = Counter(kind for kind in kinds if kind is not None)
         common = next((kind for kind, size in sizes.items() if 2 * size > layout.data or len(sizes) == 1), None)
         if common is not None:
-            self.addresses = lists[kinds.index(common)]
-            self.ends = [_matching(self.addresses, addresses) for addresses in lists]
-            self.length = len(self.addresses)
+            self.addresses, self.length = lists[common], len(lists[common])
+            matching = [_matching(self.addresses, addresses) for addresses in lists]
         else:  # nobody can say which results there should be
-            known = [addresses for addresses, kind in zip(lists, kinds, strict=True) if kind is not None]
-            shared = min((_matching(known[0], addresses) for addresses in known), default=0)
-            self.addresses = known[0][:shared] if known else []
-            self.ends = [0 if kind is None else shared for kind in kinds]
-            self.length = max(map(len, known), default=1)
+            shared = min((_matching(lists[0], addresses) for addresses in lists), default=0)
+            self.addresses, self.length = lists[0][:shared] if lists else [], max(map(len, lists), default=1)
+            matching = [shared] * len(lists)
+        self.ends = [0 if kind is None else matching[kind] for kind in kinds]
         unmatched = [rank for rank, kind in zip(self.ranks, kinds, strict=True) if kind is None or kind != common]
         self.missing = unmatched if comparable else []
 
@@ -198,24 +197,27 @@ class _Position:
         ]
 
 
-def _kinds(lists: list[list[Address] | None]) -> list[int | None]:
-    """Number lists so that equal ones have equal numbers; null stays null."""
-    distinct: list[list[Address]] = []
+def _kinds(found: list[list[Address] | None]) -> tuple[list[int | None], list[list[Address]]]:
+    """Tell equal lists from others: the number of each, null for null, and the lists by number."""
     kinds: list[int | None] = []
-    for addresses in lists:
+    distinct: list[list[Address]] = []
+    fields: list[list[tuple[Any, ...]]] = []  # tuples compare several times faster than addresses
+    for addresses in found:
         if addresses is None:
             kinds.append(None)
             continue
-        kind = next((number for number, other in enumerate(distinct) if addresses == other), len(distinct))
-        if kind == len(distinct):
+        mine = list(map(_FIELDS, addresses))
+        kind = next((number for number, other in enumerate(fields) if mine == other), len(fields))
+        if kind == len(fields):
             distinct.append(addresses)
+            fields.append(mine)
         kinds.append(kind)
-    return kinds
+    return kinds, distinct
 
 
 def _matching(expected: list[Address], got: list[Address]) -> int:
     """How many leading results two lists share."""
-    parting = None if expected == got else _first(map(operator.ne, expected, got))
+    parting = None if expected is got else _first(map(operator.ne, expected, got))
     return min(len(expected), len(got)) if parting is None else parting
 
 
