@@ -9,12 +9,13 @@ import pytest
 import torch
 from checkpoint_model import Run
 from harness import run_distributed
+from whole_runs import events_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.marks import find_corruption, list_verified, mark_corruption, mark_verified
-from megasdc.checkpoint.places import find_place
+from megasdc.checkpoint.places import Place, find_place
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.determinism import restore_rng
 from megasdc.errors import CheckpointError
@@ -186,3 +187,28 @@ def test_retention_keeps_the_newest_verified_checkpoint_on_every_node(tmp_path: 
     """With keep_last 1 the newest verified one stays beside the newest, until a later one is verified."""
     for answer in run_distributed(_retention, 2, str(tmp_path), storage):
         assert answer == {"kept": [1, 5], "then": [5, 6]}
+
+
+def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Exit code 72 while nothing is verified; then from the verified step on, bit for bit as without the corruption."""
+    data = prepare_text(tmp_path)
+    clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean")
+    config = write_config(tmp_path / "run.json", data, tmp_path / "run")
+    leader = Place(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
+    folder = tmp_path / "run" / "checkpoints"
+    assert [code for code, _ in train_run(clean, 2)] == [0, 0]
+    assert [code for code, _ in train_run(config, 2, "megasdc.training.stop_step=5")] == [0, 0]
+    mark_corruption(folder, 6, "incident.json", leader)
+    refused = train_run(config, 2)
+    assert [code for code, _ in refused] == [72, 72]
+    assert "corruption was found in step 6" in str(refused[0][1])
+    assert list_steps(folder) == [2, 4, 5]
+    mark_verified(folder, 2, 3, leader)
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    assert [event["step"] for event in events_of(tmp_path / "run", "resume", "checkpoint")] == [2]
+    assert list_steps(folder) == [2, 4, 6]
+    assert list_steps(folder / "unverified") == [4, 5]
+    assert find_corruption(folder) is None
+    for step in (4, 6):
+        name = f"step_{step:08d}"
+        assert state_of(folder / name) == state_of(tmp_path / "clean" / "checkpoints" / name)
