@@ -11,7 +11,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megasdc", "megasdc.*"]),
-    package_data={"megasdc.config": ["profiles/*.json"]},
+    package_data={"megasdc.config": ["profiles/*.json"], "megasdc.sdc": ["templates/*.html"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",
@@ -30,6 +30,7 @@ setup(
         "protobuf",
         "tensorboard",
         "plotly",
+        "jinja2",
         "pyarrow",
         "xxhash",
         "psutil",

@@ -1,5 +1,7 @@
 """Which checkpoint does a run go on from? The newest that is whole on every node; all ranks agree on it.
 
+After corruption only verified ones count; see ``megasdc.checkpoint.marks``.
+
 Every rank reads the manifest in the folder that it sees and checks a share of the files; the answers are gathered, so
 that all ranks come to the same verdict. DeepSpeed itself would load some damaged checkpoints without a word, and others
 on some ranks only.
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
 from megasdc.checkpoint.files import list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
 from megasdc.errors import CheckpointError
 from megasdc.events import EventLog
@@ -24,6 +27,9 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
+
+RequireVerified = Literal["auto", "always", "never"]
+_CANDIDATE = "it is a candidate: no audit has agreed after it"
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,16 @@ class Chosen:
         step: optimizer step, first is 1.
         manifest: of the folder that this rank sees.
         skipped: newer checkpoints by step, each with the reasons why it cannot be used.
+        candidates: those of ``skipped`` that are not verified, where only verified ones count.
+        verified_only: whether only verified ones counted.
     """
 
     path: Path
     step: int
     manifest: Manifest
     skipped: dict[int, list[str]]
+    candidates: list[int]
+    verified_only: bool
 
 
 def find_checkpoint(
@@ -50,6 +60,7 @@ def find_checkpoint(
     storage: Storage = "shared",
     verify: bool = True,
     resume: Literal["auto", "never", "must"] = "auto",
+    require_verified: RequireVerified = "auto",
     events: EventLog | None = None,
     node: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -64,6 +75,8 @@ def find_checkpoint(
         storage: whether all ranks see one folder, or the ranks of each node one.
         verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
         resume: auto: null if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
+        require_verified: whether candidates are passed over; auto: where a run has ended because of corruption, by the
+            mark on any node.
         events: where skipped checkpoints are reported, by rank 0.
         node: name of this rank's node; null means the host's name.
         group: group of all ranks, on the host; null means the default group.
@@ -72,60 +85,108 @@ def find_checkpoint(
         The same choice on all ranks; null if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints but none can be used, the newest usable one has another layout, or
-            ``resume`` forbids what was found; on all ranks.
+        CheckpointError: there are checkpoints but none can be used or none is verified, the newest usable one has
+            another layout, or ``resume`` forbids what was found; on all ranks.
         StorageError: the folder cannot be read or cleaned; on all ranks.
 
     Collective: all ranks of the world.
     """
     path, place = Path(folder), find_place(storage, node, group)
-    steps = _list_together(path, place, events, group)
+    found = _look_together(path, place, events, group)
     if resume == "never":
-        if steps:
+        if found.steps:
             raise CheckpointError(
-                f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
+                f"{path} holds checkpoints (newest: step {found.steps[0]}) but megasdc.checkpoint.resume is never: "
                 "use another folder, or resume auto"
             )
         return None
+    verified_only = require_verified == "always" or (require_verified == "auto" and found.corruption is not None)
+    if place.rank == 0:
+        _tell_corruption(found, require_verified, events)
     skipped: dict[int, list[str]] = {}
-    for step in steps:
-        manifest, problems = _examine(path / step_folder(step), place, storage, dims, verify, group)
+    candidates: list[int] = []
+    for step in found.steps:
+        if verified_only and step not in found.verified:
+            manifest, problems = None, [_CANDIDATE]
+            candidates.append(step)
+        else:
+            manifest, problems = _examine(path / step_folder(step), place, storage, dims, verify, group)
         if not problems:
             assert manifest is not None, "a checkpoint without problems has a manifest"
-            return Chosen(path / step_folder(step), step, manifest, skipped)
+            return Chosen(path / step_folder(step), step, manifest, skipped, candidates, verified_only)
         skipped[step] = problems
         if place.rank == 0:
             logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
             if events is not None:
                 events.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
     if skipped:
-        reasons = "\n".join(f"  - step {step}: {'; '.join(problems)}" for step, problems in skipped.items())
-        raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {path} can be used:\n{reasons}\n"
-            "Restore one of them, or start in another folder."
-        )
+        raise CheckpointError(_explain_none(path, skipped, candidates, found.corruption if verified_only else None))
     if resume == "must":
         raise CheckpointError(f"there is no checkpoint in {path} but megasdc.checkpoint.resume is must")
     return None
 
 
-def _list_together(path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None) -> list[int]:
-    """Clean every folder and return the steps found on any node, newest first."""
+def _tell_corruption(found: _Found, require_verified: RequireVerified, events: EventLog | None) -> None:
+    """Log and event of what follows from a corruption mark; nothing where there is none."""
+    if found.corruption is None or not found.steps:
+        return
+    ignored = require_verified == "never"
+    follows = "ignored, megasdc.checkpoint.require_verified is never" if ignored else "only verified checkpoints count"
+    logger.warning("%s: %s", found.corruption, follows)
+    if events is not None:
+        events.emit("warning", "corruption_mark", message=found.corruption, ignored=ignored)
+
+
+def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[int], corruption: str | None) -> str:
+    """Say why no checkpoint can be used, and what to do."""
+    reasons = "\n".join(f"  - step {step}: {'; '.join(problems)}" for step, problems in skipped.items())
+    why = f"{corruption}, so that only verified ones count; " if corruption else ""
+    remedy = "Restore one of them, or start in another folder."
+    if candidates:
+        remedy = (
+            "Start in another folder, restore an earlier checkpoint that is verified, or go on from a candidate with "
+            "megasdc.checkpoint.require_verified=never."
+        )
+    return f"{why}none of the {len(skipped)} checkpoints in {path} can be used:\n{reasons}\n{remedy}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What lies in the checkpoint folders of all nodes.
+
+    Attributes:
+        steps: found on any node, newest first.
+        verified: those with a mark on any node; it is of the save, and written only after all ranks have agreed.
+        corruption: what the corruption mark of the first node that has one says; null if none has.
+    """
+
+    steps: list[int]
+    verified: set[int]
+    corruption: str | None
+
+
+def _look_together(path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None) -> _Found:
+    """Clean every folder and learn what is in them."""
     cleaned: list[str] = []
-    steps: list[int] = []
+    mine = _Found([], set(), None)
     problem: Problem | None = None
     if place.leader:
         try:
-            cleaned, steps = remove_leftovers(path), list_steps(path)
+            cleaned = remove_leftovers(path)
+            mine = _Found(list_steps(path), set(list_verified(path)), find_corruption(path))
         except OSError as error:
             problem = describe_error(error, f"look into {path}")
     raise_together(problem, place, "checkpoints cannot be listed", group)
-    answers = gather_objects((place.node, cleaned, steps), group)
+    answers = gather_objects((place.node, cleaned, mine), group)
     if place.rank == 0 and events is not None:
         for name, lines, _ in answers:
             for line in lines:
                 events.emit("clean", "checkpoint", message=line, node=name)
-    return sorted({step for _, _, found in answers for step in found}, reverse=True)
+    return _Found(
+        steps=sorted({step for _, _, found in answers for step in found.steps}, reverse=True),
+        verified={step for _, _, found in answers for step in found.verified},
+        corruption=next((found.corruption for _, _, found in answers if found.corruption), None),
+    )
 
 
 def _examine(

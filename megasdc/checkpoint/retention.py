@@ -1,8 +1,8 @@
-"""Which checkpoints are kept? The newest few, and every k-th step."""
+"""Which checkpoints are kept? The newest few, every k-th step, and the newest verified one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megasdc.checkpoint.files import delete_folder, list_steps, step_folder
@@ -10,7 +10,9 @@ from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.errors import CheckpointError
 
 
-def plan_retention(steps: Iterable[int], newest: int, keep_last: int, keep_every: int) -> list[int]:
+def plan_retention(
+    steps: Iterable[int], newest: int, keep_last: int, keep_every: int, verified: Collection[int] = ()
+) -> list[int]:
     """Choose the checkpoints to delete.
 
     Args:
@@ -18,6 +20,7 @@ def plan_retention(steps: Iterable[int], newest: int, keep_last: int, keep_every
         newest: the one just saved; never chosen, nor is any of a later step.
         keep_last: how many are kept, ``newest`` among them; 0: all.
         keep_every: checkpoints whose step is a multiple are kept too; 0: none.
+        verified: steps of verified checkpoints; the newest of them is kept too.
 
     Returns:
         Steps to delete, ascending.
@@ -25,11 +28,13 @@ def plan_retention(steps: Iterable[int], newest: int, keep_last: int, keep_every
     if keep_last == 0:
         return []
     past = sorted(step for step in steps if step <= newest)
-    kept = {newest, *past[-keep_last:]}
+    kept = {newest, *past[-keep_last:], *[step for step in past if step in verified][-1:]}
     return [step for step in past if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
-def apply_retention(folder: Path, newest: int, keep_last: int, keep_every: int) -> tuple[list[int], list[str]]:
+def apply_retention(
+    folder: Path, newest: int, keep_last: int, keep_every: int, verified: Collection[int] = ()
+) -> tuple[list[int], list[str]]:
     """Delete the checkpoints that need not be kept; those that are not complete are neither counted nor touched.
 
     Args:
@@ -37,6 +42,7 @@ def apply_retention(folder: Path, newest: int, keep_last: int, keep_every: int) 
         newest: see ``plan_retention``, as are the other arguments.
         keep_last: see ``plan_retention``.
         keep_every: see ``plan_retention``.
+        verified: see ``plan_retention``; by the marks of all nodes, so that all keep the same.
 
     Returns:
         The steps deleted, and one line for each that could not be.
@@ -45,7 +51,7 @@ def apply_retention(folder: Path, newest: int, keep_last: int, keep_every: int) 
         return [], []
     complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
     deleted, failed = [], []
-    for step in plan_retention(complete, newest, keep_last, keep_every):
+    for step in plan_retention(complete, newest, keep_last, keep_every, verified):
         try:
             delete_folder(folder / step_folder(step))
             deleted.append(step)

@@ -44,6 +44,7 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
+from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.retention import apply_retention
 from megasdc.checkpoint.writer import wrapped_writer
@@ -100,7 +101,7 @@ def save_checkpoint(
         rank_state: plain values and tensors of this rank.
         client_state: further top-level keys of DeepSpeed's file of each stage, the same on all ranks.
         events: where the save is reported, by rank 0.
-        keep_last: newest checkpoints kept; 0: all.
+        keep_last: newest checkpoints kept, and the newest verified one; 0: all.
         keep_every: checkpoints whose step is a multiple are kept too; 0: none.
         node: name of this rank's node; null means the host's name.
         group: group of all ranks, on the host; null means the default group.
@@ -122,7 +123,9 @@ def save_checkpoint(
         if events is not None and place.rank == 0:
             events.emit("error", "checkpoint_save", step=step, message=str(error))
         raise
-    deleted, failed = apply_retention(job.folder, step, keep_last, keep_every) if place.leader else ([], [])
+    marks = gather_objects(list_verified(job.folder) if place.leader else [], group)
+    verified = {marked for steps in marks for marked in steps}
+    deleted, failed = apply_retention(job.folder, step, keep_last, keep_every, verified) if place.leader else ([], [])
     answers = gather_objects((deleted, failed), group)
     result = SaveResult(
         path=job.final,

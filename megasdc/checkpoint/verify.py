@@ -18,6 +18,7 @@ from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_
 from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
 from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.checkpoint.marks import Standing, find_standing
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
 
@@ -32,6 +33,7 @@ class CheckpointReport:
         problems: what is wrong, one sentence an entry.
         num_files: files in the manifest.
         size_bytes: their bytes.
+        standing: whether audits have verified it; null where no audits are in use.
     """
 
     path: str
@@ -39,6 +41,7 @@ class CheckpointReport:
     problems: list[str]
     num_files: int
     size_bytes: int
+    standing: Standing | None = None
 
     @property
     def ok(self) -> bool:
@@ -54,6 +57,7 @@ class CheckpointReport:
         count = len(self.problems)
         state = "whole" if self.ok else f"DAMAGED, {count} problem{'s' if count != 1 else ''}"
         head = f"{self.path}: {state}, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB"
+        head += f"; {self.standing}" if self.standing is not None else ""
         return "\n".join([head, *(f"  - {problem}" for problem in self.problems)])
 
 
@@ -99,12 +103,14 @@ def verify_checkpoint(
     """
     folder = Path(path)
     manifest: Manifest | UniversalManifest
+    standing: Standing | None = None
     try:
         if _is_called_universal(folder):
             manifest = read_universal_manifest(folder)
             problems = find_unknown(folder, manifest)
         else:
             manifest = read_manifest(folder)
+            standing = find_standing(folder)
             problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
             if not has_marker(folder, manifest):
                 problems.append("the marker is missing: not every node finished the save")
@@ -123,7 +129,7 @@ def verify_checkpoint(
         problems += [line for lines in answers for line in lines]
     if not folder.exists():
         problems = [deleted_while_read(folder)]
-    return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes)
+    return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes, standing)
 
 
 def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
@@ -133,7 +139,8 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
         path: folder of the checkpoint.
 
     Returns:
-        Plain values: step, time, layout, nodes, engine, versions, sizes by kind of file, and the tensors of each layer.
+        Plain values: step, time, layout, nodes, engine, versions, sizes by kind of file, the tensors of each layer, and
+        what audits have said of it; null where none are in use.
 
     Raises:
         CheckpointError: the manifest cannot be read.
@@ -141,6 +148,7 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
     if _is_called_universal(Path(path)):
         return _inspect_universal(Path(path))
     manifest = read_manifest(Path(path))
+    standing = find_standing(path)
     return {
         "path": str(path),
         "step": manifest.step,
@@ -156,6 +164,7 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
         "size_bytes": manifest.size_bytes,
         "size_bytes_by_kind": _sizes_by_kind(manifest),
         "tensors": {record.name: record.tensors for record in manifest.files if record.tensors is not None},
+        "standing": None if standing is None else asdict(standing),
     }
 
 
@@ -182,6 +191,7 @@ def _inspect_universal(path: Path) -> dict[str, Any]:
         "size_bytes": manifest.size_bytes,
         "size_bytes_by_kind": {"parameters": sum(f.size_bytes for f in manifest.files if f.name.startswith("zero/"))},
         "tensors": {"zero": {name: f"float32{shape}" for name, shape in manifest.parameters.items()}},
+        "standing": None,
     }
 
 
@@ -198,6 +208,7 @@ def render_inspection(found: dict[str, Any]) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         "files": f"{found['num_files']}, {found['size_bytes'] / 1e6:.1f} MB",
         "of that": ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in found["size_bytes_by_kind"].items()),
+        "audits": "" if found["standing"] is None else str(Standing(**found["standing"])),
     }
     return "\n".join([found["path"], *(f"  {name:9} {value}" for name, value in lines.items() if value != "")])
 

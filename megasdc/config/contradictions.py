@@ -55,6 +55,12 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)
     yield from fault_problems(file, deepspeed)
+    if file.checkpoint.require_verified == "always" and not file.audit.enabled:
+        yield Problem(
+            ("megasdc.checkpoint.require_verified", "megasdc.audit.enabled"),
+            'megasdc.checkpoint.require_verified: got "always", but without audits no checkpoint is ever verified and '
+            'the run could never be resumed; set megasdc.audit.enabled true, or "auto".',
+        )
     local = file.checkpoint.storage == "node_local"
     if deepspeed["checkpoint"]["use_node_local_storage"] is not local:
         yield Problem(

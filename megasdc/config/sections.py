@@ -225,6 +225,11 @@ class CheckpointSection(Section):
         "never: refuse a folder that holds one.",
     )
     verify: bool = Field(True, description="Check sizes and checksums of every file before resuming.")
+    require_verified: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Resume only from a checkpoint after which an audit agreed; auto: where the run before has ended "
+        "because of corruption. Newer ones are moved to `unverified`.",
+    )
     universal: str | None = Field(
         None,
         min_length=1,

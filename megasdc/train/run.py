@@ -34,6 +34,7 @@ class Run:
         hooks: what looks in between steps, in this order.
         paused_s: seconds that evaluations and saves have taken, which are not steps.
         results: what the end event tells.
+        passed_over: steps whose checkpoints lie in the run's folder but are not of its past: the resume left them out.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Run:
     hooks: list[StepHook] = field(default_factory=list)
     paused_s: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
+    passed_over: set[int] = field(default_factory=set)
 
     @property
     def is_last_step(self) -> bool:

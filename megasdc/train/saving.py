@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.places import Problem, raise_together
@@ -67,6 +68,7 @@ class Saver(StepHook):
             keep_every=self.section.keep_every,
             group=run.host_group,
         )
+        run.passed_over.discard(run.step)
         run.paused_s += saved.duration_s
         if self.writer is not None:
             self.writer.write(run.step, {"checkpoint/save_s": saved.duration_s, "checkpoint/bytes": saved.size_bytes})
@@ -124,16 +126,20 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
         storage=section.storage,
         verify=section.verify,
         resume="auto" if section.universal and section.resume == "must" else section.resume,
+        require_verified=section.require_verified,
         events=run.events,
         group=run.host_group,
     )
     if found is None:
+        leave_behind(folder, None, storage=section.storage, events=run.events, group=run.host_group)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
         if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
             logger.warning("no checkpoint in %s, so the run starts anew; the metrics found are now %s", folder, kept)
         return hooks
     loaded = load_checkpoint(run.engine, found, run.dims, events=run.events, group=run.host_group)
+    leave_behind(folder, found, storage=section.storage, events=run.events, group=run.host_group)
+    run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
     _restore_counters(run, state)
     run.loader.consumed = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)

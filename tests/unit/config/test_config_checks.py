@@ -208,6 +208,14 @@ def test_harmless_neighbours_of_refused_combinations(part):
     assert build({"bf16": {"enabled": True}, **part})
 
 
+def test_verified_checkpoints_need_audits():
+    """A run that resumes from verified checkpoints alone and never verifies one is refused, with both remedies."""
+    text = problem(checkpoint={"require_verified": "always"})
+    assert "audit.enabled true" in text and '"auto"' in text
+    assert build(checkpoint={"require_verified": "always"}, audit={"enabled": True})
+    assert build(checkpoint={"require_verified": "never"})
+
+
 def test_node_local_storage_reaches_deepspeed():
     """checkpoint.storage is the one place to say that nodes share no folder."""
     assert build(checkpoint={"storage": "node_local"}).deepspeed["checkpoint"]["use_node_local_storage"] is True

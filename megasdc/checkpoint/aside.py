@@ -1,0 +1,119 @@
+"""What becomes of the candidates that a run did not go on from? They lose their place, so that none counts later.
+
+They hold what may be corrupt. Left where they are, a later resume or audit would take them for the run's own. They are
+kept, for whoever looks into the incident, until someone deletes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from itertools import chain, count
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megasdc.checkpoint.files import LATEST_FILE, step_folder, sync_path, write_durably
+from megasdc.checkpoint.marks import clear_corruption
+from megasdc.checkpoint.places import Problem, Storage, describe_error, find_place, raise_together
+from megasdc.checkpoint.resume import Chosen
+from megasdc.events import EventLog
+from megasdc.parallel.collectives import gather_objects
+
+ASIDE_FOLDER = "unverified"
+
+logger = logging.getLogger(__name__)
+
+
+def leave_behind(
+    folder: Path | str,
+    chosen: Chosen | None,
+    *,
+    storage: Storage = "shared",
+    events: EventLog | None = None,
+    node: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[int]:
+    """Move the candidates that a resume passed over out of the way, and clear the corruption mark after that.
+
+    If the process dies in between, the mark is still there and the next resume does the rest.
+
+    Args:
+        folder: the checkpoint folder.
+        chosen: what ``find_checkpoint`` returned and was loaded; null: there was no checkpoint.
+        storage: whether all ranks see one folder, or the ranks of each node one.
+        events: where it is reported, by rank 0.
+        node: name of this rank's node; null means the host's name.
+        group: group of all ranks, on the host; null means the default group.
+
+    Returns:
+        Steps that were moved, on any node.
+
+    Raises:
+        StorageError: a folder cannot be renamed or the mark not removed; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    path, place = Path(folder), find_place(storage, node, group)
+    moved: list[tuple[int, str]] = []
+    problem: Problem | None = None
+    if place.leader and chosen is not None and chosen.candidates:
+        try:
+            moved = move_aside(path, chosen.candidates)
+            write_durably(path / LATEST_FILE, chosen.path.name + "\n")
+        except OSError as error:
+            problem = describe_error(error, f"move candidates in {path} aside")
+    raise_together(problem, place, "candidates that were passed over stay in the way", group)
+    cleared = False
+    if place.leader and (chosen is None or chosen.verified_only):
+        try:
+            cleared = clear_corruption(path)
+        except OSError as error:
+            problem = describe_error(error, f"remove the corruption mark in {path}")
+    raise_together(problem, place, "the corruption mark stays", group)
+    answers = gather_objects((moved, cleared), group)
+    where = dict(chain.from_iterable(names for names, _ in answers))
+    if place.rank == 0:
+        _tell(path, where, any(gone for _, gone in answers), events)
+    return sorted(where)
+
+
+def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
+    """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on where that has one of these steps.
+
+    Args:
+        folder: the checkpoint folder.
+        steps: of the checkpoints; those that are not there are passed over.
+
+    Returns:
+        Each step that was moved, with its path from the folder.
+
+    Raises:
+        OSError: a folder cannot be made or renamed.
+    """
+    there = [step for step in steps if (folder / step_folder(step)).exists()]
+    if not there:
+        return []
+    names = chain([ASIDE_FOLDER], (f"{ASIDE_FOLDER}_{number}" for number in count(2)))
+    target = next(
+        folder / name for name in names if not any((folder / name / step_folder(step)).exists() for step in there)
+    )
+    target.mkdir(exist_ok=True)
+    for step in there:
+        os.rename(folder / step_folder(step), target / step_folder(step))
+    sync_path(target)
+    sync_path(folder)
+    return [(step, f"{target.name}/{step_folder(step)}") for step in there]
+
+
+def _tell(path: Path, moved: dict[int, str], cleared: bool, events: EventLog | None) -> None:
+    """Log and events of rank 0."""
+    for step, name in sorted(moved.items()):
+        logger.warning("the candidate of step %d is now %s; delete it when it is of no more use", step, path / name)
+        if events is not None:
+            events.emit("move", "checkpoint", step=step, path=str(path / name), reason="not verified")
+    if cleared:
+        logger.info("the corruption mark in %s is removed: no candidate from before is left", path)
+        if events is not None:
+            events.emit("clear", "corruption_mark", path=str(path))

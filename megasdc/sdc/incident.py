@@ -1,0 +1,293 @@
+"""What is known about one case of silent data corruption? An incident: what, where, when, evidence, and what to do.
+
+Plain data without torch and without communication; ``megasdc.sdc.incident_page`` shows it to people.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from megasdc.addresses import Address
+from megasdc.errors import TraceError
+from megasdc.events import Event
+
+REPEATS = 10
+"""Runs of each case when a host is verified against a golden trace."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank of the run.
+
+    Args:
+        rank: global rank.
+        host: name of its host, as in the hostfile.
+        device: name of its device.
+        dp_rank: replica.
+        pp_rank: pipeline stage.
+        tp_rank: place in the tensor group.
+    """
+
+    rank: int
+    host: str
+    device: str
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+
+
+@dataclass(frozen=True)
+class FlaggedRank(RankPlace):
+    """A rank that was named.
+
+    Args:
+        verdict: of this rank.
+        first: its first result that was wrong.
+        expected: checksum that the result should have, 16 hexadecimal digits; null where there should be no result.
+        got: checksum that it has; null where there was no result.
+        repeats: how often the rank computed the micro-batch again.
+        wrong_repeats: in how many of them it was wrong.
+        rate_bound: upper bound of its rate of wrong micro-batches with 95 % confidence, in (0, 1]; null where it was
+            wrong again.
+    """
+
+    verdict: Literal["persistent", "intermittent", "not_reproduced"]
+    first: Address
+    expected: str | None
+    got: str | None
+    repeats: int
+    wrong_repeats: int
+    rate_bound: float | None
+
+
+@dataclass(frozen=True)
+class DisputedRank(RankPlace):
+    """A rank that differs from others, where nobody can say which of them is wrong.
+
+    Args:
+        first: the first result that they disagree about.
+        got: the checksum that this rank computed, 16 hexadecimal digits; null where it computed none.
+    """
+
+    first: Address
+    got: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was compared.
+
+    Args:
+        compared: results, over all ranks.
+        differing: number of results that differ, by phase, submodule and rank; phases and submodules in the order in
+            which they were computed.
+    """
+
+    compared: int
+    differing: dict[str, dict[str, dict[int, int]]]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the run ran on.
+
+    Args:
+        versions: of software, by name.
+        layout: sizes of the parallel dimensions, by name.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+    """
+
+    versions: dict[str, str]
+    layout: dict[str, int]
+    precision: str
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One thing to do.
+
+    Args:
+        text: what and why.
+        commands: exact, one a line; words in capitals are to be filled in.
+    """
+
+    text: str
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One case of silent data corruption.
+
+    Args:
+        time: when it was found, ISO 8601, UTC.
+        run_dir: the run folder.
+        step: optimizer step, first is 1.
+        micro_batch: micro-batch in the step, first is 0; null where it belongs to none.
+        tier: what found it.
+        verdict: of the incident; of several flagged ranks the worst.
+        basis: what says which value is right.
+        policy: what the configuration wants done.
+        done: what was therefore done; repaired: the work was done again, agreed, and was used; committed: nothing.
+        flagged: the ranks that were named.
+        disputed: ranks that differ without being named.
+        ranks: all ranks.
+        evidence: what was compared.
+        environment: what the run ran on.
+        earlier: earlier events that may belong to it, oldest first.
+        golden: golden trace file to verify hosts with; null: there is none.
+        verified_checkpoint: folder of the newest verified checkpoint; null: there is none.
+        newest_candidate: folder of the newest checkpoint that is not verified; null: there is none.
+
+    Raises:
+        ValueError: no rank is flagged and none disputed.
+    """
+
+    time: str
+    run_dir: str
+    step: int
+    micro_batch: int | None
+    tier: Literal["audit", "recompute", "parameters"]
+    verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
+    basis: Literal["relative to the majority", "golden trace", "replay", "own recomputation"]
+    policy: Literal["halt", "repair", "warn"]
+    done: Literal["halted", "repaired", "committed"]
+    flagged: tuple[FlaggedRank, ...]
+    disputed: tuple[DisputedRank, ...]
+    ranks: tuple[RankPlace, ...]
+    evidence: Evidence
+    environment: Environment
+    earlier: tuple[Event, ...] = ()
+    golden: str | None = None
+    verified_checkpoint: str | None = None
+    newest_candidate: str | None = None
+    format: Literal["megasdc.incident.v1"] = field(default="megasdc.incident.v1", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.suspects:
+            raise ValueError(
+                f"ranks are neither flagged nor disputed in the incident of step {self.step}; needed: one of them"
+            )
+
+    @property
+    def suspects(self) -> tuple[FlaggedRank | DisputedRank, ...]:
+        """The ranks that something is to be done about: those flagged, else those disputed."""
+        return self.flagged or self.disputed
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts of the suspects, each once."""
+        return list(dict.fromkeys(one.host for one in self.suspects))
+
+    @property
+    def what_to_do(self) -> list[Instruction]:
+        """What an engineer should do now, in order."""
+        return [_leave_out(self), _verify_hosts(self), _go_on(self)]
+
+
+_ADAPTER = TypeAdapter(Incident)
+_INSTRUCTIONS = TypeAdapter(list[Instruction])
+
+
+def incident_to_json(incident: Incident) -> str:
+    """All of an incident as JSON, and what to do under ``what_to_do``."""
+    content = _ADAPTER.dump_python(incident, mode="json")
+    content["what_to_do"] = _INSTRUCTIONS.dump_python(incident.what_to_do, mode="json")
+    return json.dumps(content, indent=1) + "\n"
+
+
+def incident_from_json(text: str, source: str = "the text") -> Incident:
+    """Read what ``incident_to_json`` wrote.
+
+    Args:
+        text: the JSON.
+        source: where it is from, for the message.
+
+    Raises:
+        TraceError: it is damaged, or no incident.
+    """
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "as a whole"
+        raise TraceError(f"{source} is damaged or no incident report: {where}: {first['msg']}") from error
+
+
+def _leave_out(incident: Incident) -> Instruction:
+    """Which hosts should not take part any more."""
+    hosts = " and ".join(incident.hosts)
+    when = "start with one of these" if incident.done == "halted" else "at the next start of the run use one of these"
+    if not incident.flagged:
+        text = f"No rank could be named: one of those that differ is wrong. Leave out {hosts} until verified"
+    elif incident.verdict == "not_reproduced":
+        text = f"It did not come back. {hosts} may stay in use; if it is named again, leave it out"
+    else:
+        text = f"Leave out {hosts}"
+    config = f"--config {shlex.quote(_config(incident))}"
+    if {one.host for one in incident.ranks} <= set(incident.hosts):
+        return Instruction(
+            f"{text}. No host of the run would be left: take others into OTHERS, and {when}.",
+            (
+                f"megasdc launch --hostfile OTHERS {config}",
+                f"deepspeed --hostfile OTHERS launch/pretrain_gpt.py {config}",
+            ),
+        )
+    without = f"--exclude {shlex.quote('@'.join(incident.hosts))}"
+    return Instruction(
+        f"{text}: {when}. HOSTFILE is that of this run; put a spare host into it, so that the layout stays.",
+        (
+            f"megasdc launch --hostfile HOSTFILE {without} {config}",
+            f"deepspeed --hostfile HOSTFILE {without} launch/pretrain_gpt.py {config}",
+        ),
+    )
+
+
+def _verify_hosts(incident: Incident) -> Instruction:
+    """How to find out whether a host is healthy."""
+    golden = shlex.quote(incident.golden or "TRUSTED.golden")
+    verify = f"megasdc golden verify {golden} --repeats {REPEATS}"
+    text = (
+        f"Verify {' and '.join(incident.hosts)} when no run is there: log in and run this. Exit code 0: healthy, 73: "
+        "wrong."
+    )
+    if incident.golden is not None:
+        return Instruction(text, (verify,))
+    return Instruction(
+        f"{text} No golden trace is known: record one first, on a host of the same kind that you trust, and copy it.",
+        (f"megasdc golden record --config {shlex.quote(_config(incident))} --out {golden}", verify),
+    )
+
+
+def _go_on(incident: Incident) -> Instruction:
+    """Which checkpoint the run goes on from."""
+    verified, candidate = incident.verified_checkpoint, incident.newest_candidate
+    if incident.done != "halted":
+        return Instruction("The run goes on; it need not be started again.")
+    if verified is not None:
+        newer = f" Newer ones, up to {candidate}, will be moved to `unverified`." if candidate else ""
+        return Instruction(
+            f"The launch goes on by itself from {verified}, the newest verified checkpoint.{newer} To look at it:",
+            (f"megasdc verify-checkpoint {shlex.quote(verified)}",),
+        )
+    if candidate is not None:
+        return Instruction(
+            "No checkpoint is verified, so the launch would end with exit code 72. Start anew in another run folder, "
+            f"or accept that {candidate} may hold what went wrong, by one of these options.",
+            (
+                "--set megasdc.logging.run_dir=OTHER_FOLDER",
+                "--set megasdc.checkpoint.require_verified=never",
+            ),
+        )
+    return Instruction("There is no checkpoint: the launch begins anew.")
+
+
+def _config(incident: Incident) -> str:
+    """The run's complete configuration."""
+    return str(Path(incident.run_dir) / "resolved.json")

@@ -1,0 +1,158 @@
+"""How is an incident shown to an engineer? One page in the run folder, beside JSON for programs.
+
+The page says first what happened where and what was done, then what to do, then the evidence. It needs no network.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megasdc.checkpoint.files import write_durably
+from megasdc.errors import CorruptionError, StorageError
+from megasdc.sdc.heat_map import build_heat_maps
+from megasdc.sdc.incident import FlaggedRank, Incident, incident_to_json
+
+_TIERS = {
+    "audit": "an audit: replicas computed the same micro-batch and did not agree",
+    "recompute": "the activation recompute: a rank computed a forward result twice and got two values",
+    "parameters": "the comparison of parameters: replicas hold different values",
+}
+_VERDICTS = {
+    "persistent": "Persistent: repeated, the same wrong value came each time.",
+    "intermittent": "Intermittent: repeated, it was wrong again, but not always or not equally.",
+    "not_reproduced": "Not reproduced: repeated, every result was right.",
+    "inconclusive": "Inconclusive: results differ, but what was computed does not tell who is wrong.",
+}
+_BASES = {
+    "relative to the majority": "Right is what the majority of replicas computed; no golden trace confirms it.",
+    "golden trace": "Right is what the golden trace says, which trusted hardware computed.",
+    "replay": "Right is what ranks computed when they repeated the micro-batch.",
+    "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
+}
+_DONE = {
+    "halted": "training was halted",
+    "repaired": "the work was done again and training goes on",
+    "committed": "training goes on with it",
+}
+_OUTCOMES = {
+    "halted": f"Training was halted: nothing more was committed or saved, all ranks end with exit code "
+    f"{CorruptionError.exit_code}.",
+    "repaired": "The work was done again, all ranks agreed, and that was used; training goes on.",
+    "committed": "The step was committed as it was, with what is wrong in it; training goes on.",
+}
+
+
+def write_incident(incident: Incident) -> tuple[Path, Path]:
+    """Write both reports of an incident, each whole or not at all; earlier ones stay.
+
+    Args:
+        incident: its ``run_dir`` says where.
+
+    Returns:
+        ``reports/incident_step_NNNNNNNN.json`` and ``.html`` in the run folder, with a number where that name is taken.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    data, page = report_paths(incident.run_dir, incident.step)
+    try:
+        data.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(data, incident_to_json(incident))
+        write_durably(page, render_page(incident, data.name))
+    except OSError as error:
+        raise StorageError(
+            f"the report of the corruption in step {incident.step} cannot be written into {data.parent}: {error}; it "
+            "was: " + headline(incident)
+        ) from error
+    return data, page
+
+
+def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
+    """Names for the reports of an incident, as JSON and as a page, that are not in use.
+
+    Args:
+        run_dir: the run folder.
+        step: optimizer step of the incident.
+    """
+    folder, stem, number = Path(run_dir) / "reports", f"incident_step_{step:08d}", 1
+    while True:
+        name = stem if number == 1 else f"{stem}_{number}"
+        paths = folder / f"{name}.json", folder / f"{name}.html"
+        if not any(path.exists() for path in paths):
+            return paths
+        number += 1
+
+
+def headline(incident: Incident) -> str:
+    """What happened, where and when, in one sentence."""
+    when = f"Step {incident.step}" + ("" if incident.micro_batch is None else f", micro-batch {incident.micro_batch}")
+    if incident.flagged:
+        what = "; ".join(
+            f"rank {one.rank} on host {one.host} computed a wrong {one.first.phase.replace('_', ' ')} of "
+            f"{one.first.fqn} ({one.verdict.replace('_', ' ')})"
+            for one in incident.flagged
+        )
+    else:
+        ranks = " and ".join(f"{one.rank} on host {one.host}" for one in incident.disputed)
+        what = f"ranks {ranks} computed different results, and it is not known which is wrong"
+    return f"{when}: {what}. Found {incident.time}; {_DONE[incident.done]}."
+
+
+def render_page(incident: Incident, json_name: str) -> str:
+    """The page, as HTML that refers to nothing outside itself.
+
+    Args:
+        incident: what happened.
+        json_name: name of the JSON file beside it.
+    """
+    environment = Environment(
+        loader=PackageLoader("megasdc.sdc", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sizes = incident.environment.layout
+    return environment.get_template("incident.html").render(
+        incident=incident,
+        title=f"Corruption in step {incident.step}: " + " and ".join(incident.hosts),
+        headline=headline(incident),
+        outcome=_OUTCOMES[incident.done],
+        tier=_TIERS[incident.tier],
+        verdict=_VERDICTS[incident.verdict],
+        basis=_BASES[incident.basis],
+        repeats=_repeats,
+        maps=build_heat_maps(incident),
+        num_differing=sum(
+            count
+            for submodules in incident.evidence.differing.values()
+            for counts in submodules.values()
+            for count in counts.values()
+        ),
+        layout=", ".join(f"{name} {size}" for name, size in sizes.items()),
+        roles={
+            **{one.rank: "disputed" for one in incident.disputed},
+            **{one.rank: "flagged" for one in incident.flagged},
+        },
+        clock=lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        details=_details,
+        json_name=json_name,
+    )
+
+
+def _repeats(one: FlaggedRank) -> str:
+    if one.repeats == 0:
+        return "not repeated"
+    text = f"wrong in {one.wrong_repeats} of {one.repeats}"
+    if one.rate_bound is not None:
+        text += f"; at most {one.rate_bound:.1%} of its micro-batches are wrong (95 % confidence)"
+    return text
+
+
+def _details(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {json.dumps(value, default=str)}" for name, value in fields.items())

@@ -1,0 +1,345 @@
+"""Does an incident report hold what is known, say what to do, and read well whatever the names and sizes?"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.errors import StorageError, TraceError
+from megasdc.events import Event
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.heat_map import MAX_COLUMNS, MAX_ROWS, Cell, build_heat_maps, ranges
+from megasdc.sdc.incident import (
+    DisputedRank,
+    Environment,
+    Evidence,
+    FlaggedRank,
+    Incident,
+    RankPlace,
+    incident_from_json,
+    incident_to_json,
+)
+from megasdc.sdc.incident_page import headline, render_page, write_incident
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+SUBMODULES = ["0.embedding", "1.layer.self_attention.linear_qkv", "1.layer.mlp.linear_fc1", "2.head"]
+
+
+class Page(HTMLParser):
+    """What a page shows and refers to; its tags must be balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [str(value) for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def checked(text: str) -> Page:
+    """Parse a page; it refers to nothing outside itself."""
+    page = Page(text)
+    assert page.references == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "prefers-color-scheme: dark" in style
+    return page
+
+
+def places(dims: ParallelDims, hosts: list[str] | None = None) -> tuple[RankPlace, ...]:
+    """All ranks of a layout, eight a host unless hosts are given."""
+    found = []
+    for rank in range(dims.world_size):
+        one = replace(dims, rank=rank)
+        host = hosts[rank] if hosts else f"node{rank // 8:03d}"
+        found.append(RankPlace(rank, host, "H200", one.dp_rank, one.pp_rank, one.tp_rank))
+    return tuple(found)
+
+
+def flag(place: RankPlace, fqn: str, phase: str = FORWARD, **changes: Any) -> FlaggedRank:
+    """A flagged rank that was wrong in all repeats."""
+    options = {"verdict": "persistent", "repeats": 5, "wrong_repeats": 5, "rate_bound": None, **changes}
+    first = Address(120, 0, phase, fqn, "output")
+    return FlaggedRank(**vars(place), first=first, expected="00" * 8, got="5eedfacecafef00d", **options)
+
+
+def incident(run_dir: Path | str = "runs/my", **changes: Any) -> Incident:
+    """One of three replicas computed a wrong QKV, once and again."""
+    ranks = places(ParallelDims(1, 1, 3), ["alpha", "beta", "gamma"])
+    values: dict[str, Any] = {
+        "time": "2026-03-01T02:03:04+00:00",
+        "run_dir": str(run_dir),
+        "step": 120,
+        "micro_batch": 0,
+        "tier": "audit",
+        "verdict": "persistent",
+        "basis": "relative to the majority",
+        "policy": "halt",
+        "done": "halted",
+        "flagged": (flag(ranks[1], SUBMODULES[1]),),
+        "disputed": (),
+        "ranks": ranks,
+        "evidence": Evidence(
+            1234,
+            {
+                FORWARD: {SUBMODULES[1]: {1: 1}, SUBMODULES[2]: {1: 2}, SUBMODULES[3]: {1: 2}},
+                BACKWARD: {name: {1: 4} for name in reversed(SUBMODULES)},
+                WEIGHT_GRAD: {SUBMODULES[2]: {1: 1}},
+            },
+        ),
+        "environment": Environment({"torch": "2.13.0"}, {"tensor": 1, "pipeline": 1, "data": 3}, "bf16"),
+        "earlier": (Event(1.7e9, 1, "beta", 70, 0, "finding", "recompute", {"submodule": SUBMODULES[1]}),),
+        "golden": "/goldens/my.golden",
+        "verified_checkpoint": "runs/my/checkpoints/step_00000100",
+        "newest_candidate": "runs/my/checkpoints/step_00000110",
+        **changes,
+    }
+    return Incident(**values)
+
+
+def test_an_incident_comes_back_from_json() -> None:
+    """Everything survives, what to do is in the file too, and a damaged file is named with the part that is wrong."""
+    for one in (incident(), incident(micro_batch=None, golden=None, earlier=(), verdict="intermittent")):
+        text = incident_to_json(one)
+        assert incident_from_json(text) == one
+        assert len(json.loads(text)["what_to_do"]) == 3
+    content = json.loads(incident_to_json(incident()))
+    assert content["flagged"][0]["host"] == "beta"
+    assert content["flagged"][0]["first"]["fqn"] == SUBMODULES[1]
+    with pytest.raises(TraceError, match=r"x\.json.*verdict"):
+        incident_from_json(json.dumps({**content, "verdict": "guilty"}), "x.json")
+    with pytest.raises(TraceError, match="damaged"):
+        incident_from_json(incident_to_json(incident())[:-50])
+    with pytest.raises(ValueError, match="neither flagged nor disputed"):
+        incident(flagged=())
+
+
+def test_reports_are_written_beside_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names hold the step, and a number where one is there; a full disk is told with the incident."""
+    first = write_incident(incident(tmp_path))
+    second = write_incident(incident(tmp_path))
+    assert [path.name for path in (*first, *second)] == [
+        "incident_step_00000120.json",
+        "incident_step_00000120.html",
+        "incident_step_00000120_2.json",
+        "incident_step_00000120_2.html",
+    ]
+    assert incident_from_json(first[0].read_text()) == incident(tmp_path)
+    assert "incident_step_00000120_2.json" in second[1].read_text()
+    before = sorted(path.name for path in (tmp_path / "reports").iterdir())
+    monkeypatch.setattr(os, "fsync", _refuse)
+    with pytest.raises(StorageError, match="rank 1 on host beta"):
+        write_incident(incident(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "reports").iterdir()) == before
+
+
+def _refuse(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_page_says_what_where_when_and_what_to_do_first() -> None:
+    """The heading holds step, rank, host, submodule, time and what was done; instructions come before evidence."""
+    page = checked(render_page(incident(), "x.json"))
+    text = " ".join(page.text.split())
+    head = headline(incident())
+    assert head in text
+    assert head == (
+        "Step 120, micro-batch 0: rank 1 on host beta computed a wrong forward of 1.layer.self_attention.linear_qkv "
+        "(persistent). Found 2026-03-01T02:03:04+00:00; training was halted."
+    )
+    order = [text.index(words) for words in (head, "exit code 73", "What to do", "What is known", "Evidence", "1,234")]
+    assert order == sorted(order)
+    for needed in ("5eedfacecafef00d", "wrong in 5 of 5", "majority", "torch 2.13.0", "finding recompute", "x.json"):
+        assert needed in text
+
+
+def test_instructions_are_commands_that_can_be_run() -> None:
+    """Leave out the host, verify it, go on from the verified checkpoint; each by a command with its names in it."""
+    commands = [line for step in incident().what_to_do for line in step.commands]
+    assert commands == [
+        "megasdc launch --hostfile HOSTFILE --exclude beta --config runs/my/resolved.json",
+        "deepspeed --hostfile HOSTFILE --exclude beta launch/pretrain_gpt.py --config runs/my/resolved.json",
+        "megasdc golden verify /goldens/my.golden --repeats 10",
+        "megasdc verify-checkpoint runs/my/checkpoints/step_00000100",
+    ]
+    assert "step_00000110, will be moved" in incident().what_to_do[2].text
+    bare = incident(golden=None, verified_checkpoint=None).what_to_do
+    assert bare[1].commands[0].startswith("megasdc golden record --config runs/my/resolved.json")
+    assert "--set megasdc.checkpoint.require_verified=never" in bare[2].commands
+    assert "exit code 72" in bare[2].text
+    fresh = incident(verified_checkpoint=None, newest_candidate=None).what_to_do[2]
+    assert (fresh.text, fresh.commands) == ("There is no checkpoint: the launch begins anew.", ())
+    on = incident(done="repaired", policy="repair", verdict="not_reproduced").what_to_do
+    assert "may stay in use" in on[0].text
+    assert "next start" in on[0].text
+    assert on[2].text == "The run goes on; it need not be started again."
+    alone = incident(ranks=(incident().ranks[1],)).what_to_do[0]
+    assert "No host of the run would be left" in alone.text
+    assert not any("--exclude" in command for command in alone.commands)
+
+
+def test_commands_parse_as_the_commands_they_are() -> None:
+    """Each `megasdc` command line of a report names an existing command with existing options."""
+    from typer.main import get_command
+
+    from megasdc.cli import app
+
+    for one in (incident(), incident(golden=None), incident(run_dir="a run's folder")):
+        for line in (line for step in one.what_to_do for line in step.commands if line.startswith("megasdc ")):
+            command, words = get_command(app), shlex.split(line)[1:]
+            while hasattr(command, "commands"):
+                command = command.commands[words.pop(0)]
+            command.make_context("x", words)
+
+
+def test_two_flagged_ranks_are_both_named() -> None:
+    """Each has its line, its address and its command; the origin of each is marked once."""
+    ranks = incident().ranks
+    second = flag(ranks[2], SUBMODULES[3], BACKWARD, verdict="not_reproduced", wrong_repeats=0, rate_bound=0.4507)
+    one = incident(
+        flagged=(flag(ranks[1], SUBMODULES[1]), second),
+        evidence=Evidence(9, {FORWARD: {SUBMODULES[1]: {1: 1}}, BACKWARD: {SUBMODULES[3]: {1: 1, 2: 1}}}),
+    )
+    html = render_page(one, "x.json")
+    text = checked(html).text
+    assert "rank 1 on host beta" in headline(one)
+    assert "rank 2 on host gamma" in headline(one)
+    assert "--exclude beta@gamma" in text
+    assert "at most 45.1% of its micro-batches" in text
+    assert html.count('class="s4 origin"') == 2
+    assert "Forward (" in text
+    assert "Backward (" in text
+
+
+def test_a_dispute_names_nobody() -> None:
+    """Of two replicas that differ both are shown and are to be verified; none is called wrong."""
+    ranks = places(ParallelDims(1, 1, 2), ["alpha", "beta"])
+    first = Address(120, 0, RECOMPUTE, SUBMODULES[2], "output")
+    one = incident(
+        ranks=(*ranks, RankPlace(2, "spare", "H200", 2, 0, 0)),
+        verdict="inconclusive",
+        flagged=(),
+        disputed=tuple(DisputedRank(**vars(place), first=first, got=f"{place.rank:016x}") for place in ranks),
+        evidence=Evidence(10, {RECOMPUTE: {SUBMODULES[2]: {0: 1, 1: 1}}}),
+    )
+    html = render_page(one, "x.json")
+    text = checked(html).text
+    assert "not known which is wrong" in headline(one)
+    assert "computed a wrong" not in text
+    assert "Inconclusive" in text
+    assert "--exclude alpha@beta" in text
+    assert f"{1:016x}" in text
+    assert 'class="s4 origin"' in html, "both ranks share a column, which is marked"
+
+
+def test_hostile_names_are_text() -> None:
+    """Markup and quotes in any name are shown as they are, and quoted for the shell in commands."""
+    evil = "<script>alert('1')</script>\"&' onload=x"
+    place = RankPlace(0, evil, evil, 0, 0, 0)
+    one = incident(
+        run_dir=f"runs/{evil}",
+        ranks=(place, RankPlace(1, "other", evil, 1, 0, 0)),
+        flagged=(flag(place, evil),),
+        golden=f"/{evil}",
+        evidence=Evidence(1, {FORWARD: {evil: {0: 1}}}),
+        environment=Environment({evil: evil}, {"tensor": 1}, "bf16"),
+        earlier=(Event(0.0, 0, evil, None, None, evil, evil, {evil: evil}),),
+    )
+    html = render_page(one, evil)
+    assert "<script" not in html
+    assert evil in checked(html).text
+    assert shlex.quote(evil) in checked(html).text
+    assert incident_from_json(incident_to_json(one)) == one
+
+
+def _fleet(differs: Any) -> Incident:
+    """512 ranks and 400 submodules; ``differs`` says how many results of (submodule, rank) differ."""
+    ranks = places(ParallelDims(8, 4, 16))
+    names = [f"{layer}.layer.self_attention.linear_{part}" for layer in range(100) for part in ("a", "b", "c", "d")]
+    maps = {
+        phase: {
+            name: {rank: count for rank in range(512) if (count := differs(place, rank))}
+            for place, name in enumerate(names)
+        }
+        for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)
+    }
+    flagged = flag(ranks[131], names[7])
+    return incident(ranks=ranks, flagged=(flagged,), evidence=Evidence(10**6, maps))
+
+
+@pytest.mark.parametrize("kind", ["a replica", "everything", "at random"])
+def test_a_page_of_a_fleet_stays_small(kind: str) -> None:
+    """512 ranks x 400 submodules: below 3 MB, equal rows and columns as one, what is left out said, origin shown."""
+    draw = random.Random(1)
+    bad = {rank for rank in range(512) if rank // 8 % 16 == 0}
+    one = _fleet(
+        {
+            "a replica": lambda place, rank: int(rank in bad and place >= 7),
+            "everything": lambda place, rank: 2,
+            "at random": lambda place, rank: draw.randrange(4) + (rank == 131),
+        }[kind]
+    )
+    html = render_page(one, "x.json")
+    text = checked(html).text
+    assert len(html.encode()) < 3_000_000
+    assert one.flagged[0].host in text
+    assert one.flagged[0].first.fqn in text
+    maps = build_heat_maps(one)
+    assert [len(found.rows) <= MAX_ROWS and len(found.columns) <= MAX_COLUMNS for found in maps] == [True, True]
+    if kind == "a replica":
+        assert maps[1].columns == ("0-7, 128-135, 256-263, 384-391", ranges(set(range(512)) - bad))
+        assert [row.label for row in maps[1].rows] == [
+            "1.layer.self_attention.linear_d to 99.layer.self_attention.linear_d (393)"
+        ]
+        assert maps[1].notes == ()
+    if kind == "at random":
+        assert re.search(r"\d+ more ranks", text)
+        assert re.search(r"200 more rows", text)
+    if kind != "everything":
+        assert sum(cell.origin for row in maps[0].rows for cell in row.cells) == 1
+
+
+def test_heat_maps_merge_only_what_is_equal() -> None:
+    """Neighbouring equal rows and equal columns are one; shades are shares of the largest; an origin stands alone."""
+    found = build_heat_maps(incident())
+    assert [found_map.title.split()[0] for found_map in found] == ["Forward", "Backward"]
+    forward = found[0]
+    assert forward.columns == ("0, 2", "1")
+    assert [(row.label, row.cells[1]) for row in forward.rows] == [
+        (SUBMODULES[1], Cell(1, 2, True)),
+        (f"{SUBMODULES[2]} to {SUBMODULES[3]} (2)", Cell(2, 4, False)),
+    ]
+    assert {row.cells[0] for row in forward.rows} == {Cell(0, 0, False)}
+    counts = {"a": {1: 1}, "b": {1: 4}, "c": {1: 5}, "d": {1: 8}, "e": {1: 2}}
+    shades = build_heat_maps(incident(evidence=Evidence(1, {FORWARD: counts})))[0]
+    assert [row.cells[1].shade for row in shades.rows] == [1, 2, 3, 4, 1]
+    assert build_heat_maps(incident(evidence=Evidence(1, {}))) == []
+    assert ranges([5, 3, 0, 1, 2, 9]) == "0-3, 5, 9"
