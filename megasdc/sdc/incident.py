@@ -47,7 +47,7 @@ class FlaggedRank(RankPlace):
     """A rank that was named.
 
     Args:
-        verdict: of this rank.
+        verdict: of this rank; inconclusive: it is certainly wrong, but its repeats do not say how often.
         first: its first result that was wrong.
         expected: checksum that the result should have, 16 hexadecimal digits; null where there should be no result.
         got: checksum that it has; null where there was no result.
@@ -57,7 +57,7 @@ class FlaggedRank(RankPlace):
             wrong again.
     """
 
-    verdict: Literal["persistent", "intermittent", "not_reproduced"]
+    verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     first: Address
     expected: str | None
     got: str | None
@@ -155,7 +155,7 @@ class Incident:
     micro_batch: int | None
     tier: Literal["audit", "recompute", "parameters"]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
-    basis: Literal["relative to the majority", "golden trace", "replay", "own recomputation"]
+    basis: Literal["relative to the majority", "golden trace", "replay", "own recomputation", "master shard"]
     policy: Literal["halt", "repair", "warn"]
     done: Literal["halted", "repaired", "committed"]
     flagged: tuple[FlaggedRank, ...]

@@ -10,6 +10,7 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection import Detection
 from megasdc.train.disputes import Disputes
 from megasdc.train.golden_key import golden_key
+from megasdc.train.incidents import Incidents
 from megasdc.train.observe import Watch
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run
@@ -42,7 +43,7 @@ def build_detection(
         run,
         keys,
         parameters,
-        lambda step, tier, rulings, action: None,
+        Incidents(config, run),
         () if injector is None else (injector,),
     )
     return Detection(

@@ -181,7 +181,8 @@ class Detection(StepHook, EngineHook):
                 engine.dims,
                 self._host_group,
             )
-            if not (any(agreed.differing) or any(agreed.raised)):
+            audit_differs = self._disputes.can_compare(agreed.differing[1])
+            if not (agreed.differing[0] or audit_differs or any(agreed.raised)):
                 return
             if not self._disputes.settle(engine, evidence, agreed, self._rehearse, repaired=repaired):
                 return

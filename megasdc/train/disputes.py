@@ -7,11 +7,13 @@ behind. After an exception none is called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasdc.addresses import FORWARD, PARAMETER
 from megasdc.config import SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
@@ -20,12 +22,14 @@ from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
+from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.recompute import Repeats, judge_recomputed, pair_at
 from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 from megasdc.train.gather import gather_traces
 from megasdc.train.golden_check import check_against_golden, unfit_for
+from megasdc.train.incidents import Incidents, Settled, describe, say
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run
 
@@ -48,7 +52,7 @@ class Disputes:
         run: with engine and events.
         keys: what must be equal between replicas for their results to be comparable, of this rank.
         parameters: reads those of this rank.
-        reports: told every settled finding on rank 0; writes incident reports.
+        incidents: reports what was settled.
         before: listeners that harm results on purpose, for the golden workload.
     """
 
@@ -58,7 +62,7 @@ class Disputes:
         run: Run,
         keys: Mapping[str, Any],
         parameters: ParameterReader,
-        reports: Any,
+        incidents: Incidents,
         before: Sequence[Listener] = (),
     ) -> None:
         self._section = section
@@ -67,16 +71,18 @@ class Disputes:
         self._events = run.events
         self._keys = dict(keys)
         self._parameters = parameters
-        self._reports = reports
+        self._incidents = incidents
         self._before = tuple(before)
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: Path | None = None
+        self._committed_wrong = False
         self.earlier: set[int] = set()
 
     # --- before the first step ----------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
         """Learn which positions can be compared and whether the golden trace fits."""
+        self._incidents.on_start()
         keys = gather_objects(self._keys, self._group)
         self._comparable = comparable_positions(keys, self._dims)
         everywhere = self._dims.pipeline * self._dims.tensor
@@ -97,6 +103,10 @@ class Disputes:
                 logger.warning("the golden trace %s does not fit %d ranks: %s", path, len(unfit), unfit[0])
             else:
                 self._golden = path
+
+    def can_compare(self, positions: Iterable[tuple[int, int]]) -> bool:
+        """Whether any of some positions has replicas that can be compared."""
+        return self._comparable is None or any(position in self._comparable for position in positions)
 
     # --- one finding --------------------------------------------------------------------------------------------
 
@@ -121,14 +131,14 @@ class Disputes:
         Collective: all ranks of the world.
         """
         if agreed.differing[0]:
-            tier, rulings = "parameters", self._settle_parameters(engine, evidence.parameters)
+            found = self._settle_parameters(engine, evidence.parameters)
         elif any(agreed.raised):
-            tier, rulings = "recompute", self._settle_recompute(engine, evidence.repeats, rehearse)
+            found = self._settle_recompute(engine, evidence.repeats, rehearse)
         else:
-            tier, rulings = "audit", self._settle_audit(engine, evidence.audited, rehearse)
-        return self._act(engine.step_number, tier, rulings, repaired)
+            found = self._settle_audit(engine, evidence.audited, rehearse)
+        return self._act(engine.step_number, found, repaired)
 
-    def _settle_audit(self, engine: TrainingEngine, own: Trace, rehearse: Rehearse) -> tuple[Ruling, ...]:
+    def _settle_audit(self, engine: TrainingEngine, own: Trace, rehearse: Rehearse) -> Settled:
         audit = gather_traces(own, self._dims, self._group)
         ballot = vote(audit, self._dims, self._comparable)
         self._tell_finding(engine.step_number, ballot)
@@ -142,7 +152,8 @@ class Disputes:
             }
             for ruling in settle(part, repeats, golden, self.earlier):
                 rulings.setdefault(ruling.suspects if ruling.rank is None else ruling.rank, ruling)
-        return tuple(rulings.values())
+        compared, differing = count_differing(audit, self._dims)
+        return Settled("audit", 0, tuple(rulings.values()), values_of(ballot), compared, differing)
 
     def _ask_golden(self) -> dict[int, bool] | None:
         """By rank, whether it is the origin of nothing that the golden trace does not hold; null without one."""
@@ -162,10 +173,11 @@ class Disputes:
                     verified[rank] = False
         return verified
 
-    def _settle_recompute(self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse) -> tuple[Ruling, ...]:
+    def _settle_recompute(self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse) -> Settled:
         first = own.unrepeated[0] if own.unrepeated else None
-        found = gather_objects(first, self._group)
-        flagged = {rank: one for rank, one in enumerate(found) if one is not None}
+        counts = count_by_submodule(FORWARD, [one.address.fqn for one in own.unrepeated], self._dims.rank)
+        found = gather_objects((first, own.compared, counts), self._group)
+        flagged = {rank: one for rank, (one, *_) in enumerate(found) if one is not None}
         for rank, one in flagged.items():
             self._tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
         again: dict[int, list[Any]] = {rank: [] for rank in flagged}
@@ -178,11 +190,16 @@ class Disputes:
                 for rank, pair in enumerate(gather_objects(mine, self._group)):
                     if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
                         again[rank].append(pair)
-        return tuple(
-            judge_recomputed(rank, one, again[rank], rank in self.earlier) for rank, one in sorted(flagged.items())
+        return Settled(
+            "recompute",
+            min(one.address.micro_batch or 0 for one in flagged.values()),
+            tuple(judge_recomputed(rank, one, again[rank], rank in self.earlier) for rank, one in flagged.items()),
+            {rank: (one.recompute, one.forward) for rank, one in flagged.items()},
+            sum(compared for _, compared, _ in found),
+            merge_counts(counts for *_, counts in found),
         )
 
-    def _settle_parameters(self, engine: TrainingEngine, own: Trace) -> tuple[Ruling, ...]:
+    def _settle_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Gather the parameters again from their owners' master shards; who had others before was wrong.
 
         A wrong master shard is gathered by everyone and cannot be seen here.
@@ -190,14 +207,16 @@ class Disputes:
         engine.optimizer.update_lp_params()
         self._parameters.start()
         now = self._parameters.take()
-        changed = [address for address, a, b in zip(own.addresses, own.checksums, now.checksums, strict=True) if a != b]
-        found = gather_objects((changed[0] if changed else None, len(changed), now.checksums), self._group)
-        rulings = []
-        for rank, (address, count, _) in enumerate(found):
-            if count:
-                self._tell(
-                    "finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address), count=count
-                )
+        triples = zip(own.addresses, own.checksums, now.checksums, strict=True)
+        changed = [(address, before, after) for address, before, after in triples if before != after]
+        counts = count_by_submodule(PARAMETER, [address.fqn for address, *_ in changed], self._dims.rank)
+        found = gather_objects((changed[0] if changed else None, counts, now.checksums), self._group)
+        rulings, shown = [], {}
+        for rank, (first, _, _) in enumerate(found):
+            if first is not None:
+                address, before, after = first
+                shown[rank] = (after, before)
+                self._tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
                 verdict = PERSISTENT if rank in self.earlier else NOT_REPRODUCED
                 rulings.append(Ruling(rank, verdict, "master shard", address))
         by_position: dict[int, set[tuple[int, ...]]] = {}
@@ -206,34 +225,43 @@ class Disputes:
         if any(len(values) > 1 for values in by_position.values()):
             suspects = tuple(range(self._dims.world_size))
             rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
-        return tuple(rulings)
+        compared = self._dims.world_size * len(own)
+        merged = merge_counts(of_rank for _, of_rank, _ in found)
+        return Settled("parameters", None, tuple(rulings), shown, compared, merged)
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def _act(self, step: int, tier: str, rulings: Sequence[Ruling], repaired: bool) -> bool:
+    def _act(self, step: int, found: Settled, repaired: bool) -> bool:
         policy = self._section.policy
-        wanted = [getattr(policy, ruling.verdict) for ruling in rulings] or [policy.inconclusive]
-        action = max(wanted, key=SEVERITY.index)
+        action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
         if repaired and action == "repair":
             action = "halt"  # wrong again after the repair
-        for ruling in rulings:
-            self._tell("verdict", step=step, tier=tier, action=action, **describe(ruling))
-        self.earlier |= {ruling.rank for ruling in rulings if ruling.rank is not None}
-        text = "; ".join(map(say, rulings)) or "every difference was cleared by the golden trace"
-        report = self._reports(step, tier, rulings, action) if self._dims.rank == 0 else None
+        for ruling in found.rulings:
+            self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
+        self.earlier |= {ruling.rank for ruling in found.rulings if ruling.rank is not None}
+        self._committed_wrong = action == "warn"
+        text = say(found.rulings)
+        page = self._incidents.report(step, found, action)
         if action == "halt":
             again = " after it was computed again" if repaired else ""
             raise CorruptionError(
-                f"step {step} is not committed: silent data corruption was found by the {tier} check{again}: {text}. "
-                + (f"Read {report}" if report else "Rank 0 has written the incident report")
+                f"step {step} is not committed: the {found.tier} check found silent data corruption{again}: {text}. "
+                + (f"What to do: {page}" if page else "The incident report could not be written")
             )
-        logger.warning("step %d: silent data corruption found by the %s check: %s; %s", step, tier, text, action)
+        logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)
         return action == "repair"
 
     def after_audit(self, run: Run, result: StepResult) -> None:
-        """An audited step was committed."""
+        """An audited step was committed; if all replicas agreed, what was saved before is verified."""
+        if self._committed_wrong:
+            self._committed_wrong = False
+            return
+        self._tell_audit(result.step)
+        self._incidents.verified(result.step)
+
+    def _tell_audit(self, step: int) -> None:
         if self._dims.rank == 0:
-            self._events.emit("audit", "agreed", step=result.step)
+            self._events.emit("audit", "agreed", step=step)
 
     def _tell_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
@@ -288,23 +316,25 @@ def _replica(rank: int, dims: ParallelDims) -> int:
     return ParallelDims(dims.tensor, dims.pipeline, dims.data, rank).dp_rank
 
 
-def describe(ruling: Ruling) -> dict[str, Any]:
-    """A ruling in plain values, for events."""
-    return {
-        "rank": ruling.rank,
-        "verdict": ruling.verdict,
-        "basis": ruling.basis,
-        "address": None if ruling.address is None else str(ruling.address),
-        "wrong": ruling.wrong,
-        "repeats": ruling.repeats,
-        "rate_bound": ruling.rate_bound,
-        "suspects": list(ruling.suspects),
-    }
+def values_of(ballot: Ballot) -> dict[int, tuple[int | None, int | None]]:
+    """Checksums by rank: what the majority has and what it has itself."""
+    found: dict[int, tuple[int | None, int | None]] = {flag.rank: (flag.expected, flag.got) for flag in ballot.flagged}
+    for values in () if ballot.dispute is None else ballot.dispute.values:
+        found |= {rank: (None, value) for rank, value in values.items()}
+    return found
 
 
-def say(ruling: Ruling) -> str:
-    """A ruling as a sentence for people."""
-    who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
-    where = "" if ruling.address is None else f" at {ruling.address}"
-    often = f" ({ruling.wrong} of {ruling.repeats} repeats)" if ruling.repeats else ""
-    return f"{who}{where}: {ruling.verdict}{often}, {ruling.basis}"
+def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
+    """Differing results of one rank; nothing where there are none."""
+    found = {fqn: {rank: count} for fqn, count in Counter(fqns).items()}
+    return {phase: found} if found else {}
+
+
+def merge_counts(counts: Iterable[Counts]) -> Counts:
+    """Put the counts of all ranks together."""
+    merged: Counts = {}
+    for of_rank in counts:
+        for phase, submodules in of_rank.items():
+            for fqn, ranks in submodules.items():
+                merged.setdefault(phase, {}).setdefault(fqn, {}).update(ranks)
+    return merged

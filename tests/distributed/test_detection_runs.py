@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.checkpoint.marks import find_standing
 from megasdc.config import load_config
 from megasdc.golden.record import record
+from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 
@@ -58,6 +60,12 @@ def test_a_fault_of_one_micro_batch_is_named_and_repaired(
         (4, "audit", wrong, "not_reproduced", "relative to the majority", "repair")
     ]
     assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
+    assert [
+        find_standing(tmp_path / "harmed" / "checkpoints" / f"step_0000000{step}").audit_step for step in (3, 6)
+    ] == [
+        4,
+        None,
+    ]
 
 
 def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
@@ -68,6 +76,18 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert all("rank 2" in str(message) and "persistent" in str(message) for _, message in results)
     assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "relative to the majority", "halt")]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")) == ["step_00000003"]
+    incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
+    (named,) = incident.flagged
+    assert (named.rank, named.first.fqn, named.first.phase) == (2, "2.layer.self_attention.linear_qkv", "forward")
+    assert (named.repeats, named.wrong_repeats, incident.done) == (5, 5, "halted")
+    assert incident.evidence.differing["forward"][named.first.fqn] == {2: 1}
+    page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
+    assert "rank 2 on host" in page and named.first.fqn in page
+    # The next start takes only what an audit has verified, and there is nothing: step 3 came after the audit of step 2.
+    results = train_run(_write(tmp_path, data, "run", 3), 3)
+    assert [code for code, _ in results] == [72, 72, 72]
+    results = train_run(_write(tmp_path, data, "run", 3, checkpoint__require_verified="never"), 3)
+    assert [code for code, _ in results] == [0, 0, 0], results
 
 
 def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path) -> None:

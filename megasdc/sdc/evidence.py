@@ -1,0 +1,46 @@
+"""How many results of each rank differ, and in which submodules? Counts to look at; nobody is named by them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.compare import execution_key
+from megasdc.sdc.trace import Trace
+
+Counts = dict[str, dict[str, dict[int, int]]]
+"""Number of differing results by phase, submodule and rank."""
+
+
+def count_differing(traces: Mapping[int, Trace], layout: ParallelDims) -> tuple[int, Counts]:
+    """Compare each rank with what most replicas have at its position.
+
+    Where as many have one value as another, all of them count as differing.
+
+    Args:
+        traces: by global rank, of work that was the same on all replicas.
+        layout: sizes of the parallel dimensions.
+
+    Returns:
+        Results that were compared over all ranks, and those that differ, in execution order.
+    """
+    found: list[tuple[tuple[int, ...], int, str, str]] = []
+    for position in range(layout.tensor * layout.pipeline):
+        stage, tensor = divmod(position, layout.tensor)
+        ranks = [tensor + layout.tensor * (replica + layout.data * stage) for replica in range(layout.data)]
+        values = {rank: dict(zip(traces[rank].addresses, traces[rank].checksums, strict=True)) for rank in ranks}
+        for rank in ranks:
+            dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
+            for place, address in enumerate(traces[rank].addresses):
+                counts = Counter(of_rank.get(address) for of_rank in values.values())
+                if len(counts) == 1:
+                    continue
+                ((usual, most), *rest) = counts.most_common(2)
+                if values[rank][address] != usual or rest[0][1] == most:
+                    found.append((execution_key(address, place, dims), rank, address.phase, address.fqn))
+    table: Counts = {}
+    for _, rank, phase, fqn in sorted(found):
+        of_submodule = table.setdefault(phase, {}).setdefault(fqn, {})
+        of_submodule[rank] = of_submodule.get(rank, 0) + 1
+    return sum(map(len, traces.values())), table

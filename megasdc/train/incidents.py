@@ -1,0 +1,193 @@
+"""What is left of a finding for people and for the next start? Reports in the run folder, marks at the checkpoints."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megasdc.addresses import Address
+from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.manifest import installed_versions
+from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
+from megasdc.checkpoint.places import Place, find_place
+from megasdc.config import RunConfig
+from megasdc.errors import StorageError
+from megasdc.events import read_events
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.evidence import Counts
+from megasdc.sdc.incident import DisputedRank, Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incident_page import write_incident
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.train.run import Run
+from megasdc.train.saving import checkpoint_folder
+from megasdc.train.trace import device_name
+
+logger = logging.getLogger(__name__)
+
+SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
+"""Verdicts; of several the first is an incident's."""
+DONE = {"halt": "halted", "repair": "repaired", "warn": "committed"}
+SHOWN_EVENTS = 20
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A finding with its rulings; the same on all ranks.
+
+    Args:
+        tier: the check that found it: audit, recompute or parameters.
+        micro_batch: number in the step; null where it belongs to none.
+        rulings: of the ranks.
+        values: checksums by rank: expected, got; null where not known.
+        compared: results that were compared, over all ranks.
+        differing: how many differ, by phase, submodule and rank.
+    """
+
+    tier: str
+    micro_batch: int | None
+    rulings: tuple[Ruling, ...]
+    values: Mapping[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    compared: int = 0
+    differing: Counts = field(default_factory=dict)
+
+
+class Incidents:
+    """Reports findings and marks checkpoints.
+
+    Args:
+        config: the run's configuration.
+        run: with engine and events.
+    """
+
+    def __init__(self, config: RunConfig, run: Run) -> None:
+        self._config = config
+        self._run = run
+        self._checkpoints = checkpoint_folder(config)
+        self._ranks: list[RankPlace] = []
+        self._place: Place | None = None
+
+    def on_start(self) -> None:
+        """Learn where every rank is.
+
+        Collective: all ranks of the world.
+        """
+        dims, group = self._run.dims, self._run.host_group
+        here = (socket.gethostname(), device_name(self._run.engine.device), dims.dp_rank, dims.pp_rank, dims.tp_rank)
+        self._ranks = [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
+        self._place = find_place(self._config.megasdc.checkpoint.storage, None, group)
+
+    def report(self, step: int, found: Settled, action: str) -> str | None:
+        """Write the reports, and before a halt word for the next start.
+
+        Returns:
+            Path of the page, on all ranks; null: it could not be written, which was logged.
+
+        Collective: all ranks of the world.
+        """
+        path = None
+        if self._run.dims.rank == 0:
+            try:
+                path = str(write_incident(self._describe(step, found, action))[1])
+            except StorageError as error:
+                logger.error("%s", error)
+        path = gather_objects(path, self._run.host_group)[0]
+        if action == "halt" and self._place is not None:
+            try:
+                mark_corruption(self._checkpoints, step, path or "not written", self._place)
+            except StorageError as error:
+                logger.error("%s", error)
+        return path
+
+    def verified(self, step: int) -> None:
+        """An audit has agreed: what was saved before it is verified."""
+        assert self._place is not None, "on_start comes first"
+        mark_verified(
+            self._checkpoints,
+            step - 1,
+            step,
+            self._place,
+            passed_over=self._run.passed_over,
+            events=self._run.events,
+        )
+
+    def _describe(self, step: int, found: Settled, action: str) -> Incident:
+        sections, engine = self._config.megasdc, self._run.engine
+        flagged = [self._flagged(ruling, found, step) for ruling in found.rulings if ruling.rank is not None]
+        disputed = [
+            self._disputed(rank, ruling, found, step)
+            for ruling in found.rulings
+            if ruling.rank is None
+            for rank in ruling.suspects or range(len(self._ranks))
+        ]
+        verdict = min((ruling.verdict for ruling in found.rulings), key=SEVEREST.index)
+        worst = next(ruling for ruling in found.rulings if ruling.verdict == verdict)
+        verified, saved = list_verified(self._checkpoints), list_steps(self._checkpoints)
+        newest = max(set(saved) - set(verified), default=None)
+        return Incident(
+            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            run_dir=str(self._run.folder),
+            step=step,
+            micro_batch=found.micro_batch,
+            tier=found.tier,  # type: ignore[arg-type]
+            verdict=verdict,  # type: ignore[arg-type]
+            basis=worst.basis,  # type: ignore[arg-type]
+            policy=action,  # type: ignore[arg-type]
+            done=DONE[action],  # type: ignore[arg-type]
+            flagged=tuple(flagged),
+            disputed=tuple(disputed),
+            ranks=tuple(self._ranks),
+            evidence=Evidence(found.compared, found.differing),
+            environment=Environment(installed_versions(), engine.dims.layout, self._config.precision),
+            earlier=tuple(read_events(self._run.folder, kind="sdc"))[-SHOWN_EVENTS:],
+            golden=sections.sdc.golden,
+            verified_checkpoint=self._folder(max(verified, default=None)),
+            newest_candidate=self._folder(newest if newest is not None and newest > max(verified, default=0) else None),
+        )
+
+    def _folder(self, step: int | None) -> str | None:
+        return None if step is None else str(self._checkpoints / step_folder(step))
+
+    def _flagged(self, ruling: Ruling, found: Settled, step: int) -> FlaggedRank:
+        assert ruling.rank is not None, "only rulings that name a rank"
+        expected, got = found.values.get(ruling.rank, (None, None))
+        return FlaggedRank(
+            **vars(self._ranks[ruling.rank]),
+            verdict=ruling.verdict,  # type: ignore[arg-type]
+            first=ruling.address or Address(step, found.micro_batch, "forward", "", ""),
+            expected=_hex(expected),
+            got=_hex(got),
+            repeats=ruling.repeats,
+            wrong_repeats=ruling.wrong,
+            rate_bound=ruling.rate_bound,
+        )
+
+    def _disputed(self, rank: int, ruling: Ruling, found: Settled, step: int) -> DisputedRank:
+        return DisputedRank(
+            **vars(self._ranks[rank]),
+            first=ruling.address or Address(step, found.micro_batch, "forward", "", ""),
+            got=_hex(found.values.get(rank, (None, None))[1]),
+        )
+
+
+def _hex(value: int | None) -> str | None:
+    return None if value is None else f"{value:016x}"
+
+
+def describe(ruling: Ruling) -> dict[str, object]:
+    """A ruling in plain values, for events."""
+    return {**vars(ruling), "address": None if ruling.address is None else str(ruling.address)}
+
+
+def say(rulings: Sequence[Ruling]) -> str:
+    """Rulings as a sentence for people."""
+    return "; ".join(map(_say, rulings))
+
+
+def _say(ruling: Ruling) -> str:
+    who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
+    where = "" if ruling.address is None else f" at {ruling.address}"
+    often = f" ({ruling.wrong} of {ruling.repeats} repeats)" if ruling.repeats else ""
+    return f"{who}{where}: {ruling.verdict}{often}, {ruling.basis}"
