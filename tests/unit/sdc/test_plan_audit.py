@@ -90,7 +90,7 @@ def test_costs() -> None:
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    """Of all phases of a micro-batch, and of forward and recompute alone; the number of micro-batches does not matter."""
+    """Of all phases of a micro-batch, and of forward and recompute alone, whatever the number of micro-batches."""
     model = ModelSection(num_layers=2, hidden_size=1024, num_attention_heads=16)
     work = Work(model, vocab=8192, sequence=512, micro_batch=1, accumulation=8, recompute=True)
     one = Work(model, vocab=8192, sequence=512, micro_batch=1, accumulation=1, recompute=True)
