@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from megasdc.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.ballot import Ballot, Dispute, Flag
+from megasdc.sdc.ballot import Ballot, Flag
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.trace import Trace
 
@@ -118,9 +118,17 @@ def _same_before(key: tuple[int, ...], dims: ParallelDims, audit: Trace | None, 
     return addresses[:end] == repeat.addresses[:end] and audit.checksums[:end] == repeat.checksums[:end]
 
 
+def to_repeat(ballot: Ballot) -> tuple[tuple[int, int], ...]:
+    """Results whose repeats ``settle`` asks for: (global rank, place in its trace)."""
+    spots = {(rank, flag.place) for flag in ballot.flagged for rank in (flag.rank, *flag.against)}
+    if ballot.dispute is not None:
+        spots |= {(rank, ballot.dispute.place) for rank in ballot.dispute.ranks}
+    return tuple(sorted(spots))
+
+
 def settle(
     ballot: Ballot,
-    repeats: Mapping[int, Sequence[int | None]],
+    repeats: Mapping[tuple[int, int], Sequence[int | None]],
     golden: Mapping[int, bool] | None = None,
     earlier: Collection[int] = (),
 ) -> tuple[Ruling, ...]:
@@ -128,8 +136,8 @@ def settle(
 
     Args:
         ballot: outcome of the vote.
-        repeats: by global rank, what it computed in each repeat at the place of its flag or dispute; null or absent: no
-            evidence, as from a rank that died, which is never taken for a right value nor for a wrong one.
+        repeats: by (global rank, place), each of ``to_repeat``, what the rank computed there in each repeat; null or
+            absent: no evidence, as from a rank that died, which is never taken for a right value nor for a wrong one.
         golden: by global rank, whether it computes what the golden trace holds; absent: not verified. A rank that only
             received wrong values of another is not to be given as false.
         earlier: ranks that were wrong in an earlier event of the run.
@@ -138,12 +146,17 @@ def settle(
         One ruling for each rank that is named, and one without a rank for each position where none can be and for
         missing evidence; empty if and only if the ballot agreed.
     """
-    case = _Case(repeats, golden or {}, frozenset(earlier))
+
+    def case(place: int) -> _Case:
+        by_rank = {rank: values for (rank, at), values in repeats.items() if at == place}
+        return _Case(by_rank, golden or {}, frozenset(earlier))
+
     rulings: list[Ruling] = []
     for flag in ballot.flagged:
-        rulings += case.of_flag(flag)
-    if ballot.dispute is not None:
-        rulings += [ruling for values in ballot.dispute.values for ruling in case.of_dispute(ballot.dispute, values)]
+        rulings += case(flag.place).of_flag(flag)
+    if (dispute := ballot.dispute) is not None:
+        for values in dispute.values:
+            rulings += case(dispute.place).of_values(dispute.address, values, dispute.origin)
     if ballot.missing or not ballot.compared:
         rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, None, suspects=ballot.missing))
     first: dict[int | tuple[int, ...], Ruling] = {}
@@ -154,7 +167,7 @@ def settle(
 
 @dataclass(frozen=True)
 class _Case:
-    """Evidence on all ranks, and what follows from it for one position."""
+    """Evidence on all ranks at one place, and what follows from it for one position."""
 
     repeats: Mapping[int, Sequence[int | None]]
     golden: Mapping[int, bool]
@@ -175,10 +188,6 @@ class _Case:
             basis = GOLDEN if self.golden.get(rank) is False else REPLAY
             rulings.append(self.rule(rank, flag.address, flag.expected, flag.expected, basis))
         return rulings
-
-    def of_dispute(self, dispute: Dispute, values: Mapping[int, int]) -> list[Ruling]:
-        """One position of a dispute."""
-        return self.of_values(dispute.address, values, dispute.origin)
 
     def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
         """Ranks that differ without a majority: first what the golden trace says, then what the repeats say."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.recompute import Repeats, judge_recomputed, pair_at
-from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle
+from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle, to_repeat
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 from megasdc.train.gather import gather_traces
@@ -144,16 +143,13 @@ class Disputes:
         self._tell_finding(engine.step_number, ballot)
         again = [gather_traces(rehearse(engine, 0)[0], self._dims, self._group) for _ in range(self._section.repeats)]
         golden = self._ask_golden()
-        rulings: dict[Any, Ruling] = {}
-        for part, places in parts_of(ballot):
-            repeats = {
-                rank: [repeated_value(rank, place, audit, one, self._dims) for one in again]
-                for rank, place in places.items()
-            }
-            for ruling in settle(part, repeats, golden, self.earlier):
-                rulings.setdefault(ruling.suspects if ruling.rank is None else ruling.rank, ruling)
+        repeats = {
+            (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
+            for rank, place in to_repeat(ballot)
+        }
+        rulings = settle(ballot, repeats, golden, self.earlier)
         compared, differing = count_differing(audit, self._dims)
-        return Settled("audit", 0, tuple(rulings.values()), values_of(ballot), compared, differing)
+        return Settled("audit", 0, rulings, values_of(ballot), compared, differing)
 
     def _ask_golden(self) -> dict[int, bool] | None:
         """By rank, whether it is the origin of nothing that the golden trace does not hold; null without one."""
@@ -295,21 +291,6 @@ def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) 
         place = ParallelDims(dims.tensor, dims.pipeline, dims.data, rank)
         positions.setdefault((place.pp_rank, place.tp_rank), []).append(key)
     return {position for position, found in positions.items() if all(key == found[0] for key in found)}
-
-
-def parts_of(ballot: Ballot) -> list[tuple[Ballot, dict[int, int]]]:
-    """Each flag and the dispute by itself, with the place of the result that decides, by rank.
-
-    Ranks of the majority are in several, each time at another place.
-    """
-    parts = []
-    for flag in ballot.flagged:
-        places = dict.fromkeys((flag.rank, *flag.against), flag.place)
-        parts.append((replace(ballot, flagged=(flag,), dispute=None, missing=()), places))
-    if ballot.dispute is not None or ballot.missing or not ballot.compared:
-        places = {} if ballot.dispute is None else dict.fromkeys(ballot.dispute.ranks, ballot.dispute.place)
-        parts.append((replace(ballot, flagged=()), places))
-    return parts
 
 
 def _replica(rank: int, dims: ParallelDims) -> int:

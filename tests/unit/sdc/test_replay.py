@@ -22,6 +22,7 @@ from megasdc.sdc.replay import (
     rate_bound,
     repeated_value,
     settle,
+    to_repeat,
 )
 from megasdc.sdc.trace import Trace
 
@@ -41,9 +42,13 @@ def disputed(*values: Mapping[int, int], origin: bool = True) -> Ballot:
     return Ballot((), Dispute(WHERE, 4, replicas, values, origin), 100, (), ())
 
 
+def at(place: int, repeats: Repeats) -> dict[tuple[int, int], Sequence[int | None]]:
+    return {(rank, place): values for rank, values in repeats.items()}
+
+
 def said(ballot: Ballot, repeats: Repeats, golden: Mapping[int, bool] | None = None, earlier: Sequence[int] = ()):
-    """Rulings in short: (rank or suspects, verdict, basis)."""
-    rulings = settle(ballot, repeats, golden, earlier)
+    """Rulings in short, (rank or suspects, verdict, basis), of repeats by rank at the one place that all are about."""
+    rulings = settle(ballot, at(4, repeats), golden, earlier)
     return [(one.suspects if one.rank is None else one.rank, one.verdict, one.basis) for one in rulings]
 
 
@@ -77,7 +82,7 @@ def test_an_agreement_needs_no_ruling() -> None:
 )
 def test_flagged_rank(repeats: list[int | None], verdict: str, wrong: int) -> None:
     """A flagged rank is named whatever it repeats; its repeats say of which kind the fault is."""
-    (ruling,) = settle(flagged(), {2: repeats})
+    (ruling,) = settle(flagged(), {(2, 4): repeats})
     assert (ruling.rank, ruling.verdict, ruling.basis, ruling.wrong) == (2, verdict, MAJORITY, wrong)
     assert ruling.address == WHERE and ruling.repeats == sum(value is not None for value in repeats)
     assert ruling.rate_bound == (rate_bound(3) if verdict == NOT_REPRODUCED else None)
@@ -106,10 +111,14 @@ def test_rate_bound_is_exact(repeats: int) -> None:
 
 
 def test_several_flags() -> None:
-    """Each flagged rank has its own repeats and its own verdict."""
+    """Each has its own place and verdict; ranks of both majorities have repeats at both places."""
     other = Flag(rank=3, replica=3, address=WHERE, place=9, expected=C, got=A, against=(0, 1))
-    ballot = flagged(FLAG, other)
-    assert said(ballot, {2: [B, B], 3: [C, C]}) == [(2, PERSISTENT, MAJORITY), (3, NOT_REPRODUCED, MAJORITY)]
+    repeats = at(4, {0: [A, A], 1: [A, A], 2: [B, B]}) | at(9, {0: [C, C], 1: [C, C], 3: [C, C]})
+    assert set(to_repeat(flagged(FLAG, other))) == set(repeats)
+    rulings = settle(flagged(FLAG, other), repeats)
+    assert [(one.rank, one.verdict) for one in rulings] == [(2, PERSISTENT), (3, NOT_REPRODUCED)]
+    assert {one.basis for one in rulings} == {MAJORITY}
+    assert to_repeat(disputed({0: A, 2: B}, {1: A, 3: B})) == ((0, 4), (1, 4), (2, 4), (3, 4))
 
 
 def test_a_majority_that_does_not_stand_names_nobody() -> None:

@@ -1,0 +1,126 @@
+"""`megasdc plan-audit`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, Out, app, print_result
+
+
+@app.command("plan-audit", epilog="Example: megasdc plan-audit --replicas 64 --micro-batches 16 --latency 1000")
+def plan_audit(
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Replicas N.")] = 8,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", min=1, help="Micro-batches M of a step.")] = 16,
+    interval: Annotated[
+        int | None, typer.Option("--interval", min=1, help="Steps K from one audit to the next; left out: 50.")
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(
+            "--latency",
+            min=1,
+            help="Instead of --interval: take the largest K whose audits need at most so many steps on average.",
+        ),
+    ] = None,
+    at_rate: Annotated[float, typer.Option("--at-rate", help="The rate for which --latency is wanted.")] = 0.01,
+    rates: Annotated[
+        str, typer.Option("--rates", help="Probabilities that a micro-batch of the bad rank is wrong.")
+    ] = "1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6",
+    visible: Annotated[
+        float,
+        typer.Option(
+            "--visible",
+            min=0,
+            max=1,
+            help="Share of wrong micro-batches that forward against recompute shows: half of the arithmetic if errors "
+            "do not repeat, nothing of what repeats.",
+        ),
+    ] = 0.5,
+    audit_share: Annotated[
+        float | None,
+        typer.Option("--audit-share", min=0, help="Checksums of all results of a micro-batch over its time."),
+    ] = None,
+    always_on_share: Annotated[
+        float | None,
+        typer.Option("--always-on-share", min=0, help="Checksums of forward and recomputed results over its time."),
+    ] = None,
+    hidden: Annotated[
+        int,
+        typer.Option(
+            "--hidden",
+            min=128,
+            help="Width for shares left out: cost model, accelerator of `bench trace`, with recompute.",
+        ),
+    ] = 8192,
+    trials: Annotated[int, typer.Option("--trials", min=0, help="Bad ranks to simulate; 0: formulas only.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many steps a wrong rank is not found, by rate and tier, and what looking for it costs.
+
+    A rate is the probability that the bad rank computes at least one wrong result in one micro-batch. Audits see one
+    micro-batch of every K-th step on all replicas, the check of every step one of each step, or all.
+    """
+    from rich.console import Console
+
+    with_rates = [_rate(text, "--rates") for text in rates.split(",")]
+    if latency is not None:
+        if interval is not None:
+            raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
+        interval = _interval_for(latency, _rate(str(at_rate), "--at-rate"))
+
+    from megasdc.bench.render import progress_bar
+    from megasdc.report.plan_render import render_plan
+    from megasdc.sdc.plan import Plan, make_plan
+
+    if audit_share is None or always_on_share is None:
+        shares = _predicted_shares(hidden)
+        audit_share = shares[0] if audit_share is None else audit_share
+        always_on_share = shares[1] if always_on_share is None else always_on_share
+    plan = Plan(replicas, interval or 50, micro_batches, visible, audit_share, always_on_share)
+    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+        result = make_plan(plan, with_rates, trials, seed, on_progress)
+    print_result(result, render_plan, out=out, as_json=as_json)
+
+
+def _rate(text: str, option: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 < rate <= 1:
+        raise typer.BadParameter(f"{option}: got {text.strip()!r}, needed a probability above 0 and up to 1")
+    return rate
+
+
+def _interval_for(latency: float, rate: float) -> int:
+    from megasdc.sdc.plan import largest_interval
+
+    interval = largest_interval(latency, rate)
+    if interval is None:
+        raise typer.BadParameter(
+            f"--latency: got {latency:g}, but at rate {rate:g} even audits of every step take {1 / rate:g} on average; "
+            f"ask for at least as many steps, or see what the check of every step finds"
+        )
+    return interval
+
+
+def _predicted_shares(hidden: int) -> tuple[float, float]:
+    from dataclasses import replace
+
+    from megasdc.bench.trace import Accelerator
+    from megasdc.config import AlwaysOnSection, AuditSection
+    from megasdc.sdc.plan import checksum_shares
+
+    machine = Accelerator()
+    return checksum_shares(
+        replace(machine.work(hidden), recompute=True),
+        AuditSection.model_validate({}).granularity,
+        AlwaysOnSection.model_validate({}).granularity,
+        bytes_per_s=machine.bytes_per_s,
+        flop_per_s=machine.flop_per_s,
+        call_s=machine.call_s,
+    )

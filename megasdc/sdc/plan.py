@@ -1,0 +1,236 @@
+"""How long is a wrong rank not seen, and what does looking cost? Formulas, and a simulation that knows none of them.
+
+One rank is bad from some step on: each micro-batch that it computes is wrong - has at least one wrong result - with the
+same probability, its *rate*, independently of the others. A step has M micro-batches, so with rate p a step has a wrong
+one with probability 1 - (1 - p)^M. Latency is counted in steps, from the first step of the bad rank to the one whose
+check finds it, both included: 1 is found at once.
+
+- An audit sees the first micro-batch of every K-th step. The rank turns bad at any of the K steps from one audit to the
+  next with equal probability, so the first audit is in step (K + 1) / 2 on average; it and each later one finds it with
+  probability p, so 1 / p - 1 further ones are needed: K (1 / p - 1) + (K + 1) / 2 = K (1 / p - 1 / 2) + 1 / 2.
+- The check of every step compares forward results with their recomputation on the same rank, of one micro-batch of a
+  step, another each step, or of all. It sees a share of the wrong micro-batches only: not errors of the backward pass,
+  nor those that the recomputation repeats. With share v: 1 / (v p) steps, and 1 / (1 - (1 - v p)^M) for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, RECOMPUTE
+from megasdc.sdc.cost import Reads, Work, reads_of_step
+
+AUDIT, ONE, ALL = "audit", "always_on one", "always_on all"
+TIERS = (AUDIT, ONE, ALL)
+"""Tiers by the sections that switch them on; one, all: `sdc.always_on.coverage`."""
+_MOST = 1 << 16
+"""Wrong micro-batches that a trial of the simulation draws at once, at most."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and how.
+
+    Args:
+        replicas: N, that share the audited micro-batch.
+        interval: K, steps from one audit to the next.
+        micro_batches: M, of a step of each replica.
+        visible: v, share of wrong micro-batches that the check of every step can see.
+        audit_share: time of the checksums of all results of a micro-batch over the time of that micro-batch.
+        forward_share: the same for its forward and recomputed results alone.
+    """
+
+    replicas: int
+    interval: int
+    micro_batches: int
+    visible: float
+    audit_share: float
+    forward_share: float
+
+    def overhead(self, tier: str) -> float:
+        """Time that checksums of a tier take, as a share of the time of all steps."""
+        if tier == AUDIT:
+            return self.audit_share / (self.micro_batches * self.interval)
+        return self.forward_share / (self.micro_batches if tier == ONE else 1)
+
+    def samples_lost(self, tier: str) -> float:
+        """Share of a run's samples that other replicas compute too: at most 1 / (M K)."""
+        if tier != AUDIT:
+            return 0.0
+        return (self.replicas - 1) / (self.replicas * self.micro_batches * self.interval)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Steps until a tier finds a bad rank.
+
+    Args:
+        tier: one of ``TIERS``.
+        rate: probability that a micro-batch of the bad rank is wrong.
+        expected: by formula; infinite if the tier never sees it.
+        simulated: mean of the simulation; null if there was none.
+        error: standard error of that mean.
+    """
+
+    tier: str
+    rate: float
+    expected: float
+    simulated: float | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan and what it comes to.
+
+    Args:
+        plan: what is run.
+        latencies: of each tier at each rate.
+        trials: of each simulation.
+    """
+
+    plan: Plan
+    latencies: tuple[Latency, ...]
+    trials: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values; an infinite latency is null."""
+        return {
+            "plan": asdict(self.plan),
+            "tiers": {
+                tier: {"overhead": self.plan.overhead(tier), "samples_lost": self.plan.samples_lost(tier)}
+                for tier in TIERS
+            },
+            "latencies": [
+                asdict(one) | {"expected": one.expected if math.isfinite(one.expected) else None}
+                for one in self.latencies
+            ],
+            "trials": self.trials,
+        }
+
+
+def expected_latency(plan: Plan, tier: str, rate: float) -> float:
+    """Expected steps until a tier finds a bad rank, by the formulas of the module.
+
+    Args:
+        plan: what is run.
+        tier: one of ``TIERS``.
+        rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
+
+    Returns:
+        At least 1; infinite if the tier sees nothing of the rank, as audits of one replica.
+    """
+    if tier == AUDIT:
+        return plan.interval * (1 / rate - 0.5) + 0.5 if plan.replicas > 1 else math.inf
+    seen = plan.visible * rate
+    if tier == ALL:
+        seen = 1.0 if seen == 1 else -math.expm1(plan.micro_batches * math.log1p(-seen))
+    return 1 / seen if seen else math.inf
+
+
+def largest_interval(latency: float, rate: float) -> int | None:
+    """The largest K whose audits find a rank of this rate within so many steps on average.
+
+    Args:
+        latency: wanted expected steps.
+        rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
+
+    Returns:
+        K; null if even audits of every step take longer: 1 / rate steps.
+    """
+    interval = math.floor((latency - 0.5) / (1 / rate - 0.5) * (1 + 1e-12))  # equal up to rounding is reached
+    return interval if interval >= 1 else None
+
+
+def simulate_latency(plan: Plan, tier: str, rate: float, trials: int, seed: int) -> NDArray[np.int64]:
+    """Steps until a tier finds a bad rank, once a trial.
+
+    Only the rules are played: which micro-batches are wrong, which of them are looked at, and whether what is wrong in
+    them can be seen.
+
+    Args:
+        plan: what is run; at least two replicas and some visible share.
+        tier: one of ``TIERS``.
+        rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
+        trials: how many bad ranks.
+        seed: of every draw.
+
+    Returns:
+        Steps, [trials].
+    """
+    draws = np.random.default_rng([seed, TIERS.index(tier), int(np.float64(rate).view(np.uint64))])
+    return np.array([_one_trial(plan, tier, rate, draws) for _ in range(trials)], dtype=np.int64)
+
+
+def _one_trial(plan: Plan, tier: str, rate: float, draws: np.random.Generator) -> int:
+    until_audit = int(draws.integers(plan.interval))  # steps from the first of the bad rank to the next audit
+    about = 2 * plan.micro_batches * (plan.interval if tier == AUDIT else 1)  # wrong ones until one is seen
+    size = min(about, _MOST)
+    last = -1
+    while True:
+        wrong = last + np.cumsum(draws.geometric(rate, size=size))  # numbers of the micro-batches that are wrong
+        step, micro_batch = np.divmod(wrong, plan.micro_batches)
+        if tier == AUDIT:
+            seen = (micro_batch == 0) & ((step - until_audit) % plan.interval == 0)
+        else:
+            seen = draws.random(size) < plan.visible
+            if tier == ONE:
+                seen &= micro_batch == step % plan.micro_batches
+        if seen.any():
+            return int(step[np.argmax(seen)]) + 1
+        last = wrong[-1]
+
+
+def make_plan(
+    plan: Plan, rates: Sequence[float], trials: int, seed: int, on_progress: Callable[[str, int, int], None]
+) -> PlanResult:
+    """Latency of every tier at every rate.
+
+    Args:
+        plan: what is run.
+        rates: probabilities that a micro-batch of the bad rank is wrong, in (0, 1].
+        trials: of each simulation; 0: formulas only.
+        seed: of every draw.
+        on_progress: told what is done, how much of it, and of how much.
+    """
+    latencies: list[Latency] = []
+    for tier in TIERS:
+        for rate in rates:
+            latency = Latency(tier, rate, expected_latency(plan, tier, rate))
+            if trials and math.isfinite(latency.expected):
+                steps = simulate_latency(plan, tier, rate, trials, seed)
+                error = float(steps.std(ddof=1) / math.sqrt(trials)) if trials > 1 else None
+                latency = replace(latency, simulated=float(steps.mean()), error=error)
+            latencies.append(latency)
+            on_progress("rates and tiers", len(latencies), len(TIERS) * len(rates))
+    return PlanResult(plan, tuple(latencies), trials)
+
+
+def checksum_shares(
+    work: Work, audit: str, always_on: str, *, bytes_per_s: float, flop_per_s: float, call_s: float
+) -> tuple[float, float]:
+    """What checksums of one micro-batch take, over the time of that micro-batch, by the cost model.
+
+    Args:
+        work: of a rank.
+        audit: granularity of audits, a key of ``GRANULARITIES``.
+        always_on: granularity of the check of every step.
+        bytes_per_s: at which a checksum reads.
+        flop_per_s: that a step reaches.
+        call_s: seconds that each checksum costs whatever its size.
+
+    Returns:
+        ``Plan.audit_share`` and ``Plan.forward_share``.
+    """
+    shares = []
+    for granularity, phases in ((audit, MICRO_BATCH_PHASES), (always_on, (FORWARD, RECOMPUTE))):
+        by_phase = reads_of_step(work, granularity)
+        reads = sum((by_phase[phase] for phase in phases), Reads(0, 0))
+        shares.append((reads.bytes / bytes_per_s + reads.count * call_s) / (work.flops / flop_per_s))
+    return shares[0], shares[1]
