@@ -156,7 +156,7 @@ class Campaign:
     def _judge(self, trace: Trace) -> dict[int, RankVerdict]:
         finding = find(self._golden, trace, self.dims)
         everyone: list[Finding] = gather_objects(finding)
-        return judge({rank: [one] for rank, one in enumerate(everyone)})
+        return judge({rank: [one] for rank, one in enumerate(everyone)}, self.dims)
 
     def _score(
         self, phase: str | None, kind: str, target: Address, rank: int, changed: int, verdicts: dict[int, RankVerdict]
