@@ -184,9 +184,9 @@ def _causes(differing: Mapping[int, Finding], layout: ParallelDims) -> list[list
         return [first]
     causes = []
     for group in sorted({tuple(_replicas_of(layout, rank)) for rank in first}):
-        own = [rank for rank in group if rank in first]
+        holders = [rank for rank in group if rank in first]
         # A sum is seen by the owner of a shard alone. What one of several copies holds is its holder's.
-        causes.append(own if start.phase == PARAMETER and len(own) == 1 else list(group))
+        causes.append(holders if start.phase == PARAMETER and len(holders) == 1 else list(group))
     return causes
 
 
