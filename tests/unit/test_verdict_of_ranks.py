@@ -241,3 +241,13 @@ def test_a_hang_beside_a_divergence_accuses_nobody_of_hanging() -> None:
     assert "waits for other ranks" in result.verdicts[3].detail and result.exit_code == 73
     ranks[2].detail = "frozen, no sign of life for 9 s"
     assert judge_reports(ranks, _header()).verdicts[2].status == "hung"
+
+
+def test_a_wrong_rank_whose_peer_lost_its_node() -> None:
+    """Of a tensor pair one differs and was stopped, the other's node fell silent: corruption, and nobody is named."""
+    wrong = {**_run(), "divergences": 1, "first": vars(Address(1, 0, "backward", "x", "a")), "key": [1, 0, 0, 1, 0, 3]}
+    pair = [_report(0, ended="stopped", runs=[wrong], detail="its cell ended"), _report(1, ended="absent")]
+    result = judge_reports(pair, _header(ParallelDims(2, 1, 1)))
+    assert [verdict.status for verdict in result.verdicts] == [INCONCLUSIVE, "no answer"] and result.exit_code == 73
+    assert "rank 1 of the cell reported no result" in result.verdicts[0].detail
+    assert "its cell ended" in result.verdicts[0].detail
