@@ -8,16 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD = "forward", "recompute", "backward", "weight_grad"
-REDUCED_GRAD, UPDATE, PARAMETER = "reduced_grad", "update", "parameter"
-PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
+ACCUMULATED_GRAD, REDUCED_GRAD, UPDATE, PARAMETER = "accumulated_grad", "reduced_grad", "update", "parameter"
+PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, ACCUMULATED_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
 """Phases in the order in which a step runs them.
 
 forward, recompute: what a submodule computed, before a collective mixes ranks. backward: the gradient of its input,
-likewise. weight_grad: what one micro-batch adds to the gradient of a parameter. reduced_grad, update: this rank's shard
-after the reduction and after the optimizer. parameter: after the all-gather.
+likewise. weight_grad: what one micro-batch adds to the gradient of a parameter. accumulated_grad: that gradient over
+all micro-batches of this replica, after the sums over tied stages and tensor ranks, just before the sum over replicas.
+reduced_grad, update: this rank's shard after the reduction and after the optimizer. parameter: after the all-gather.
 """
 MICRO_BATCH_PHASES = PHASES[:4]
 """Phases that belong to one micro-batch; the others belong to a step."""
+REPLICA_PHASES = PHASES[:5]
+"""Phases that no other replica has a part in."""
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,10 @@ class Trial:
         rank: that was harmed.
         address: what was harmed.
         changed: elements whose bits changed.
-        effect: whether anything that is kept afterwards has other bits; false where a fault in a stored state was
-            rounded away by the very next update, which overwrites it.
+        effect: whether the fault had any; false where a parameter, master or moment of no rank ended with other bits
+            after a fault in a stored state, which the very next update overwrites.
         named: ranks called divergent.
+        suspects: ranks of which one is wrong, without saying which.
         first: the first difference of the first of these.
         rank_right: exactly the harmed rank was named.
         submodule_right: the first difference is in the harmed submodule.
@@ -82,6 +83,7 @@ class Trial:
     changed: int
     effect: bool
     named: tuple[int, ...]
+    suspects: tuple[int, ...]
     first: str
     rank_right: bool
     submodule_right: bool
@@ -89,8 +91,8 @@ class Trial:
 
     @property
     def detected(self) -> bool:
-        """Whether any rank was called divergent."""
-        return bool(self.named)
+        """Whether anything was found to be wrong."""
+        return bool(self.named or self.suspects)
 
 
 @dataclass(frozen=True)
@@ -214,5 +216,6 @@ def bench_detection(
                 lambda message, name=name: on_progress(name, message["done"], share + clean),  # type: ignore[misc]
             )
             lines = (Path(scratch) / "trials.jsonl").read_text(encoding="utf-8").splitlines()
-        trials += [Trial(**{**found, "named": tuple(found["named"])}) for found in map(json.loads, lines)]
+        for found in map(json.loads, lines):
+            trials.append(Trial(**found | {name: tuple(found[name]) for name in ("named", "suspects")}))
     return DetectionResult(machine, options, trials)

@@ -10,17 +10,21 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
+from megasdc.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
 from megasdc.bench.detection import Trial
 from megasdc.bench.ranks import Messages
 from megasdc.config import FaultSpec, parse_config
-from megasdc.config.fault_sections import OPTIMIZER_STATE
+from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.determinism import set_deterministic
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.parallel import groups
@@ -28,17 +32,21 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Golden, load_golden, save_golden
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, Finding, RankVerdict, find, judge
+from megasdc.sdc.verdict import DIVERGENT, INCONCLUSIVE, Finding, RankVerdict, find, judge
+from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import set_threads
 from megasdc.train.golden_key import golden_key
 from megasdc.train.main import set_up_logging
 from megasdc.train.workload import Workload, workload_cases, workload_config
 
-PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD, OPTIMIZER_STATE, UPDATE, PARAMETER)
-"""Without reduced_grad: BF16_Optimizer computes the norm of each replica by itself, so that one whose shard is not
-finite skips the step, the others wait for it in the all-gather, and the run hangs (DeepSpeed 0.19.8): found as a hang.
+PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD, COLLECTIVE, OPTIMIZER_STATE, UPDATE, PARAMETER)
+"""Without reduced_grad, which comes after a sum over replicas and names no single rank. BF16_Optimizer then computes
+the norm on each replica by itself: one whose shard is not finite skips the step, the others wait for it in the
+all-gather, and the run hangs (DeepSpeed 0.19.8): found as a hang.
 """
+SHOWN_AS = {COLLECTIVE: ACCUMULATED_GRAD, OPTIMIZER_STATE: UPDATE}
+"""Phase in which harm that is no observation of its own shows first."""
 KINDS: dict[str, dict[str, Any]] = {
     "one bit": {"kind": "bit_flip"},
     "sign": {"kind": "bit_flip", "bits": "sign"},
@@ -99,6 +107,8 @@ class Campaign:
 
     def __init__(self, request: dict[str, Any]) -> None:
         config = workload_config(parse_config(campaign_config(request)))
+        set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
+        set_deterministic(config.megasdc.determinism)
         set_threads(1)
         groups.init_process_group(300.0)
         tensor, pipeline, _ = request["layout"]
@@ -110,6 +120,7 @@ class Campaign:
         self._algorithm = default_algorithm(self.workload.engine.device).name
         self._draw = random.Random(request["seed"])
         traces = gather_objects(self.workload.trace(self._case, self._algorithm))
+        self._end = [bits.clone() for bits in self._state_bits()]
         file = Path(request["folder"]) / "campaign.golden"
         layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
         if self.dims.rank == 0:
@@ -123,13 +134,13 @@ class Campaign:
     def clean(self) -> Trial:
         """A run without a fault."""
         verdicts = self._judge(self.workload.trace(self._case, self._algorithm))
-        return self._score(None, "", Address(1, None, UPDATE, "", ""), -1, 0, verdicts)
+        return self._score(None, "", Address(1, None, UPDATE, "", ""), -1, 0, False, verdicts)
 
     def harm(self) -> Trial:
         """A run with one fault, the same draw on all ranks."""
         rank = self._draw.randrange(self.dims.world_size)
         phase = self._draw.choice(PHASES)
-        shown_as = UPDATE if phase == OPTIMIZER_STATE else phase
+        shown_as = SHOWN_AS.get(phase, phase)
         first_step = 2 if phase == OPTIMIZER_STATE else 1  # moments are made by the first step
         fitting = [one for one in self._addresses[rank] if one.phase == shown_as and one.step >= first_step]
         target = self._draw.choice(fitting)
@@ -145,25 +156,48 @@ class Campaign:
             **KINDS[name],
         )
         injector = Injector([spec], self.dims, self.hidden_size)
-        hooks = [StateFaults(self.workload.engine, injector)] if phase == OPTIMIZER_STATE else []
+        hooks = [StateFaults(self.workload.engine, injector)] if phase in SHOWN_AS else []
         trace = self.workload.trace(self._case, self._algorithm, [injector], hooks)
         fired = gather_objects([(firing.rank, firing.changed) for firing in injector.firings])
         firings = [firing for of_rank in fired for firing in of_rank]
         if [where for where, _ in firings] != [rank]:
             raise RuntimeError(f"{spec} fired on ranks {firings}, once on rank {rank} was asked for")
-        return self._score(phase, name, target, rank, firings[0][1], self._judge(trace))
+        # What was harmed on its way was used as it was; a stored state is overwritten by the update that reads it.
+        effect = phase != OPTIMIZER_STATE or self._ends_otherwise()
+        return self._score(phase, name, target, rank, firings[0][1], effect, self._judge(trace))
+
+    def _state_bits(self) -> Iterator[torch.Tensor]:
+        """The bits of every parameter, master and moment of this rank, without the observer."""
+        engine = self.workload.engine
+        inner = engine.optimizer.optimizer
+        kept = [*engine.module.parameters(), *(flat for group in inner.param_groups for flat in group["params"])]
+        kept += [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        return (as_bits(value.detach()) for value in kept)
+
+    def _ends_otherwise(self) -> bool:
+        """Whether any rank's state after the run has other bits than after a clean one."""
+        pairs = zip(self._end, self._state_bits(), strict=True)
+        return any(gather_objects(not all(torch.equal(clean, now) for clean, now in pairs)))
 
     def _judge(self, trace: Trace) -> dict[int, RankVerdict]:
         finding = find(self._golden, trace, self.dims)
         everyone: list[Finding] = gather_objects(finding)
-        return judge({rank: [one] for rank, one in enumerate(everyone)})
+        return judge({rank: [one] for rank, one in enumerate(everyone)}, self.dims)
 
     def _score(
-        self, phase: str | None, kind: str, target: Address, rank: int, changed: int, verdicts: dict[int, RankVerdict]
+        self,
+        phase: str | None,
+        kind: str,
+        target: Address,
+        rank: int,
+        changed: int,
+        effect: bool,
+        verdicts: dict[int, RankVerdict],
     ) -> Trial:
         named = tuple(one for one, verdict in verdicts.items() if verdict.status == DIVERGENT)
+        suspects = tuple(one for one, verdict in verdicts.items() if verdict.status == INCONCLUSIVE)
         first = verdicts[named[0]].first if named else None
-        shown_as = UPDATE if phase == OPTIMIZER_STATE else phase
+        shown_as = SHOWN_AS.get(phase, phase) if phase else None
         same = first is not None and (first.step, first.micro_batch) == (target.step, target.micro_batch)
         exact = phase == OPTIMIZER_STATE or (first is not None and first.slot == target.slot)
         return Trial(
@@ -174,8 +208,9 @@ class Campaign:
             rank=rank,
             address=str(target) if phase else "",
             changed=changed,
-            effect=phase != OPTIMIZER_STATE or first is not None,
+            effect=effect,
             named=named,
+            suspects=suspects,
             first="" if first is None else str(first),
             rank_right=named == (rank,),
             submodule_right=first is not None and same and exact and first.fqn == target.fqn,

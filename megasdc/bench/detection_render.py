@@ -32,8 +32,9 @@ def render_detection(result: DetectionResult, console: Console) -> None:
     ):
         _table(title, result.counts(key), console)
     console.print(
-        "no bit: the fault changed none; rounded: of a stored state, overwritten by the next update with the bits that "
-        "it has without the fault; rank, place, phase: rank, submodule and direction named as the injector says"
+        "no bit: the fault changed none; rounded: of a stored state, and no parameter, master or moment of any rank "
+        "ends with other bits than without it, whatever the trace says; rank, place, phase: rank, submodule and "
+        "direction named as the injector says"
     )
     for trial in result.harmful:
         if not (trial.rank_right and trial.submodule_right and trial.direction_right):

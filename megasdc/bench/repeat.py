@@ -10,10 +10,11 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.addresses import FORWARD
 from megasdc.bench.ranks import run_ranks
 from megasdc.config import Layout, RunConfig, check_layout
 from megasdc.config.environment import set_deterministic_environment
@@ -28,6 +29,11 @@ from megasdc.sdc.trace_file import read_trace, trace_path
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 MOST_REPLICAS = 64
+OBSERVED = "results of all submodules, gradients, losses, gradient norms, optimizer states and parameters"
+HIDDEN = (
+    "losses, gradient norms, optimizer states and parameters; results of submodules were not compared, because with "
+    "this model.backend they cannot be observed"
+)
 RUNS_DIFFER = 1
 CAUSES_FOUND = 3
 """Exit code of `check-determinism` when the runs agree, or were not made, and something was found."""
@@ -87,6 +93,7 @@ class RepeatReport:
         steps: that each run took.
         data: what they were trained on.
         observations: results of each run that were compared.
+        observed: whether results of submodules are among them; not where the model's backend hides them.
         difference: where they part; null if they agree, or were not made.
     """
 
@@ -95,7 +102,8 @@ class RepeatReport:
     steps: int = 0
     data: str = ""
     observations: int = 0
-    difference: Difference | None = field(default=None)
+    observed: bool = True
+    difference: Difference | None = None
 
     @property
     def exit_code(self) -> int:
@@ -118,9 +126,7 @@ class RepeatReport:
             f"{self.layout.data}, on {self.data}"
         )
         if self.difference is None:
-            lines.append(
-                f"equal: {self.observations} results of all submodules, gradients, optimizer states and parameters"
-            )
+            lines.append(f"equal: {self.observations} {OBSERVED if self.observed else HIDDEN}")
         else:
             found = self.difference
             lines.append(
@@ -173,7 +179,8 @@ def check_determinism(
         told = (
             f"random tokens of a vocabulary of {data.tokenizer.vocab_size}, because {data.path} holds no prepared data"
         )
-    return RepeatReport(causes, layout, steps, told, sum(map(len, runs[0].values())), difference)
+    observed = any(address.phase == FORWARD for trace in runs[0].values() for address in trace.addresses)
+    return RepeatReport(causes, layout, steps, told, sum(map(len, runs[0].values())), observed, difference)
 
 
 def smallest_layout(config: RunConfig) -> Layout:

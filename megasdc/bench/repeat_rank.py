@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megasdc.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.bench.ranks import Messages
 from megasdc.config import RunConfig, TraceSection, check_layout, parse_config
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.sdc.trace import Trace
 from megasdc.train.main import as_known_error, set_up_logging
 
 logger = logging.getLogger("megasdc")
@@ -44,12 +48,8 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.data.dataset import build_datasets, verify_data
     from megasdc.data.loader import MicroBatchLoader, SampleStream
     from megasdc.determinism import set_deterministic
-    from megasdc.engine.observer import Observer
-    from megasdc.model.submodules import list_submodules
     from megasdc.parallel import groups
     from megasdc.sdc.trace_file import TraceWriter, trace_path
-    from megasdc.sdc.tracer import Tracer
-    from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.build import set_threads
     from megasdc.train.build_engine import build_training_engine
     from megasdc.train.startup import StartClock
@@ -73,16 +73,62 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     groups.set_all_timeouts(sections.parallel.timeout_s)
     loader = MicroBatchLoader(stream, layout.micro_batch_size, dims.dp_rank, dims.data)
     messages.send(done=0)
-    tracer = Tracer(default_algorithm(engine.device), TraceSection.model_validate({}))
-    observer = Observer(engine, list_submodules(engine.module), [tracer])
+    take = _observe(engine)
     writer = TraceWriter(trace_path(folder, dims.rank, 1), {})
     for step in range(1, steps + 1):
-        engine.train_step(loader)
-        writer.append(tracer.take())
+        result = engine.train_step(loader)
+        trace = take(step)
+        trace.extend(_numbers(step, {"loss": result.loss, "grad_norm": result.grad_norm}))
+        writer.append(trace)
         messages.send(done=step)
-    observer.close()
     writer.close()
     groups.shutdown()
+
+
+def _observe(engine: Any) -> Callable[[int], Trace]:
+    """Begin to observe; the answer, called after each step, gives its checksums.
+
+    Where results of submodules cannot be observed, they are of optimizer states and parameters alone.
+    """
+    from megasdc.engine.observer import Observer
+    from megasdc.errors import ConfigError
+    from megasdc.model.submodules import list_submodules
+    from megasdc.sdc.tracer import Tracer
+    from megasdc.tensors.checksum import default_algorithm
+
+    checksums = default_algorithm(engine.device)
+    try:
+        submodules = list_submodules(engine.module)
+    except ConfigError as error:
+        logger.warning("only losses, norms, optimizer states and parameters are compared: %s", error)
+        return lambda step: _states(engine, step, checksums)
+    tracer = Tracer(checksums, TraceSection.model_validate({}))
+    Observer(engine, submodules, [tracer])  # lives as long as the process
+    return lambda _step: tracer.take()
+
+
+def _states(engine: Any, step: int, checksums: Any) -> Trace:
+    """Checksums of masters, moments and parameters as they are after a step."""
+    from megasdc.optim.zero1 import owned_fragments
+    from megasdc.tensors.checksum import read_back
+
+    addresses, values = [], []
+    named = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    for fragment in owned_fragments(engine.optimizer):
+        name = named[id(fragment.parameter)]
+        for slot, value in {"master": fragment.master, **fragment.states(engine.optimizer)}.items():
+            addresses.append(Address(step, None, UPDATE, name, slot))
+            values.append(checksums.start(value))
+    for name, parameter in engine.module.named_parameters():
+        addresses.append(Address(step, None, PARAMETER, name, "value"))
+        values.append(checksums.start(parameter.detach()))
+    return Trace(addresses, read_back(values))
+
+
+def _numbers(step: int, numbers: dict[str, float]) -> Trace:
+    """What the step came to, each number's 64 bits in the place of a checksum."""
+    addresses = [Address(step, None, REDUCED_GRAD, "step", name) for name in numbers]
+    return Trace(addresses, [struct.unpack("<Q", struct.pack("<d", value))[0] for value in numbers.values()])
 
 
 def main() -> None:

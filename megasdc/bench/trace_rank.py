@@ -51,6 +51,10 @@ class TimedObserver(Observer):
         finally:
             self.own_s += time.perf_counter() - began
 
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Time it."""
+        self._timed(super().before_reduction, engine)
+
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Time it."""
         self._timed(super().before_optimizer_step, engine)

@@ -92,8 +92,8 @@ def check_determinism(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """List what could make two runs differ, then make two short runs here and compare every loss, norm, optimizer
-    state and parameter by checksum.
+    """List what could make two runs differ, then make two short runs here and compare every loss, gradient norm,
+    result, optimizer state and parameter bit by bit.
 
     Exit code 0: nothing was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
     are equal, but something was found that can make others differ.

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.addresses import PHASES
+from megasdc.addresses import ACCUMULATED_GRAD, PHASES
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"
-FAULT_PHASES = (*PHASES, OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS)
+_OBSERVED = tuple(phase for phase in PHASES if phase != ACCUMULATED_GRAD)  # collective harms what it shows
+FAULT_PHASES = (*_OBSERVED, OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS)
 """The phases of addresses, and what is harmed without being an observation of its own.
 
 optimizer_state: masters and moments where they are kept, just before the optimizer reads them. collective: this rank's

@@ -6,7 +6,16 @@ models show.
 
 from __future__ import annotations
 
-from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
+from megasdc.addresses import (
+    ACCUMULATED_GRAD,
+    BACKWARD,
+    FORWARD,
+    PARAMETER,
+    RECOMPUTE,
+    REDUCED_GRAD,
+    UPDATE,
+    WEIGHT_GRAD,
+)
 from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE
 from megasdc.config.sections import ModelSection, ParallelSection
 
@@ -72,7 +81,7 @@ def _slots(fqn: str, parameters: tuple[str, ...], parallel: ParallelSection) -> 
         FORWARD: ("output",),
         RECOMPUTE: ("output",) if ".layer." in fqn else (),
         BACKWARD: _GRADIENT_SLOTS.get(fqn.rpartition(".")[2], ("input",)),
-        **dict.fromkeys((WEIGHT_GRAD, REDUCED_GRAD, PARAMETER, COLLECTIVE), parameters),
+        **dict.fromkeys((WEIGHT_GRAD, ACCUMULATED_GRAD, REDUCED_GRAD, PARAMETER, COLLECTIVE), parameters),
         **dict.fromkeys((UPDATE, OPTIMIZER_STATE), states),
     }
     return {phase: names for phase, names in slots.items() if names}

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, Address
+from megasdc.addresses import (
+    ACCUMULATED_GRAD,
+    BACKWARD,
+    FORWARD,
+    PARAMETER,
+    RECOMPUTE,
+    REDUCED_GRAD,
+    UPDATE,
+    Address,
+)
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.submodules import Attachment, Submodule
-from megasdc.optim.zero1 import owned_fragments
+from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 
 if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
@@ -90,6 +99,12 @@ class Observer(EngineHook):
         self._pass = None
 
     # --- results ------------------------------------------------------------------------------------------------
+
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Show what this rank gives to the sum over replicas; an answer has no effect here."""
+        for fqn, slot, parameter in self._parameters:
+            gradient = accumulated_gradient(engine.optimizer, parameter).detach()
+            self._emit(Address(self._step, None, ACCUMULATED_GRAD, fqn, slot), gradient)
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Show this rank's shard of the reduced gradients."""

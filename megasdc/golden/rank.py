@@ -77,7 +77,7 @@ def _record(config: RunConfig, workload: Workload, dims: ParallelDims, request: 
     to.send("key", key=golden_key(config, layout, name), algorithm=name, differences={})
     for repeat in range(request["repeats"]):
         for number, case in enumerate(workload_cases(config)):
-            trace = workload.trace(case, name, (to.count,))
+            trace = workload.trace(case, name, (to.count,), all_steps=True)
             file = (
                 Path(request["folder"]) / f"repeat_{repeat:03d}" / f"case_{number:03d}" / f"rank_{dims.rank:05d}.arrow"
             )

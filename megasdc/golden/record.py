@@ -49,7 +49,7 @@ def record(
 
     Raises:
         ConfigError: the configuration does not fit.
-        TraceError: the workload did not repeat; names the first difference.
+        TraceError: the workload did not repeat, or a rank has no result; names the first difference, or the rank.
         MegasdcError: a rank failed.
         StorageError: the file cannot be written.
     """
@@ -68,7 +68,7 @@ def record(
             reports = _run(workload, layout, folder, repeats, timeout_s, partial(_report, on_progress, before, total))
             for repeat in range(repeats):
                 for case in range(len(cases)):
-                    _keep(kept, folder, launch, repeat, case, layout)
+                    _keep(kept, folder, launch, repeat, case, layout, workload)
     golden = Golden(
         key=reports[0].key,
         config=workload.resolved(),
@@ -120,13 +120,39 @@ def _run(
     return reports
 
 
+def _check_not_empty(traces: dict[int, Trace], case: int, layout: ParallelDims, workload: RunConfig) -> None:
+    """A rank of which nothing is recorded would be healthy whatever it computes."""
+    without = [rank for rank, trace in traces.items() if not trace]
+    if not without:
+        return
+    section = workload.megasdc.trace
+    chosen = ", ".join(
+        f"megasdc.trace.{name} {value}"
+        for name in ("phases", "layers", "micro_batches")
+        if (value := getattr(section, name)) is not None
+    )
+    steps, micro_batches = workload.megasdc.golden.steps, workload.megasdc.golden.micro_batches
+    raise TraceError(
+        f"case {case} leaves no result of rank{'s' if len(without) > 1 else ''} {', '.join(map(str, without))} of "
+        f"{layout}, so that nothing could be verified there: {chosen}, of {steps} steps with micro-batches 0 to "
+        f"{micro_batches - 1}; choose what every rank computes, or leave these settings out"
+    )
+
+
 def _keep(
-    kept: dict[tuple[int, int], Trace], folder: Path, launch: int, repeat: int, case: int, layout: ParallelDims
+    kept: dict[tuple[int, int], Trace],
+    folder: Path,
+    launch: int,
+    repeat: int,
+    case: int,
+    layout: ParallelDims,
+    workload: RunConfig,
 ) -> None:
     """Take the first traces of a case, and compare all others with them."""
     files = folder / f"repeat_{repeat:03d}" / f"case_{case:03d}"
     traces = {rank: read_trace(files / f"rank_{rank:05d}.arrow")[1] for rank in range(layout.world_size)}
     if (case, 0) not in kept:
+        _check_not_empty(traces, case, layout, workload)
         kept.update({(case, rank): trace for rank, trace in traces.items()})
         return
     found = compare_traces({rank: kept[case, rank] for rank in traces}, traces, layout)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasdc.addresses import Address
+from megasdc.config import parse_config
 from megasdc.errors import CorruptionError, HangError, PeerError, TraceError
 from megasdc.golden.cells import RankReport
 from megasdc.parallel.dims import ParallelDims
@@ -22,15 +23,18 @@ from megasdc.sdc.verdict import (
     DIVERGENT,
     HEALTHY,
     HUNG,
+    INCONCLUSIVE,
     NOT_COMPARABLE,
     STOPPED,
     Finding,
     RankVerdict,
     judge,
+    trace_gaps,
 )
 
 EXIT_CODES = {
     DIVERGENT: CorruptionError.exit_code,
+    INCONCLUSIVE: CorruptionError.exit_code,
     HUNG: HangError.exit_code,
     DIED: PeerError.exit_code,
     ABSENT: PeerError.exit_code,
@@ -38,7 +42,13 @@ EXIT_CODES = {
     STOPPED: PeerError.exit_code,
 }
 """Exit code by verdict; where several verdicts were given, that of the first in this order."""
-_STYLES = {HEALTHY: "green", DIVERGENT: "bold red", AFFECTED: "yellow", NOT_COMPARABLE: "magenta"}
+_STYLES = {
+    HEALTHY: "green",
+    DIVERGENT: "bold red",
+    AFFECTED: "yellow",
+    INCONCLUSIVE: "bold yellow",
+    NOT_COMPARABLE: "magenta",
+}
 
 
 @dataclass(frozen=True)
@@ -103,13 +113,18 @@ def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Veri
         header: of the golden file.
     """
     layout = ParallelDims(**header["layout"])
+    config = parse_config(header["config"])
+    recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+    gaps = trace_gaps(config.megasdc.trace, recomputes)
     cells: defaultdict[int, list[RankReport]] = defaultdict(list)
     for report in reports:
         cells[report.cell].append(report)
     verdicts: dict[tuple[int, int], RankVerdict] = {}
     for cell, members in cells.items():
-        compared = judge({report.cell_rank: [_finding(run) for run in report.runs] for report in members})
-        behind = _behind(members)
+        findings = {report.cell_rank: [_finding(run) for run in report.runs] for report in members}
+        compared = judge(findings, layout, gaps)
+        wrong = any(verdict.status in (DIVERGENT, INCONCLUSIVE) for verdict in compared.values())
+        behind = _behind(members, wrong)
         for report in members:
             verdicts[cell, report.cell_rank] = _verdict(report, compared[report.cell_rank], behind)
     ordered = [verdicts[report.cell, report.cell_rank] for report in reports]
@@ -119,8 +134,14 @@ def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Veri
 def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> RankVerdict:
     if compared.status == DIVERGENT:  # whatever came after
         return replace(compared, detail=report.detail)
-    if report.ended == "hung" and report.cell_rank not in behind:
-        return replace(compared, status=STOPPED, detail=f"waited for another rank of its cell; {report.detail}")
+    if compared.status == INCONCLUSIVE:
+        return replace(compared, detail="; ".join(filter(None, (compared.detail, report.detail))))
+    if report.ended == "hung":
+        if report.cell_rank not in behind:
+            return replace(compared, status=STOPPED, detail=f"waits for other ranks of its cell; {report.detail}")
+        if not _frozen(report):
+            text = f"{report.detail}; no rank of its cell has fewer results, but it may itself wait for others"
+            return replace(compared, status=HUNG, detail=text)
     ends = {"died": DIED, "hung": HUNG, "stopped": STOPPED, "absent": ABSENT}
     if report.ended in ends:
         return replace(compared, status=ends[report.ended], detail=report.detail)
@@ -135,14 +156,22 @@ def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> Ran
     return compared
 
 
-def _behind(members: Sequence[RankReport]) -> set[int]:
-    """Of ranks that hang, those that others waited for: frozen ones, else those with the fewest results."""
+def _behind(members: Sequence[RankReport], wrong: bool) -> set[int]:
+    """Of ranks that hang, those that others seem to wait for: frozen ones, else those with the fewest results.
+
+    The latter is no more than a hint: a rank that skips a step on its own runs ahead, and the healthy ones wait behind
+    it. Where a run has shown something ``wrong``, that explains the hang, and no rank is told apart by its results.
+    """
     hung = [report for report in members if report.ended == "hung"]
-    frozen = [report for report in hung if "no sign of life" in report.detail]
-    if frozen:
-        return {report.cell_rank for report in frozen}
+    frozen = {report.cell_rank for report in hung if _frozen(report)}
+    if frozen or wrong:
+        return frozen
     fewest = min((report.position for report in hung), default=0)
     return {report.cell_rank for report in hung if report.position == fewest}
+
+
+def _frozen(report: RankReport) -> bool:
+    return "no sign of life" in report.detail
 
 
 def _finding(run: dict[str, Any]) -> Finding:
@@ -153,7 +182,7 @@ def _finding(run: dict[str, Any]) -> Finding:
 def render_result(result: VerifyResult, console: Console) -> None:
     """Print the table, and one line that sums it up."""
     table = Table(title=f"golden verification, {result.layout}")
-    for name in ("host", "rank", "place", "verdict", "runs", "first difference", "results that differ"):
+    for name in ("host", "rank", "place", "verdict", "runs", "compared", "first difference", "results that differ"):
         table.add_column(name)
     for report, verdict in zip(result.reports, result.verdicts, strict=True):
         dims = ParallelDims(result.layout.tensor, result.layout.pipeline, result.layout.data, report.cell_rank)
@@ -164,6 +193,7 @@ def render_result(result: VerifyResult, console: Console) -> None:
             f"cell {report.cell}: tp {dims.tp_rank} pp {dims.pp_rank} dp {dims.dp_rank}",
             Text(verdict.status, style=_STYLES.get(verdict.status, "red")),
             wrong,
+            f"{verdict.compared:,}",
             "" if verdict.first is None else str(verdict.first),
             str(verdict.addresses or ""),
         )

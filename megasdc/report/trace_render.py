@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from megasdc.addresses import REPLICA_PHASES
 from megasdc.report.traces import TraceReport
 
 SHADES = " ░▒▓█"
@@ -53,6 +54,8 @@ def render(report: TraceReport, console: Console, limit: int) -> None:
     for one in map(report.describe, comparison.first):
         console.print(f"[bold]first divergence: {escape(place_text(one))}[/]", highlight=False, soft_wrap=True)
         console.print(f"  expected {one['expected']}, got {one['got']}", highlight=False, soft_wrap=True)
+        if report.layout.data > 1 and one["phase"] not in REPLICA_PHASES:
+            console.print("  after replicas exchanged values: another rank may have caused it", soft_wrap=True)
     _list(report, console, limit)
     _heat_map("share of a submodule's results that differ, by step", report.shares(lambda step, _: step), console)
     if report.layout.world_size > 1:

@@ -48,8 +48,9 @@ class RunTraces:
 
     @property
     def steps(self) -> set[int]:
-        """Steps of which every rank recorded something."""
-        return set.intersection(*({address.step for address in trace.addresses} for trace in self.traces.values()))
+        """Steps of which every rank recorded something, but for ranks that never did: nothing was asked of them."""
+        recorded = [{address.step for address in trace.addresses} for trace in self.traces.values() if trace]
+        return set.intersection(*recorded) if recorded else set()
 
 
 @dataclass(frozen=True)

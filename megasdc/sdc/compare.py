@@ -1,7 +1,8 @@
 """Where do two sets of traces part first, and on which rank?
 
 The first divergence is by execution order over all ranks. Results are recorded before collectives mix ranks, so that
-whichever rank comes first in this order is the one that computed something else; the others received it.
+whichever rank comes first in this order computed something else, and others received it. Not so from ``reduced_grad``
+on with several replicas, whose results come after a sum over them; ``megasdc.sdc.verdict`` says who can be named.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.addresses import ACCUMULATED_GRAD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 
-_STEP_PHASES = {REDUCED_GRAD: 1, UPDATE: 2, PARAMETER: 3}
+_STEP_PHASES = {ACCUMULATED_GRAD: 1, REDUCED_GRAD: 2, UPDATE: 3, PARAMETER: 4}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
+from megasdc.addresses import (
+    ACCUMULATED_GRAD,
+    BACKWARD,
+    FORWARD,
+    PARAMETER,
+    RECOMPUTE,
+    REDUCED_GRAD,
+    UPDATE,
+    WEIGHT_GRAD,
+)
 from megasdc.config import ModelSection, ffn_width, head_width, query_groups
 from megasdc.model.kinds import (
     ACTIVATION,
@@ -91,7 +100,8 @@ class Reads:
 def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
     """What the checksums of one step read on one rank, by phase.
 
-    Of a shard over replicas the count is an upper bound: a rank owns at most so many parameters.
+    Of a shard over replicas the count is an upper bound: a rank owns at most so many parameters. Gradients accumulate
+    in fp32, as they do unless `fp16` or `data_types.grad_accum_dtype` say otherwise.
 
     Args:
         work: of the rank.
@@ -116,6 +126,7 @@ def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
         RECOMPUTE: recompute * micro_batches,
         BACKWARD: backward * micro_batches,
         WEIGHT_GRAD: Reads(parameters.count, parameters.bytes * work.width_bytes) * micro_batches,
+        ACCUMULATED_GRAD: Reads(parameters.count, parameters.bytes * FP32_BYTES),
         REDUCED_GRAD: Reads(owned.count, owned.bytes * FP32_BYTES),
         UPDATE: Reads(3 * owned.count, 3 * owned.bytes * FP32_BYTES),  # master weights and both moments
         PARAMETER: Reads(parameters.count, parameters.bytes * work.width_bytes),

@@ -1,9 +1,9 @@
 """What can be compared between traces of two layouts, and which rank's result belongs to which?
 
 Only results whose bits do not depend on the layout can. Measured with the GPT and Llama styles of
-``tests/distributed/test_cross_layout.py``, tied and untied, fp32 and bf16: ``LAYOUT_FREE``. It holds for one step whose
-weights are equal. After it they are not: the norm of the gradient and, between replicas or tensor ranks, the gradient
-itself are sums in another order, so that in the next step no result is equal but by chance.
+``tests/distributed/test_trace_layouts.py``, tied and untied, fp32 and bf16: ``LAYOUT_FREE``. It holds for one step
+whose weights are equal. After it they are not: the norm of the gradient and, between replicas or tensor ranks, the
+gradient itself are sums in another order, so that in the next step no result is equal but by chance.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
+from megasdc.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
 from megasdc.errors import TraceError
-from megasdc.model.kinds import EMBEDDING, KINDS, POSITIONS, kind_of
+from megasdc.model.kinds import EMBEDDING, HEAD, KINDS, POSITIONS, kind_of
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import Comparison, Divergence, in_execution_order
 from megasdc.sdc.trace import Trace
@@ -22,7 +22,13 @@ from megasdc.sdc.trace import Trace
 _ALL = frozenset(KINDS)
 LAYOUT_FREE: dict[str, dict[str, frozenset[str]]] = {
     # A tied embedding gets the output's gradient on its own stage where there is one stage, later where there are more.
-    "pipeline": {FORWARD: _ALL, RECOMPUTE: _ALL, BACKWARD: _ALL, WEIGHT_GRAD: _ALL - {EMBEDDING}},
+    "pipeline": {
+        FORWARD: _ALL,
+        RECOMPUTE: _ALL,
+        BACKWARD: _ALL,
+        WEIGHT_GRAD: _ALL - {EMBEDDING},
+        ACCUMULATED_GRAD: _ALL - {EMBEDDING, HEAD},
+    },
     # The loss is divided by the micro-batches of a replica before the backward pass, and so are all gradients.
     "data": {FORWARD: _ALL, RECOMPUTE: _ALL},
     # Tensor ranks compute parts, whose sums round otherwise; a sum of one embedding and zeros does not.

@@ -39,11 +39,12 @@ class TraceRecorder(StepHook):
         self._writer: TraceWriter | None = None
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Append the step's checksums."""
+        """Append the step's checksums; the first time also if there are none, so that every rank has a file."""
+        trace = self._tracer.take()
+        begins = self._writer is None
         if self._writer is None:
             self._writer = self._open(run, result.step)
-        trace = self._tracer.take()
-        if trace:
+        if trace or begins:
             self._writer.append(trace)
 
     def _open(self, run: Run, first_step: int) -> TraceWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -12,6 +13,7 @@ from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import EngineHook
 from megasdc.engine.observer import Listener, Observer
+from megasdc.errors import ConfigError
 from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.dims import ParallelDims
@@ -87,18 +89,21 @@ class Workload:
         if self._length != case.sequence_length:
             self.engine.reset_activation_shape()
             self._length = case.sequence_length
-        before = list(self.engine.hooks)
-        self.engine.hooks += hooks
-        observer = Observer(self.engine, self.submodules, listeners)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.engine.hooks.__setitem__, slice(None), list(self.engine.hooks))
+            self.engine.hooks += hooks
+            undo.callback(Observer(self.engine, self.submodules, listeners).close)
             batches = self._batches(case)
             return [self.engine.train_step(batches) for _ in range(self.section.steps)]
-        finally:
-            observer.close()
-            self.engine.hooks[:] = before
 
     def trace(
-        self, case: Case, algorithm_name: str, before: Sequence[Listener] = (), hooks: Sequence[EngineHook] = ()
+        self,
+        case: Case,
+        algorithm_name: str,
+        before: Sequence[Listener] = (),
+        hooks: Sequence[EngineHook] = (),
+        *,
+        all_steps: bool = False,
     ) -> Trace:
         """Run once and return the trace.
 
@@ -107,11 +112,21 @@ class Workload:
             algorithm_name: of the checksums.
             before: listeners that come before the tracer.
             hooks: of the engine, called before the observer.
+            all_steps: refuse a run in which the optimizer skips a step, as what is recorded may not.
+
+        Raises:
+            ConfigError: with ``all_steps``: a step was skipped.
 
         Collective: all ranks of the world.
         """
         tracer = Tracer(algorithm(algorithm_name), self._trace)
-        self.run(case, [*before, tracer], hooks)
+        skipped = next((result for result in self.run(case, [*before, tracer], hooks) if result.skipped), None)
+        if all_steps and skipped is not None:
+            remedy = f"lower fp16's loss scale ({skipped.loss_scale:g} here) by fp16.initial_scale_power"
+            raise ConfigError(
+                f"the golden workload skips step {skipped.step}: {skipped.skipped}; such a step updates nothing that "
+                f"could be verified; {remedy if self.engine.fp16_enabled() else 'lower the learning rate'}"
+            )
         return tracer.take()
 
     def _batches(self, case: Case) -> Iterator[MicroBatch]:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from whole_runs import MODELS, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.bench.repeat import check_determinism
+from megasdc.bench.repeat import check_determinism, compare_two_runs
 from megasdc.config import load_config
 from megasdc.errors import ConfigError, DataError
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.trace_file import read_trace, trace_path
 from megasdc.train import main as training
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
@@ -176,3 +178,38 @@ def test_a_failed_rank_gives_its_own_exit_code(tmp_path: Path, data: Path) -> No
     config = load_config(write_config(tmp_path / "c.json", copy, tmp_path / "run"))
     with pytest.raises(DataError, match=r"\.bin"):
         check_determinism(config, ranks=1, steps=1)
+
+
+def _steps_of_a_hidden_model(config: str, folder: str, seed: int) -> None:
+    """Two steps on random tokens of a model whose submodules cannot be observed."""
+    from megasdc.bench.ranks import Messages
+    from megasdc.bench.repeat_rank import run_steps
+    from megasdc.model import submodules
+
+    def refuse(_stage: Any) -> Any:
+        raise ConfigError("megasdc.model.backend is transformer_engine: results cannot be observed")
+
+    submodules.list_submodules = refuse
+    loaded = load_config(Path(config), [f"megasdc.training.seed={seed}"])
+    run_steps(loaded, 2, False, Path(folder), Messages(None))
+
+
+def test_what_cannot_be_observed_is_compared_by_its_states(tmp_path: Path) -> None:
+    """Without results of submodules, losses, norms, states and parameters tell equal runs from unequal ones."""
+    from harness import run_distributed
+
+    config = write_config(tmp_path / "c.json", tmp_path / "none", tmp_path / "run", deepspeed__bf16={"enabled": True})
+    traces = []
+    for name, seed in (("one", 1), ("two", 1), ("other", 2)):
+        run_distributed(_steps_of_a_hidden_model, 2, str(config), str(tmp_path / name), seed, init=False)
+        traces.append({rank: read_trace(trace_path(tmp_path / name, rank, 1))[1] for rank in (0, 1)})
+    layout = ParallelDims(1, 1, 2)
+    assert compare_two_runs(traces[0], traces[1], layout) is None
+    found = compare_two_runs(traces[0], traces[2], layout)
+    assert found is not None and found.address.startswith("step 1, reduced_grad of step (loss), rank 0")
+    slots = {(address.phase, address.slot.split(".")[-1]) for address in traces[0][0].addresses}
+    assert slots == {
+        *(("reduced_grad", name) for name in ("loss", "grad_norm")),
+        *(("update", name) for name in ("master", "exp_avg", "exp_avg_sq")),
+        ("parameter", "value"),
+    }

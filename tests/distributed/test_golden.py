@@ -171,6 +171,56 @@ if os.environ.get("RANK") == "0":
 """
 
 
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A golden trace of two replicas."""
+    folder = tmp_path_factory.mktemp("replicas")
+    out = folder / "a.golden"
+    arguments = ("--config", str(_config(folder, 1)), "--out", str(out), "--replicas", "2", "--repeats", "1")
+    code, _, error = _megasdc("golden", "record", *arguments)
+    assert code == 0, error
+    return out
+
+
+def test_who_gave_the_wrong_gradient_is_named_and_not_who_owns_it(replicas: Path) -> None:
+    """A gradient that a replica harms after accumulation, before the sum, is that replica's whoever gets the shard."""
+    for rank in (0, 1):
+        where = {"phase": "collective", "rank": rank, "submodule": "3.layer.mlp.linear_fc1", "slot": "weight"}
+        code, said = _verify(replicas, "--repeats", "1", faults={"faults": [{**where, "bits": "exponent"}]})
+        assert code == 73
+        assert [one["status"] for one in said["ranks"]] == [["divergent", "affected"], ["affected", "divergent"]][rank]
+        first = said["ranks"][rank]["first"]
+        assert (first["phase"], first["fqn"], first["slot"]) == ("accumulated_grad", where["submodule"], "weight")
+
+
+def test_a_wrong_sum_over_replicas_accuses_nobody(replicas: Path) -> None:
+    """A shard that is wrong right after the reduction is corruption, by one of the two; every result was compared."""
+    fault = {"phase": "reduced_grad", "submodule": "3.layer.mlp.linear_fc1", "steps": [2, 2], "bits": "mantissa"}
+    code, said = _verify(replicas, "--repeats", "1", faults={"faults": [fault]})
+    assert code == 73
+    assert [one["status"] for one in said["ranks"]] == ["inconclusive"] * 2
+    assert all("one of ranks 0, 1" in one["detail"] and one["compared"] > 300 for one in said["ranks"])
+
+
+def test_replicas_that_are_wrong_by_themselves_are_both_named(replicas: Path) -> None:
+    """Rank 1 is wrong a micro-batch later than rank 0; nothing of it came from there."""
+    where = {"phase": "backward", "submodule": "3.layer.mlp.linear_fc1", "steps": [1, 1]}
+    faults = [{**where, "rank": rank, "micro_batches": [rank]} for rank in (0, 1)]
+    code, said = _verify(replicas, "--repeats", "1", faults={"faults": faults})
+    assert code == 73 and [one["status"] for one in said["ranks"]] == ["divergent"] * 2
+    assert [one["first"]["micro_batch"] for one in said["ranks"]] == [0, 1]
+
+
+@pytest.mark.parametrize("trace", [{"phases": ["recompute"]}, {"phases": ["forward"], "micro_batches": [7]}], ids=str)
+def test_a_trace_with_nothing_in_it_is_not_recorded(tmp_path: Path, trace: dict[str, Any]) -> None:
+    """What would call every device healthy is refused, with the settings that leave nothing."""
+    config = _config(tmp_path, 1, trace=trace)
+    code, _, error = _megasdc("golden", "record", "--config", str(config), "--out", str(tmp_path / "x.golden"))
+    assert code == 80 and not (tmp_path / "x.golden").exists()
+    assert "leaves no result of rank 0" in error
+    assert all(f"megasdc.trace.{name} {value}" in " ".join(error.split()) for name, value in trace.items())
+
+
 def test_what_does_not_repeat_is_not_recorded(tmp_path: Path) -> None:
     """A rank whose norm is noisy is refused with the first address, and no file is written."""
     (tmp_path / "sitecustomize.py").write_text(NOISE)

@@ -106,7 +106,12 @@ def test_observation_changes_no_bit_and_leaves_nothing(
         last = rank >= len(all_seen) - tensor * data
         assert counts["forward", "loss", "output"] == counts["backward", "loss", "input"] == 2 * micro_batches * last
         phases = [address.phase for address in seen if address.micro_batch is None]
-        assert phases.index("reduced_grad") < phases.index("update") < phases.index("parameter")
+        assert (
+            phases.index("accumulated_grad")
+            < phases.index("reduced_grad")
+            < phases.index("update")
+            < phases.index("parameter")
+        )
 
 
 def _keep(sequence_parallel: bool) -> Any:

@@ -176,3 +176,15 @@ def test_what_may_differ_between_runs_is_told(tmp_path: Path, data: Path) -> Non
     assert "1 in the first, 2 in the second" in notes[0]
     report = compare_runs(runs["one"], runs["same"])
     assert report.same and report.notes == [] and report.steps == [1, 2]
+
+
+def test_a_stage_without_results_has_a_file_too(tmp_path: Path, data: Path) -> None:
+    """With layers of the last stage alone, the first writes an empty trace, and runs can be compared."""
+    common = {"trace": {"enabled": True, "layers": [3], "interval": 2}, "parallel__pipeline": 2}
+    one, two = (_config(tmp_path, name, data, **common) for name in ("one", "two"))
+    for config in (one, two):
+        _ok(train_run(config, 2))
+    runs = [load_traces(tmp_path / name) for name in ("one", "two")]
+    assert len(runs[0].traces[0]) == 0 and {address.fqn[0] for address in runs[0].traces[1].addresses} == {"3", "l"}
+    report = compare_runs(*runs)
+    assert report.same and report.steps == [1, 3] and report.comparison.compared == len(runs[0].traces[1])

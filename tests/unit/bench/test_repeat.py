@@ -78,6 +78,8 @@ def test_exit_codes_and_text():
     layout = smallest_layout(_config(8, 4, 2))
     assert RepeatReport([]).exit_code == 0
     assert RepeatReport([cause]).exit_code == 3
-    both = RepeatReport([cause], layout, 3, "d", 3, difference)
+    both = RepeatReport([cause], layout, 3, "d", 3, difference=difference)
+    hidden = RepeatReport([], layout, 3, "d", 3, observed=False).render()
+    assert "submodules were not compared" in hidden and "all submodules" in RepeatReport([], layout, 3, "d", 3).render()
     assert both.exit_code == 1 and both.as_dict()["exit_code"] == 1
     assert "found: A: b" in both.render() and "first at step 1, parameter, w: b and x; 2 of 3" in both.render()

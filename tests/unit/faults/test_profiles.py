@@ -45,6 +45,24 @@ def test_mismatch_frequencies(name, site):
     assert abs(differing - mean) < 4 * mean**0.5
 
 
+@pytest.mark.parametrize("name", ["node_4", "node_13"])
+def test_frequencies_that_are_not_published_are_those_of_node_1(name):
+    """The profile says that they stand in, and they do, in every site."""
+    profile, stands_in = load_profile(name), load_profile("node_1")
+    assert any("those of node 1 stand in" in text for text in profile.assumed)
+    assert not [key for key in profile.published if key.startswith("mismatch_frequency")]
+    for ours, theirs in zip(profile.faults, stands_in.faults, strict=True):
+        assert ours.model_copy(update={"steps": theirs.steps}) == theirs
+
+
+def test_published_figures_that_are_not_tested_are_marked_as_quoted():
+    """What is published is a mismatch frequency or a first step, both tested here, or is said to be a quotation."""
+    for name in ("node_1", "node_4", "node_10", "node_11", "node_13"):
+        profile = load_profile(name)
+        others = [key for key in profile.published if not key.startswith(("mismatch_frequency", "first_step"))]
+        assert bool(others) == any("quoted to compare with" in text for text in profile.assumed)
+
+
 @pytest.mark.parametrize("name", ["node_1", "node_4", "node_11"])
 def test_other_results_are_left_alone(name):
     """No other submodule, slot or phase is harmed."""

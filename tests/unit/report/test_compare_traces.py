@@ -110,6 +110,17 @@ CASES = {
 }
 
 
+def test_what_comes_after_replicas_are_summed_is_no_accusation(tmp_path: Path) -> None:
+    """With several replicas a wrong update may be another rank's, and that is said; with one, and before, not."""
+    early, late = CASES["backward"][0], CASES["optimizer"][0]
+    replicas = {"layout": {"tensor": 2, "pipeline": 1, "data": 2}}
+    for changes, wrong, said in ((replicas, late, True), (replicas, early, False), ({}, late, False)):
+        runs = [tmp_path / f"{said}{len(changes)}{wrong[0]}{name}" for name in ("a", "b")]
+        write_run(runs[0], **changes)
+        write_run(runs[1], wrong={wrong: 8}, **changes)
+        assert ("another rank may have caused it" in tool(*runs)[1]) is said
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_first_divergence_is_the_first_in_execution_order(tmp_path: Path, case: str) -> None:
     """What a wrong result causes on other ranks and later is listed after it, whatever the numbers of the ranks."""

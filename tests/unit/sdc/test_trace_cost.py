@@ -45,4 +45,5 @@ def test_replicas_share_the_update() -> None:
     one, two = reads_of_step(WORK, "gemm"), reads_of_step(replace(WORK, data=2), "gemm")
     assert two["update"].bytes == one["update"].bytes / 2
     assert {phase for phase in one if one[phase].bytes != two[phase].bytes} == {"update", "reduced_grad"}
+    assert one["accumulated_grad"] == two["accumulated_grad"]
     assert Reads(1, 2) + Reads(3, 4) * 2 == Reads(7, 10)

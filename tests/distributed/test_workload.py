@@ -1,0 +1,72 @@
+"""Does the workload of a golden trace refuse what it cannot verify, and leave the engine as it was?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_distributed
+
+from megasdc.addresses import WEIGHT_GRAD, Address
+from megasdc.bench.detection_rank import Campaign, campaign_config
+from megasdc.config import parse_config
+from megasdc.config.fault_sections import OPTIMIZER_STATE
+from megasdc.engine.hooks import EngineHook
+from megasdc.errors import ConfigError
+from megasdc.parallel import groups
+from megasdc.sdc.verdict import Finding, judge
+from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.workload import Workload, workload_cases, workload_config
+
+pytestmark = pytest.mark.distributed
+
+
+def _request(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"layout": (1, 1, 1), "precision": "bf16", "style": "gpt", "seed": 3, "folder": str(folder), **changes}
+
+
+def _not_finite(address: Address, result: torch.Tensor) -> torch.Tensor | None:
+    return torch.full_like(result, torch.inf) if address.phase == WEIGHT_GRAD and address.step == 2 else None
+
+
+def _skip_a_step(folder: str) -> tuple[str, list[bool]]:
+    config = workload_config(parse_config(campaign_config(_request(Path(folder)))))
+    workload = Workload(config, groups.init_model_parallel(1, 1, 60))
+    case, name = workload_cases(config)[0], default_algorithm(workload.engine.device).name
+    whole, skipped = workload.trace(case, name, all_steps=True), workload.trace(case, name, [_not_finite])
+    assert len(whole) > len(skipped) > 0  # as a verification, which a fault may make skip, it is no error
+    before = list(workload.engine.hooks)
+    with pytest.raises(ConfigError) as error:
+        workload.trace(case, name, [_not_finite], all_steps=True)
+    kept = [workload.engine.hooks == before]
+    workload.submodules = None  # an observer that cannot be made
+    with pytest.raises(TypeError):
+        workload.run(case, [], [EngineHook()])
+    return str(error.value), [*kept, workload.engine.hooks == before]
+
+
+def test_a_skipped_step_is_not_recorded(tmp_path: Path) -> None:
+    """A step without an update is refused, with its number, and no hook is left after this or any other failure."""
+    text, clean = run_distributed(_skip_a_step, 1, str(tmp_path))[0]
+    assert "skips step 2" in text and "not finite" in text
+    assert clean == [True, True]
+
+
+def _blind(folder: str, seed: int) -> list[Any]:
+    """Trials of a campaign whose detector sees nothing."""
+    campaign = Campaign(_request(Path(folder), precision="fp32", seed=seed))
+    assert torch.are_deterministic_algorithms_enabled()
+    campaign._judge = lambda _trace: judge({0: [Finding(1, 0)]}, campaign.dims)  # type: ignore[method-assign]
+    trials = [campaign.harm() for _ in range(60)]
+    return [trial for trial in trials if trial.changed]
+
+
+def test_a_detector_that_sees_nothing_has_misses(tmp_path: Path) -> None:
+    """Whether a fault had an effect is found without the detector, of stored states too."""
+    trials = run_distributed(_blind, 1, str(tmp_path), 3, init=False)[0]
+    assert not any(trial.detected for trial in trials)
+    stored = [trial for trial in trials if trial.phase == OPTIMIZER_STATE]
+    assert len(stored) > 3 and sum(trial.effect for trial in stored) > 0.7 * len(stored)
+    assert all(trial.effect for trial in trials if trial.phase != OPTIMIZER_STATE)
