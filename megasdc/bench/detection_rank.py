@@ -23,11 +23,11 @@ from megasdc.config import FaultSpec, parse_config
 from megasdc.config.fault_sections import OPTIMIZER_STATE
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
+from megasdc.golden.key import golden_key
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Golden, load_golden, save_golden
-from megasdc.sdc.key import golden_key
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, Finding, RankVerdict, find, judge
 from megasdc.tensors.checksum import default_algorithm

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasdc.addresses import Address
-from megasdc.errors import CorruptionError, HangError, PeerError, TraceError
+from megasdc.errors import ConfigError, CorruptionError, HangError, PeerError, TraceError
 from megasdc.golden.cells import RankReport
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.verdict import (
@@ -38,6 +38,13 @@ EXIT_CODES = {
     STOPPED: PeerError.exit_code,
 }
 """Exit code by verdict; where several verdicts were given, that of the first in this order."""
+_FAILED = {
+    PeerError.exit_code: STOPPED,
+    HangError.exit_code: STOPPED,
+    TraceError.exit_code: NOT_COMPARABLE,
+    ConfigError.exit_code: NOT_COMPARABLE,
+}
+"""Verdict of a rank that ended by a documented error; any other is a death."""
 _STYLES = {HEALTHY: "green", DIVERGENT: "bold red", AFFECTED: "yellow", NOT_COMPARABLE: "magenta"}
 
 
@@ -58,11 +65,12 @@ class VerifyResult:
     @property
     def unfired(self) -> list[int]:
         """Faults of a drill that changed nothing on any rank; empty as long as some rank has not told."""
-        counts = [report.changed for report in self.reports]
-        if any(changed is None for changed in counts):
-            return []
-        totals = map(sum, zip(*filter(None, counts), strict=True))
-        return [number for number, total in enumerate(totals) if not total]
+        return _never([report.changed for report in self.reports])
+
+    @property
+    def unfired_process_faults(self) -> list[int]:
+        """Process faults of a drill that acted on no rank; empty as long as some rank has not told."""
+        return _never([report.acted for report in self.reports])
 
     @property
     def exit_code(self) -> int:
@@ -76,6 +84,7 @@ class VerifyResult:
             "exit_code": self.exit_code,
             "layout": self.layout.layout,
             "unfired_faults": self.unfired,
+            "unfired_process_faults": self.unfired_process_faults,
             "counts": {status: sum(v.status == status for v in self.verdicts) for status in sorted(_all(self))},
             "ranks": [
                 {
@@ -89,6 +98,14 @@ class VerifyResult:
                 for report, verdict in zip(self.reports, self.verdicts, strict=True)
             ],
         }
+
+
+def _never(counts: Sequence[list[int] | None]) -> list[int]:
+    """Places that are zero on every rank; none as long as some rank has not told."""
+    told = [of_rank for of_rank in counts if of_rank is not None]
+    if len(told) < len(counts):
+        return []
+    return [place for place, total in enumerate(map(sum, zip(*told, strict=True))) if not total]
 
 
 def _all(result: VerifyResult) -> set[str]:
@@ -125,8 +142,7 @@ def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> Ran
     if report.ended in ends:
         return replace(compared, status=ends[report.ended], detail=report.detail)
     if report.ended == "failed":
-        peer = report.code in (PeerError.exit_code, HangError.exit_code)
-        return replace(compared, status=STOPPED if peer else DIED, detail=report.detail)
+        return replace(compared, status=_FAILED.get(report.code, DIED), detail=report.detail)
     if report.differences:
         parts = (f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in report.differences.items())
         return RankVerdict(NOT_COMPARABLE, detail="; ".join(parts))
@@ -136,13 +152,22 @@ def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> Ran
 
 
 def _behind(members: Sequence[RankReport]) -> set[int]:
-    """Of ranks that hang, those that others waited for: frozen ones, else those with the fewest results."""
+    """Of ranks that hang, those that others waited for: frozen ones, else those with the fewest results.
+
+    None, where nothing is frozen and another rank ended by itself: then they waited for that one.
+    """
     hung = [report for report in members if report.ended == "hung"]
     frozen = [report for report in hung if "no sign of life" in report.detail]
     if frozen:
         return {report.cell_rank for report in frozen}
+    if any(_ended_alone(report) for report in members):
+        return set()
     fewest = min((report.position for report in hung), default=0)
     return {report.cell_rank for report in hung if report.position == fewest}
+
+
+def _ended_alone(report: RankReport) -> bool:
+    return report.ended in ("died", "absent") or (report.ended == "failed" and _FAILED.get(report.code) != STOPPED)
 
 
 def _finding(run: dict[str, Any]) -> Finding:
@@ -173,5 +198,7 @@ def render_result(result: VerifyResult, console: Console) -> None:
             console.print(Text(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}"))
     for number in result.unfired:
         console.print(f"fault {number} of the drill never changed anything: no result fitted, or no draw said to fire")
+    for number in result.unfired_process_faults:
+        console.print(f"process fault {number} of the drill never acted: its steps or micro-batches did not come")
     counts = ", ".join(f"{sum(v.status == s for v in result.verdicts)} {s}" for s in sorted(_all(result)))
     console.print(f"{len(result.verdicts)} ranks: {counts}")
