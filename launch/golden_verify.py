@@ -2,70 +2,81 @@
 """Entry script for the ``deepspeed`` launcher: verifies every rank of every node against a golden trace.
 
 deepspeed --hostfile hosts launch/golden_verify.py smoke.golden --repeats 10 --out result.json
-
-The golden file must lie at the same path on every node. Rank 0 prints a table; exit codes are listed in the README.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, print_result, stdout_kept_clean
+from megasdc.cli.golden import Faults, Minutes, Repeats, Timeout
+from megasdc.errors import MegasdcError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def main() -> int:
-    """Parse the command line, verify, print on rank 0, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("golden", type=Path, nargs="?", help="the golden file; left out with --library")
-    parser.add_argument("--library", type=Path, help="folder of *.golden files; each node takes the one for it")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each case")
-    parser.add_argument("--minutes", type=float, help="instead of --repeats: so long")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress: a hang")
-    parser.add_argument("--faults", type=Path, help="a drill: JSON file of faults that harm ranks on purpose")
-    parser.add_argument("--out", type=Path, help="rank 0 also writes the result as JSON")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--local_rank", type=int, help="given by the launcher; the environment's LOCAL_RANK counts")
-    arguments = parser.parse_args()
-    if (arguments.golden is None) == (arguments.library is None):
-        parser.error("give either a golden file or --library DIR")
+@app.command()
+def verify(
+    golden: Annotated[Path | None, typer.Argument(help="The golden file; left out with --library.")] = None,
+    library: Annotated[
+        Path | None, typer.Option("--library", help="Folder of *.golden files; each node takes the one for it.")
+    ] = None,
+    repeats: Repeats = 3,
+    minutes: Minutes = None,
+    timeout_s: Timeout = 600.0,
+    faults: Faults = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Rank 0 also writes the result as JSON.")] = None,
+    as_json: Json = False,
+    _local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,  # LOCAL_RANK counts
+) -> None:
+    """Verify every rank of every node against a golden trace.
 
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is stdout when it is imported
+    The golden file, or the folder, must lie at the same path on every node. Rank 0 prints a table; exit codes are
+    listed in the README.
+    """
+    path = golden or library
+    if path is None or (golden and library):
+        raise typer.BadParameter("give either a golden file or --library DIR")
+    with stdout_kept_clean():
         from rich.console import Console
 
-        from megasdc.errors import MegasdcError
-        from megasdc.golden.drill import load_drill
-        from megasdc.golden.library import choose_golden
         from megasdc.golden.node import verify_as_launched
         from megasdc.golden.progress import run_progress
-        from megasdc.golden.result import render_result
+        from megasdc.golden.result import VerifyResult, render_result
 
-    quiet = os.environ.get("RANK", "0") != "0"
+        console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+    with ExitStack() as bar:
+
+        def show(result: VerifyResult) -> None:
+            bar.close()
+            print_result(result, render_result, out=out, as_json=as_json)
+
+        code = verify_as_launched(
+            path,
+            repeats=repeats,
+            minutes=minutes,
+            timeout_s=timeout_s,
+            faults=faults,
+            on_result=show,
+            on_progress=bar.enter_context(run_progress(console, "verifying", minutes)),
+        )
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
     try:
-        with run_progress(Console(stderr=True, quiet=quiet), "ranks that have answered") as on_progress:
-            code, result = verify_as_launched(
-                arguments.golden or choose_golden(arguments.library, int(os.environ.get("WORLD_SIZE", "1"))),
-                repeats=arguments.repeats,
-                minutes=arguments.minutes,
-                timeout_s=arguments.timeout,
-                drill=None if arguments.faults is None else load_drill(arguments.faults),
-                on_progress=on_progress,
-            )
+        app()
     except MegasdcError as error:
         print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
-        return error.exit_code
-    if result is not None:
-        text = json.dumps(result.as_dict(), indent=2)
-        if arguments.out is not None:
-            arguments.out.write_text(text + "\n", encoding="utf-8")
-        if arguments.json:
-            print(text)
-        else:
-            render_result(result, Console())
-    return code
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -115,3 +115,8 @@ ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {
     )
 }
 """Meaning of each documented exit code."""
+
+
+def error_of_rank(exit_code: int) -> type[MegasdcError]:
+    """The class of error with which a rank ended; one that ended otherwise did not report that it was done."""
+    return ERRORS_BY_EXIT_CODE.get(exit_code, LaunchError)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import ERRORS_BY_EXIT_CODE, LaunchError
+from megasdc.errors import error_of_rank
 from megasdc.parallel.local_ranks import TAIL_CHARACTERS, rank_environment
 
 GRACE_S = 5.0
@@ -145,5 +145,4 @@ def _raise_if_failed(codes: list[int], folder: Path) -> None:
     # A rank that was ended from here, or lost its peer, says less than the one that failed by itself.
     first = next((rank for rank in failed if codes[rank] > 0), failed[0])
     text = (folder / f"rank_{first}.log").read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
-    kind = ERRORS_BY_EXIT_CODE.get(codes[first], LaunchError)
-    raise kind(f"rank {first} ended with exit code {codes[first]} (all: {codes}):\n{text}")
+    raise error_of_rank(codes[first])(f"rank {first} ended with exit code {codes[first]} (all: {codes}):\n{text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from megasdc import __version__
+from megasdc.errors import StorageError
 
 app = typer.Typer(
     name="megasdc",
@@ -37,13 +39,37 @@ golden_app = typer.Typer(
 )
 app.add_typer(golden_app, name="golden")
 
+
+def writable(path: Path | None) -> Path | None:
+    """Check before the work that its result can be written; a callback of options.
+
+    Raises:
+        StorageError: it cannot be.
+    """
+    if path is None:
+        return None
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return path
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path} cannot be written: {error.strerror}; choose another --out")
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
 ]
 ConfigOption = Annotated[Path, typer.Option("--config", help="JSON configuration file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also write the result, whole, as JSON.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write the result, whole, as JSON.", callback=writable)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,20 +93,27 @@ def stdout_kept_clean() -> contextlib.AbstractContextManager[Any]:
 
 
 def print_result(result: Any, render: Callable[..., None], *, out: Path | None, as_json: bool) -> None:
-    """Print a result for people or as JSON, and write it as JSON where that was asked for.
+    """Print a result for people or as JSON, and then write it as JSON where that was asked for.
 
     Args:
         result: anything with `as_dict()`.
         render: writes it to a rich console: `render(result, console)`.
         out: file to write, or None.
         as_json: print JSON instead of rendering.
+
+    Raises:
+        StorageError: the file cannot be written.
     """
     from rich.console import Console
 
     text = json.dumps(result.as_dict(), indent=2)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
     if as_json:
         typer.echo(text)
     else:
         render(result, Console())
+    if out is None:
+        return
+    try:
+        out.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(out, error) from error

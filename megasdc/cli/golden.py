@@ -8,17 +8,27 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Json, Out, Overrides, golden_app, print_result, stdout_kept_clean
+from megasdc.cli.app import ConfigOption, Json, Out, Overrides, golden_app, print_result, stdout_kept_clean, writable
+
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")]
+# Every process gives a sign of life each second; a timeout near that would take a busy one for a frozen one.
+Timeout = Annotated[float, typer.Option("--timeout", min=5, help="Seconds without progress: a hang.")]
+Faults = Annotated[
+    Path | None, typer.Option("--faults", help="A drill: JSON file of faults that harm the ranks on purpose.")
+]
 
 
 @golden_app.command("record", epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden")
 def golden_record(
     config: ConfigOption,
-    out: Annotated[Path, typer.Option("--out", help="The golden file to write; replaced if it exists.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="The golden file to write; replaced if it exists.", callback=writable)
+    ],
     overrides: Overrides = None,
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Data-parallel size of the golden layout.")] = 1,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case in each set of processes.")] = 3,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
+    timeout_s: Timeout = 600.0,
     as_json: Json = False,
 ) -> None:
     """Run the configuration's workload - seeded weights and tokens, a few steps - and keep its checksums.
@@ -61,14 +71,17 @@ def golden_verify(
     ] = None,
     local: Annotated[
         int | None,
-        typer.Option("--local", min=0, help="Verify so many devices of this host, each alone; 0: all that are there."),
+        typer.Option(
+            "--local",
+            min=0,
+            help="Verify so many devices of this host, each alone; 0: all that are there. Without an accelerator: so "
+            "many processes side by side on the processor; 0: one.",
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")] = 3,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress: a hang.")] = 600.0,
-    faults: Annotated[
-        Path | None, typer.Option("--faults", help="A drill: JSON file of faults that harm the ranks on purpose.")
-    ] = None,
+    repeats: Repeats = 3,
+    minutes: Minutes = None,
+    timeout_s: Timeout = 600.0,
+    faults: Faults = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -85,17 +98,18 @@ def golden_verify(
         from megasdc.golden.library import choose_golden
         from megasdc.golden.progress import run_progress
         from megasdc.golden.result import render_result
-        from megasdc.golden.verify import count_devices, verify_here
+        from megasdc.golden.verify import count_accelerators, verify_here
+        from megasdc.sdc.golden import load_header
 
-        devices = None if local is None else local or count_devices()
+        devices = None if local is None else local or count_accelerators() or 1
         if (file is None) == (library is None):
             raise typer.BadParameter("give either a golden file or --library DIR")
         if library is not None:
             file = choose_golden(library, None if devices is None else 1)
             typer.echo(f"{file} is for this machine", err=True)
         assert file is not None, "checked above"
-        drill = None if faults is None else load_drill(faults)
-        with run_progress(Console(stderr=True), "verifying") as on_progress:
+        drill = None if faults is None else load_drill(faults, load_header(file))
+        with run_progress(Console(stderr=True), "verifying", minutes) as on_progress:
             result = verify_here(
                 file,
                 devices=devices,

@@ -44,6 +44,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     """
     yield from _model_problems(file.model)
     yield from _tensor_problems(file)
+    yield from _length_problems(file)
     yield from _pipeline_problems(file)
     yield from _data_problems(file.data)
     yield from _blend_problems(file.data)
@@ -141,25 +142,28 @@ def _tensor_problems(file: MegasdcSection) -> Iterator[Problem]:
             'where the gradients of these norms are not summed over tensor ranks; set tensor 1, backend "torch", or '
             "qk_layernorm false.",
         )
-    if file.parallel.sequence_parallel:
-        if tensor == 1:
-            yield Problem(
-                (f"{_P}.sequence_parallel", f"{_P}.tensor"),
-                f"{_P}.sequence_parallel: got true with {_P}.tensor 1; set tensor > 1 or sequence_parallel false.",
-            )
-        yield from _divisible(
-            "megasdc.data.sequence_length",
-            file.data.sequence_length,
-            f"{_P}.tensor",
-            tensor,
-            "sequence_parallel needs equal shares",
-        )
-    if file.data.sequence_length > model.max_positions:
+    if file.parallel.sequence_parallel and tensor == 1:
         yield Problem(
-            ("megasdc.data.sequence_length", f"{_M}.max_positions"),
-            f"megasdc.data.sequence_length: got {file.data.sequence_length}, more than {_M}.max_positions "
-            f"{model.max_positions}; shorten the samples or raise max_positions.",
+            (f"{_P}.sequence_parallel", f"{_P}.tensor"),
+            f"{_P}.sequence_parallel: got true with {_P}.tensor 1; set tensor > 1 or sequence_parallel false.",
         )
+
+
+def _length_problems(file: MegasdcSection) -> Iterator[Problem]:
+    lengths = {"megasdc.data.sequence_length": file.data.sequence_length}
+    for index, length in enumerate(file.golden.sequence_lengths or ()):
+        lengths[f"megasdc.golden.sequence_lengths.{index}"] = length
+    for path, length in lengths.items():
+        if file.parallel.sequence_parallel:
+            yield from _divisible(
+                path, length, f"{_P}.tensor", file.parallel.tensor, "sequence_parallel needs equal shares"
+            )
+        if length > file.model.max_positions:
+            yield Problem(
+                (path, f"{_M}.max_positions"),
+                f"{path}: got {length}, more than {_M}.max_positions {file.model.max_positions}; shorten the samples "
+                "or raise max_positions.",
+            )
 
 
 def _pipeline_problems(file: MegasdcSection) -> Iterator[Problem]:

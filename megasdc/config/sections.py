@@ -6,7 +6,7 @@ from these. A section is read only by the part of the package that it configures
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -286,7 +286,7 @@ class GoldenSection(Section):
     steps: PositiveInt = Field(2, description="Optimizer steps of one run.")
     micro_batches: PositiveInt = Field(2, description="Micro-batches of a step on each replica.")
     micro_batch_size: PositiveInt = Field(1, description="Samples of a micro-batch; more fill the device.")
-    sequence_lengths: list[PositiveInt] | None = Field(
+    sequence_lengths: Annotated[list[PositiveInt], Field(min_length=1)] | None = Field(
         None, description="Tokens of a sample, one case each; null: `data.sequence_length` alone."
     )
     seeds: PositiveInt = Field(1, description="Different tokens for each length; a case each.")

@@ -66,6 +66,11 @@ class ProcessFaults(EngineHook):
         """Indices of specs that have not acted on this rank."""
         return sorted(set(self._armed) - self._told)
 
+    @property
+    def acted(self) -> list[int]:
+        """Indices of specs that have acted on this rank."""
+        return sorted(self._told)
+
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Act, or note when the pass starts."""
         self._before_pass("forward", engine, micro_batch)

@@ -21,6 +21,8 @@ START_S = 300.0
 """Seconds that imports, groups and the model may take, more than the timeout."""
 SILENCE_S = 10.0
 """Seconds without a sign of life after which a process counts as frozen, once it hangs."""
+REPORT_S = 1.0
+"""Seconds between two times that progress is told."""
 LOG_LINES = 15
 
 
@@ -42,6 +44,7 @@ class RankReport:
         silent_s: seconds since its last sign of life, when it ended.
         detail: why, for people.
         changed: of each fault of a drill, how often it changed bits; null while that is not known.
+        acted: of each process fault of a drill, whether it acted, as 0 or 1; null while that is not known.
     """
 
     host: str
@@ -59,13 +62,15 @@ class RankReport:
     silent_s: float = 0.0
     detail: str = ""
     changed: list[int] | None = None
+    acted: list[int] | None = None
 
 
 class WatchedRank:
     """One rank of a cell, started and followed.
 
     Args:
-        request: what ``megasdc.golden.rank`` is asked; its ``folder`` is the rank's own or its cell's.
+        request: what ``megasdc.golden.rank`` is asked; its ``folder`` is the rank's own or its cell's, and takes the
+            request too, since a drill can be longer than an argument may be.
         environment: of the process, with rendezvous and rank.
         report: filled in as the rank reports.
         timeout_s: seconds without progress after which the rank hangs.
@@ -82,11 +87,13 @@ class WatchedRank:
         self._reports = folder / f"rank_{report.cell_rank:05d}.jsonl"
         self._reports.touch()
         self._log = folder / f"rank_{report.cell_rank:05d}.log"
+        asked = folder / f"request_{report.cell_rank:05d}.json"
+        asked.write_text(json.dumps(request), encoding="utf-8")
         self._offset = 0
         self._progress_at = self._pulse_at = time.monotonic()
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megasdc.golden.rank", json.dumps(request)],
+                [sys.executable, "-m", "megasdc.golden.rank", str(asked)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -146,7 +153,7 @@ class WatchedRank:
         elif kind == "run":
             report.runs.append(message)
         elif kind == "drill":
-            report.changed = message["changed"]
+            report.changed, report.acted = message["changed"], message["acted"]
         elif kind == "error":
             report.ended, report.detail = "failed", f"{message['type']}: {message['text']}"
         elif kind == "done":
@@ -188,27 +195,30 @@ def free_port() -> int:
 def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:
     """Follow ranks of one cell on this host until all have ended.
 
-    Once one has died or hung, the others cannot go on and get ``grace_s`` seconds to end by themselves.
+    Once one has died, hung or failed, the others cannot go on and get ``grace_s`` seconds to end by themselves.
 
     Args:
         ranks: started ones.
-        on_report: called after every look at them.
+        on_report: called once a second.
         grace_s: seconds.
     """
     running = list(ranks)
     deadline: float | None = None
+    report_at = time.monotonic()
     try:
         while running:
             ended = [rank for rank in running if rank.poll()]
             running = [rank for rank in running if rank not in ended]
-            if deadline is None and any(rank.report.ended in ("died", "hung") for rank in ended):
+            if deadline is None and any(rank.report.ended in ("died", "hung", "failed") for rank in ended):
                 deadline = time.monotonic() + grace_s
             if deadline is not None and time.monotonic() > deadline:
                 for rank in running:
                     rank.report.ended = "stopped"
                     rank.report.detail = "ended, because another rank of its cell had"
                 break
-            on_report()
+            if time.monotonic() >= report_at:
+                on_report()
+                report_at = time.monotonic() + REPORT_S
             time.sleep(POLL_S)
     finally:
         for rank in ranks:

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megasdc.config import FaultSpec, ProcessFaultSpec, expand_faults
+from megasdc.config import FaultSpec, MegasdcSection, ProcessFaultSpec, expand_faults
+from megasdc.config.fault_problems import fault_place_problems, fault_problems
 from megasdc.config.fault_sections import CHECKPOINT, TOKENS
 from megasdc.engine.hooks import EngineHook
 from megasdc.engine.observer import Listener
@@ -17,6 +18,7 @@ from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import StateFaults
 from megasdc.parallel.dims import ParallelDims
+from megasdc.train.golden_key import workload_of
 from megasdc.train.workload import Workload
 
 SEEDS_APART = 1_000_003
@@ -32,14 +34,19 @@ class DrillFile(BaseModel):
     process_faults: list[ProcessFaultSpec] = []
 
 
-def load_drill(path: Path) -> dict[str, Any]:
-    """Read and check a file of faults; profiles are put in the place of their names.
+def load_drill(path: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """Read a file of faults and check it as a run's are; profiles are put in the place of their names.
+
+    Args:
+        path: the file.
+        header: of the golden file whose workload is harmed.
 
     Returns:
         Its contents, plain.
 
     Raises:
-        ConfigError: it cannot be read, or a fault in it is wrong or cannot be in a golden workload.
+        ConfigError: it cannot be read, or a fault in it is wrong, or cannot be in this workload.
+        TraceError: this version does not read the golden trace's configuration.
     """
     try:
         drill = DrillFile.model_validate_json(path.read_bytes(), strict=True)
@@ -48,13 +55,21 @@ def load_drill(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r}" for one in error.errors()]
         raise ConfigError(problems, source=str(path)) from error
+    workload, layout = workload_of(header), ParallelDims(**header["layout"])
+    lists: dict[str, Any] = {"faults": drill.faults, "process_faults": drill.process_faults}
+    sections: MegasdcSection = workload.megasdc.model_copy(update=lists)
+    texts = [problem.text for problem in fault_problems(sections, workload.deepspeed)]
+    texts += fault_place_problems(sections, layout.tensor, layout.pipeline, layout.data)
+    if texts:
+        raise ConfigError([text.removeprefix("megasdc.") for text in texts], source=str(path))
     faults = expand_faults(drill.faults)
     unfit = [
-        f"faults.{place}.phase: {one.phase}" for place, one in enumerate(faults) if one.phase in (CHECKPOINT, TOKENS)
+        f"faults.{place}.phase: {one.phase}; a golden workload reads no corpus and saves nothing"
+        for place, one in enumerate(faults)
+        if one.phase in (CHECKPOINT, TOKENS)
     ]
     if unfit:
-        text = "; a golden workload reads no corpus and saves nothing"
-        raise ConfigError([problem + text for problem in unfit], source=str(path))
+        raise ConfigError(unfit, source=str(path))
     return json.loads(drill.model_copy(update={"faults": faults}).model_dump_json())  # type: ignore[no-any-return]
 
 
@@ -74,11 +89,17 @@ class Drill:
         self._workload = workload
         self._dims = dims
         self._hidden_size = hidden_size
+        self._num_process_faults = len(drill.process_faults)
         self._process = ProcessFaults(drill.process_faults, dims, lambda *_: None)
         self.changed = [0] * len(drill.faults)
 
+    @property
+    def acted(self) -> list[int]:
+        """Of each process fault, 1 if it has acted on this rank, else 0."""
+        return [int(index in self._process.acted) for index in range(self._num_process_faults)]
+
     def start(self, repeat: int) -> tuple[list[Listener], list[EngineHook]]:
-        """Listeners and hooks that harm one repeat, drawn anew."""
+        """Listeners and hooks that harm one repeat, values drawn anew; a process fault acts once in all repeats."""
         hooks: list[EngineHook] = [self._process] if self._process.armed else []
         if not self._specs:
             return [], hooks

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from megasdc.config import parse_config
-from megasdc.errors import TraceError
+from megasdc.errors import MegasdcError, TraceError
 from megasdc.golden.verify import layout_size
-from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import key_differences, load_header
-from megasdc.train.golden_key import golden_key
+from megasdc.sdc.golden import load_header
+from megasdc.train.golden_key import compare_key
 
 SHOWN = 3
 """Parts of a key that are told of each file that does not fit."""
+OF_THE_RANK = ("threads",)
+"""Parts of a key that are set when a rank is started, and say nothing of what starts it."""
 
 
-def choose_golden(folder: Path, ranks: int | None = None) -> Path:
+def choose_golden(folder: Path, ranks: int | None = None, layout: dict[str, int] | None = None) -> Path:
     """Pick a golden file by its key.
 
     Args:
         folder: with files ``*.golden``.
         ranks: only traces whose ranks divide this number; null: of any number.
+        layout: only traces of this layout; null: of any.
 
     Returns:
         The file that fits; of several the one with the most ranks, then the first by name.
@@ -31,31 +33,31 @@ def choose_golden(folder: Path, ranks: int | None = None) -> Path:
     files = sorted(folder.glob("*.golden"))
     if not files:
         raise TraceError(f"{folder} holds no *.golden file; `megasdc golden record` makes one")
-    fitting = []
+    sizes: dict[Path, int] = {}
     reasons = []
     for file in files:
         try:
-            reason = _unfit(file, ranks)
-        except TraceError as error:
+            header = load_header(file)
+            reason = _unfit(header, ranks, layout)
+        except MegasdcError as error:
             reason = str(error)
         if reason is None:
-            fitting.append(file)
+            sizes[file] = layout_size(header)
         else:
             reasons.append(f"{file.name}: {reason}")
-    if not fitting:
+    if not sizes:
         raise TraceError(f"{folder} holds no golden trace for this machine:\n  " + "\n  ".join(reasons))
-    return max(fitting, key=lambda file: layout_size(load_header(file)))
+    return max(sizes, key=lambda file: sizes[file])
 
 
-def _unfit(file: Path, ranks: int | None) -> str | None:
-    header = load_header(file)
+def _unfit(header: dict[str, Any], ranks: int | None, layout: dict[str, int] | None) -> str | None:
     size = layout_size(header)
     if ranks is not None and ranks % size:
         return f"is of {size} ranks, which do not divide {ranks}"
-    layout = ParallelDims(**header["layout"])
-    here = golden_key(parse_config(header["config"]), layout, header["algorithm"])
-    differences = key_differences(header["key"], here)
-    if not differences:
+    if layout is not None and header["layout"] != layout:
+        return f"is of layout {header['layout']}, needed is {layout}"
+    _, differences = compare_key(header)
+    told = [f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in differences.items() if name not in OF_THE_RANK]
+    if not told:
         return None
-    told = [f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in list(differences.items())[:SHOWN]]
-    return "; ".join(told) + (f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else "")
+    return "; ".join(told[:SHOWN]) + (f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else "")

@@ -1,13 +1,12 @@
 """How is a fleet verified under the launcher? Each launched rank watches one rank of a cell; rank 0 collects.
 
 Ranks are cut into cells of as many as the golden trace has, in order. A cell is a world of its own, so that one that
-hangs holds up no other. Reports travel through a key-value store, never through a collective: what died cannot answer.
+hangs holds up no other. Reports travel over a board, never through a collective: what died cannot answer. What goes
+wrong on one host alone - no golden file, none that fits - is a report of its ranks like any other.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import socket
 import tempfile
@@ -17,17 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import ConfigError, LaunchError
-from megasdc.golden.cells import RankReport, WatchedRank, free_port, watch
+from megasdc.errors import ConfigError, LaunchError, MegasdcError, TraceError
+from megasdc.golden.board import GRACE_S, START_S, Board
+from megasdc.golden.cells import REPORT_S, RankReport, WatchedRank, free_port, watch
+from megasdc.golden.drill import load_drill
+from megasdc.golden.library import choose_golden
 from megasdc.golden.result import VerifyResult, judge_reports
-from megasdc.golden.verify import golden_request, layout_size
+from megasdc.golden.verify import Progress, golden_threads, layout_size
 from megasdc.parallel.local_ranks import rank_environment
-from megasdc.sdc.golden import load_header
-
-START_S = 300.0
-"""Seconds that ranks may differ in when they start."""
-GRACE_S = 30.0
-POLL_S = 0.2
+from megasdc.sdc.golden import header_digest, load_header
 
 
 def verify_as_launched(
@@ -36,79 +33,134 @@ def verify_as_launched(
     repeats: int,
     minutes: float | None,
     timeout_s: float,
-    drill: dict[str, Any] | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[int, VerifyResult | None]:
+    faults: Path | None = None,
+    on_result: Callable[[VerifyResult], None] = lambda result: None,
+    on_progress: Progress = lambda done, total: None,
+) -> int:
     """Verify as one rank of a launch.
 
     Args:
-        golden: the file, the same on every node.
+        golden: the file, or a library folder of which each host takes the file for it; at this path on every host.
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
-        drill: faults that harm ranks on purpose, from ``load_drill``; null: none.
-
-        on_progress: on rank 0, told ranks that have answered, and of how many.
+        faults: a drill, file of faults that harm ranks on purpose, read on rank 0; null: none.
+        on_result: on rank 0, given the result before any rank ends, since the launcher ends a host's ranks together.
+        on_progress: on rank 0, see ``Progress``.
 
     Returns:
-        The exit code, the same on every rank that lives to see it, and on rank 0 the result.
+        The exit code, the same on every rank that lives to see it.
 
     Raises:
-        TraceError: the golden file cannot be used.
-        ConfigError: the number of ranks is not a multiple of the golden trace's.
+        MegasdcError: rank 0 cannot begin - golden file or drill cannot be used, or the number of ranks is not a
+            multiple of the golden trace's; with the same exit code on every rank.
         LaunchError: the environment is not a launcher's, or rank 0 cannot be reached.
     """
-    import torch.distributed as dist
-
     try:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        board = Board(rank, world)
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"the launcher's environment lacks {error}; start this with the deepspeed launcher"
         ) from error
-    header = load_header(golden)
-    size = layout_size(header)
-    if world % size:
-        raise ConfigError(
-            f"{world} ranks are not a multiple of the {size} that the golden trace has ({header['layout']}); start "
-            "a multiple, or record one for another layout"
-        )
-    try:
-        store = dist.TCPStore(
-            host, port, is_master=rank == 0, wait_for_workers=False, timeout=datetime.timedelta(seconds=START_S)
-        )
-    except (RuntimeError, dist.DistError) as error:
-        raise LaunchError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
-    cell, cell_rank = divmod(rank, size)
-    report = RankReport(socket.gethostname(), rank, cell, cell_rank)
-    request = golden_request(golden, repeats, minutes, timeout_s, drill)
-    threads = int(header["config"]["megasdc"]["parallel"]["threads"])
-    with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
-        address, cell_port = _meet(store, cell, cell_rank)
-        environment = rank_environment(cell_rank, size, threads, address, cell_port)
-        environment["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
-        watched = WatchedRank(request | {"folder": scratch}, environment, report, timeout_s)
-        watch([watched], lambda: _answer(store, report))
-    _answer(store, report, final=True)
+    plan = _make_plan(board, golden, faults) if rank == 0 else _take_plan(board)
+    report = RankReport(socket.gethostname(), rank, *divmod(rank, layout_size(plan)))
+    request = {"repeats": repeats, "minutes": minutes, "timeout_s": timeout_s, "drill": plan["drill"]}
+    total = None if minutes is not None else world * repeats * plan["cases"]
+    collector = Collector(board, layout_size(plan), lambda runs: on_progress(runs, total))
+    _watch_rank(board, report, golden, plan, request, lambda: None if rank else collector.look())
+    board.tell(f"report/{rank}", asdict(report))
     if rank:
-        return _wait_for_verdict(store), None
-    limit_s = timeout_s + GRACE_S + START_S
-    result = judge_reports(_collect(store, world, size, limit_s, on_progress), header)
-    store.set("verdict", str(result.exit_code))
-    _let_others_read(store, world)
-    return result.exit_code, result
+        return _take_verdict(board)
+    result = judge_reports(collector.wait(), plan)
+    try:
+        on_result(result)
+    finally:
+        readers = sum(report.ended != "absent" for report in result.reports)
+        board.tell("verdict", {"exit_code": result.exit_code, "readers": readers})
+        board.leave(readers)
+    return result.exit_code
 
 
-def _meet(store: Any, cell: int, cell_rank: int) -> tuple[str, int]:
-    """Where the ranks of a cell meet: on the host of its first, which says so to the others."""
-    if cell_rank == 0:
-        address = _own_address(), free_port()
-        store.set(f"cell/{cell}", json.dumps(address))
-        return address
-    store.wait([f"cell/{cell}"])
-    host, port = json.loads(store.get(f"cell/{cell}"))
-    return host, int(port)
+def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any]:
+    """What rank 0 says to all: layout of a cell, cases, drill. Hosts' golden files may differ, but not in layout."""
+    try:
+        header = load_header(choose_golden(golden, board.world) if golden.is_dir() else golden)
+        if board.world % layout_size(header):
+            raise ConfigError(
+                f"{board.world} ranks are not a multiple of the {layout_size(header)} that the golden trace has "
+                f"({header['layout']}); start a multiple, or record one for another layout"
+            )
+        drill = None if faults is None else load_drill(faults, header)
+        plan = {"layout": header["layout"], "cases": len(header["cases"]), "drill": drill}
+    except MegasdcError as error:
+        board.tell("plan", {"failed": str(error), "exit_code": error.exit_code})
+        board.leave(board.world)
+        raise
+    board.tell("plan", plan)
+    return plan
+
+
+def _take_plan(board: Board) -> dict[str, Any]:
+    plan: dict[str, Any] = board.wait("plan", "rank 0 did not say what is verified")
+    if "failed" not in plan:
+        return plan
+    board.leave(board.world)
+    error = MegasdcError(f"rank 0 cannot begin: {plan['failed']}")
+    error.exit_code = plan["exit_code"]
+    raise error
+
+
+def _watch_rank(
+    board: Board,
+    report: RankReport,
+    golden: Path,
+    plan: dict[str, Any],
+    request: dict[str, Any],
+    on_look: Callable[[], None],
+) -> None:
+    """Verify one rank and fill in its report; what goes wrong is a report too."""
+
+    def look() -> None:
+        board.sign(len(report.runs))
+        on_look()
+
+    try:
+        file, environment = _join_cell(board, report, golden, plan)
+        with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
+            asked = {**request, "golden": str(file.resolve()), "folder": scratch}
+            watch([WatchedRank(asked, environment, report, request["timeout_s"])], look)
+    except MegasdcError as error:
+        report.ended, report.code, report.detail = "failed", error.exit_code, str(error)
+
+
+def _join_cell(board: Board, report: RankReport, golden: Path, plan: dict[str, Any]) -> tuple[Path, dict[str, str]]:
+    """This host's golden file, and the environment of a rank that meets the others on the host of the cell's first.
+
+    Raises:
+        TraceError: there is no such file, here or for another rank of the cell, or they are not the same.
+        PeerError: another rank of the cell did not start.
+    """
+    seat = {"host": report.host, "digest": None, "address": [_own_address(), free_port()]}
+    try:
+        file = choose_golden(golden, layout=plan["layout"]) if golden.is_dir() else golden
+        header = load_header(file)
+        if header["layout"] != plan["layout"]:
+            raise TraceError(f"{file} is of layout {header['layout']}, but rank 0's golden trace of {plan['layout']}")
+        seat["digest"] = header_digest(header)
+    finally:
+        board.tell(f"seat/{report.rank}", seat)  # in any case, since the other ranks of the cell wait for it
+    size, first = layout_size(plan), report.rank - report.cell_rank
+    names = {rank: f"rank {rank} of the same cell" for rank in range(first, first + size)}
+    seats = [board.wait(f"seat/{rank}", f"{name} did not start") for rank, name in names.items()]
+    for other, name in zip(seats, names.values(), strict=True):
+        if other["digest"] is None:
+            raise TraceError(f"{name} has no golden trace")
+        if other["digest"] != seat["digest"]:
+            raise TraceError(f"{name}, on {other['host']}, has another golden file; a cell needs one for all its hosts")
+    environment = rank_environment(report.cell_rank, size, golden_threads(header), *seats[0]["address"])
+    environment["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
+    return file, environment
 
 
 def _own_address() -> str:
@@ -118,52 +170,56 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _answer(store: Any, report: RankReport, final: bool = False) -> None:
-    """Tell rank 0 that this watcher lives, and at the end what became of its rank."""
-    store.set(f"alive/{report.rank}", str(time.time()))
-    if final:
-        store.set(f"report/{report.rank}", json.dumps(asdict(report)))
+class Collector:
+    """Every rank's report, on rank 0; of a watcher that never started or fell silent, that it gave none.
+
+    Args:
+        board: with the reports.
+        size: ranks of a cell.
+        on_runs: told the runs that all ranks have done.
+    """
+
+    def __init__(self, board: Board, size: int, on_runs: Callable[[int], None]) -> None:
+        self._board = board
+        self._size = size
+        self._on_runs = on_runs
+        self._reports: dict[int, RankReport] = {}
+        self._runs = [0] * board.world
+        self._seen: list[tuple[Any, float]] = [(None, time.monotonic())] * board.world
+        """Of each rank its last sign of life, and when it was new."""
+
+    def look(self) -> None:
+        """See what has come."""
+        for rank in set(range(self._board.world)) - set(self._reports):
+            said = self._board.read(f"report/{rank}")
+            if said is not None:
+                self._reports[rank] = RankReport(**said)
+                self._runs[rank] = len(self._reports[rank].runs)
+            else:
+                self._look_for_life(rank)
+        self._on_runs(sum(self._runs))
+
+    def _look_for_life(self, rank: int) -> None:
+        sign, now = self._board.read(f"alive/{rank}"), time.monotonic()
+        if sign != self._seen[rank][0]:
+            self._seen[rank], self._runs[rank] = (sign, now), sign[1]
+        silent_s = now - self._seen[rank][1]
+        if silent_s > (START_S if sign is None else GRACE_S):
+            detail = "its watcher never started" if sign is None else f"its watcher was silent for {silent_s:.0f} s"
+            self._reports[rank] = RankReport("?", rank, *divmod(rank, self._size), detail=detail)
+
+    def wait(self) -> list[RankReport]:
+        """Of all ranks, in order."""
+        self.look()
+        while len(self._reports) < self._board.world:
+            time.sleep(REPORT_S)
+            self.look()
+        return [self._reports[rank] for rank in range(self._board.world)]
 
 
-def _collect(
-    store: Any, world: int, size: int, limit_s: float, on_progress: Callable[[int, int], None]
-) -> list[RankReport]:
-    """Every rank's report; of a watcher that falls silent for too long, that it gave none."""
-    reports: dict[int, RankReport] = {}
-    seen: dict[int, tuple[str, float]] = {}
-    while len(reports) < world:
-        now = time.monotonic()
-        for rank in set(range(world)) - set(reports):
-            if store.check([f"report/{rank}"]):
-                reports[rank] = RankReport(**json.loads(store.get(f"report/{rank}")))
-                continue
-            sign = store.get(f"alive/{rank}").decode() if store.check([f"alive/{rank}"]) else ""
-            if rank not in seen or seen[rank][0] != sign:
-                seen[rank] = sign, now
-            silent = now - seen[rank][1]
-            if silent > (limit_s if not sign else GRACE_S):
-                detail = f"its watcher has been silent for {silent:.0f} s" if sign else "its watcher never started"
-                reports[rank] = RankReport("?", rank, *divmod(rank, size), detail=detail)
-        on_progress(len(reports), world)
-        time.sleep(POLL_S)
-    return [reports[rank] for rank in range(world)]
-
-
-def _wait_for_verdict(store: Any) -> int:
-    """The exit code that rank 0 found; rank 0 leaves last."""
-    import torch.distributed as dist
-
-    try:
-        while not store.check(["verdict"]):
-            time.sleep(POLL_S)
-        code = int(store.get("verdict"))
-        store.add("read", 1)
-    except (RuntimeError, dist.DistError) as error:
-        raise LaunchError(f"rank 0, which collects the reports, has gone: {error}") from error
-    return code
-
-
-def _let_others_read(store: Any, world: int) -> None:
-    deadline = time.monotonic() + GRACE_S
-    while store.add("read", 0) < world - 1 and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+def _take_verdict(board: Board) -> int:
+    """The exit code that rank 0 found."""
+    while (verdict := board.read("verdict")) is None:
+        time.sleep(REPORT_S)
+    board.leave(verdict["readers"])
+    return int(verdict["exit_code"])

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 @contextmanager
-def run_progress(console: Console, what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar of runs; yields what is to be told runs done, and of how many (null: time decides)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def run_progress(
+    console: Console, what: str, minutes: float | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar of runs; yields what is to be told runs done, and of how many (null: time decides).
+
+    Args:
+        console: where it is drawn.
+        what: is being done.
+        minutes: where time decides: how long after the first run. The bar is one of time then.
+        clock: seconds.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(f"{what}: starting ranks", total=None)
+        began_at: float | None = None
 
         def update(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total, description=what if done else f"{what}: starting ranks")
+            nonlocal began_at
+            if not done:
+                return
+            began_at = clock() if began_at is None else began_at
+            of_all = f" of {total:,}" if total is not None else ""
+            completed, full = (done, total) if minutes is None else (clock() - began_at, 60.0 * minutes)
+            bar.update(task, completed=completed, total=full, description=f"{what}: {done:,}{of_all} runs")
 
         yield update

@@ -1,8 +1,8 @@
 """What does one rank of a cell do? Runs the workload, records or verifies, and reports a line a run.
 
 Started as ``python -m megasdc.golden.rank REQUEST`` by ``megasdc.golden.cells``; a cell is as many ranks as a golden
-trace has, in a world of its own. The request is JSON: ``folder`` to report in, ``config`` resolved, ``golden`` file or
-null to record, ``repeats``, ``minutes`` or null, ``timeout_s``, ``drill`` from ``load_drill`` or null.
+trace has, in a world of its own. The request is a JSON file: ``folder`` to report in, ``golden`` file, or null to
+record what ``config`` says, ``repeats``, ``minutes`` or null, ``timeout_s``, ``drill`` from ``load_drill`` or null.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from megasdc.addresses import Address
 from megasdc.config import RunConfig, parse_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.determinism import set_deterministic
-from megasdc.errors import MegasdcError
+from megasdc.errors import ConfigError, MegasdcError, TraceError
 from megasdc.golden.drill import Drill
 from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import key_differences, load_golden
+from megasdc.sdc.golden import load_golden, load_header
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.verdict import find
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import set_threads
-from megasdc.train.golden_key import golden_key
+from megasdc.train.golden_key import compare_key, golden_key, workload_of
 from megasdc.train.main import as_known_error, set_up_logging
 from megasdc.train.workload import Workload, workload_cases
 
 PULSE_S = 1.0
 """Seconds between signs of life."""
+LONGER_S = 600.0
+"""Seconds that a collective may take more than the watcher waits for progress: who hangs is the watcher's to say. A
+collective that gives up ends its process, with NCCL by a signal, and then who waited looks like who died."""
 
 
 class Reports:
@@ -71,7 +74,13 @@ class Reports:
             time.sleep(PULSE_S)
 
 
-def _record(config: RunConfig, workload: Workload, dims: ParallelDims, request: dict[str, Any], to: Reports) -> None:
+def _record(request: dict[str, Any], to: Reports) -> None:
+    config = parse_config(request["config"])
+    set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
+    set_threads(config.megasdc.parallel.threads)
+    groups.init_process_group(request["timeout_s"] + LONGER_S)
+    workload, dims = _build(config, request["timeout_s"])
+    to.send("ready")
     name = config.megasdc.trace.algorithm or default_algorithm(workload.engine.device).name
     layout = ParallelDims(dims.tensor, dims.pipeline, dims.data)
     to.send("key", key=golden_key(config, layout, name), algorithm=name, differences={})
@@ -87,13 +96,19 @@ def _record(config: RunConfig, workload: Workload, dims: ParallelDims, request: 
             to.send("run", repeat=repeat, case=number, compared=len(trace))
 
 
-def _verify(config: RunConfig, workload: Workload, dims: ParallelDims, request: dict[str, Any], to: Reports) -> None:
-    golden = load_golden(Path(request["golden"]), dims.rank)
-    key = golden_key(config, golden.layout, golden.algorithm)
-    differences = key_differences(golden.key, key)
-    to.send("key", key=key, algorithm=golden.algorithm, differences=differences)
+def _verify(request: dict[str, Any], to: Reports) -> None:
+    header = load_header(Path(request["golden"]))
+    refused = _prepare(header)
+    groups.init_process_group(request["timeout_s"] + LONGER_S)  # before the key, which asks for this rank's device
+    key, differences = compare_key(header)  # before anything of the model's size is built
+    differences |= refused
+    to.send("key", key=key, algorithm=header["algorithm"], differences=differences)
     if _any_rank(bool(differences)):
         return  # all ranks of a cell stop together: what one receives from another is not comparable either
+    config = workload_of(header)
+    workload, dims = _build(config, request["timeout_s"])
+    golden = load_golden(Path(request["golden"]), dims.rank)
+    to.send("ready")
     drill = None
     if request["drill"] is not None:
         drill = Drill(request["drill"], workload, dims, config.megasdc.model.hidden_size)
@@ -107,7 +122,30 @@ def _verify(config: RunConfig, workload: Workload, dims: ParallelDims, request: 
             to.send("run", repeat=repeat, case=number, **asdict(finding))
         repeat += 1
     if drill is not None:
-        to.send("drill", changed=drill.changed)
+        to.send("drill", changed=drill.changed, acted=drill.acted)
+
+
+def _prepare(header: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Set environment and threads as the workload needs them; what stands against it, as a part of a key."""
+    try:
+        config = workload_of(header)
+        set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
+    except TraceError:
+        return {}  # comparing the key tells it
+    except ConfigError as error:
+        return {"environment": ("deterministic", "; ".join(error.problems))}
+    set_threads(config.megasdc.parallel.threads)
+    return {}
+
+
+def _build(config: RunConfig, timeout_s: float) -> tuple[Workload, ParallelDims]:
+    """Everything that computes, once the process group is there."""
+    set_deterministic(config.megasdc.determinism)
+    parallel = config.megasdc.parallel
+    dims = groups.init_model_parallel(parallel.tensor, parallel.pipeline, timeout_s + LONGER_S)
+    workload = Workload(config, dims)
+    groups.set_all_timeouts(timeout_s + LONGER_S)
+    return workload, dims
 
 
 def _goes_on(repeat: int, started: float, request: dict[str, Any]) -> bool:
@@ -126,22 +164,12 @@ def _any_rank(value: bool) -> bool:
 
 def main() -> int:
     """Run as a rank; 0, or the exit code of what went wrong."""
-    request = json.loads(sys.argv[1])
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     reports = Reports(Path(request["folder"]) / f"rank_{rank:05d}.jsonl")
     set_up_logging(rank)
     try:
-        config = parse_config(request["config"])
-        set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
-        set_deterministic(config.megasdc.determinism)
-        parallel = config.megasdc.parallel
-        set_threads(parallel.threads)
-        groups.init_process_group(request["timeout_s"])
-        dims = groups.init_model_parallel(parallel.tensor, parallel.pipeline, request["timeout_s"])
-        workload = Workload(config, dims)
-        groups.set_all_timeouts(request["timeout_s"])
-        reports.send("ready")
-        (_record if request["golden"] is None else _verify)(config, workload, dims, request, reports)
+        (_record if request["golden"] is None else _verify)(request, reports)
         dist.barrier()
         reports.send("done")
         groups.shutdown()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config import RunConfig, check_layout
-from megasdc.errors import MegasdcError, TraceError
+from megasdc.errors import HangError, PeerError, TraceError, error_of_rank
 from megasdc.golden.cells import RankReport, WatchedRank, free_port, watch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import build_operator, rank_environment
@@ -50,7 +50,8 @@ def record(
     Raises:
         ConfigError: the configuration does not fit.
         TraceError: the workload did not repeat, or a rank has no result; names the first difference, or the rank.
-        MegasdcError: a rank failed.
+        HangError: a rank made no progress.
+        MegasdcError: a rank failed; of the class that it failed with, or LaunchError if it died.
         StorageError: the file cannot be written.
     """
     workload = workload_config(config)
@@ -115,8 +116,9 @@ def _run(
     reports = [rank.report for rank in ranks]
     bad = [report for report in reports if report.ended != "done"]
     if bad:
-        culprit = next((report for report in bad if report.ended in ("died", "hung", "failed")), bad[0])
-        raise MegasdcError(f"rank {culprit.cell_rank} {culprit.ended}: {culprit.detail}")
+        culprit = min(bad, key=lambda report: report.ended == "stopped" or report.code == PeerError.exit_code)
+        kind = HangError if culprit.ended == "hung" else error_of_rank(culprit.code)
+        raise kind(f"rank {culprit.cell_rank} {culprit.ended}: {culprit.detail}")
     return reports
 
 

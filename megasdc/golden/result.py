@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megasdc.addresses import Address
 from megasdc.config import parse_config
-from megasdc.errors import CorruptionError, HangError, PeerError, TraceError
+from megasdc.errors import ConfigError, CorruptionError, HangError, PeerError, TraceError
 from megasdc.golden.cells import RankReport
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.verdict import (
@@ -42,6 +42,13 @@ EXIT_CODES = {
     STOPPED: PeerError.exit_code,
 }
 """Exit code by verdict; where several verdicts were given, that of the first in this order."""
+_FAILED = {
+    PeerError.exit_code: STOPPED,
+    HangError.exit_code: STOPPED,
+    TraceError.exit_code: NOT_COMPARABLE,
+    ConfigError.exit_code: NOT_COMPARABLE,
+}
+"""Verdict of a rank that ended by a documented error; any other is a death."""
 _STYLES = {
     HEALTHY: "green",
     DIVERGENT: "bold red",
@@ -68,11 +75,12 @@ class VerifyResult:
     @property
     def unfired(self) -> list[int]:
         """Faults of a drill that changed nothing on any rank; empty as long as some rank has not told."""
-        counts = [report.changed for report in self.reports]
-        if any(changed is None for changed in counts):
-            return []
-        totals = map(sum, zip(*filter(None, counts), strict=True))
-        return [number for number, total in enumerate(totals) if not total]
+        return _never([report.changed for report in self.reports])
+
+    @property
+    def unfired_process_faults(self) -> list[int]:
+        """Process faults of a drill that acted on no rank; empty as long as some rank has not told."""
+        return _never([report.acted for report in self.reports])
 
     @property
     def exit_code(self) -> int:
@@ -86,6 +94,7 @@ class VerifyResult:
             "exit_code": self.exit_code,
             "layout": self.layout.layout,
             "unfired_faults": self.unfired,
+            "unfired_process_faults": self.unfired_process_faults,
             "counts": {status: sum(v.status == status for v in self.verdicts) for status in sorted(_all(self))},
             "ranks": [
                 {
@@ -99,6 +108,14 @@ class VerifyResult:
                 for report, verdict in zip(self.reports, self.verdicts, strict=True)
             ],
         }
+
+
+def _never(counts: Sequence[list[int] | None]) -> list[int]:
+    """Places that are zero on every rank; none as long as some rank has not told."""
+    told = [of_rank for of_rank in counts if of_rank is not None]
+    if len(told) < len(counts):
+        return []
+    return [place for place, total in enumerate(map(sum, zip(*told, strict=True))) if not total]
 
 
 def _all(result: VerifyResult) -> set[str]:
@@ -146,8 +163,7 @@ def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> Ran
     if report.ended in ends:
         return replace(compared, status=ends[report.ended], detail=report.detail)
     if report.ended == "failed":
-        peer = report.code in (PeerError.exit_code, HangError.exit_code)
-        return replace(compared, status=STOPPED if peer else DIED, detail=report.detail)
+        return replace(compared, status=_FAILED.get(report.code, DIED), detail=report.detail)
     if report.differences:
         parts = (f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in report.differences.items())
         return RankVerdict(NOT_COMPARABLE, detail="; ".join(parts))
@@ -160,11 +176,12 @@ def _behind(members: Sequence[RankReport], wrong: bool) -> set[int]:
     """Of ranks that hang, those that others seem to wait for: frozen ones, else those with the fewest results.
 
     The latter is no more than a hint: a rank that skips a step on its own runs ahead, and the healthy ones wait behind
-    it. Where a run has shown something ``wrong``, that explains the hang, and no rank is told apart by its results.
+    it. Where a run has shown something ``wrong``, that explains the hang, and no rank is told apart by its results; nor
+    where another rank ended by itself, for then they waited for that one.
     """
     hung = [report for report in members if report.ended == "hung"]
     frozen = {report.cell_rank for report in hung if _frozen(report)}
-    if frozen or wrong:
+    if frozen or wrong or any(_ended_alone(report) for report in members):
         return frozen
     fewest = min((report.position for report in hung), default=0)
     return {report.cell_rank for report in hung if report.position == fewest}
@@ -172,6 +189,10 @@ def _behind(members: Sequence[RankReport], wrong: bool) -> set[int]:
 
 def _frozen(report: RankReport) -> bool:
     return "no sign of life" in report.detail
+
+
+def _ended_alone(report: RankReport) -> bool:
+    return report.ended in ("died", "absent") or (report.ended == "failed" and _FAILED.get(report.code) != STOPPED)
 
 
 def _finding(run: dict[str, Any]) -> Finding:
@@ -203,5 +224,7 @@ def render_result(result: VerifyResult, console: Console) -> None:
             console.print(Text(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}"))
     for number in result.unfired:
         console.print(f"fault {number} of the drill never changed anything: no result fitted, or no draw said to fire")
+    for number in result.unfired_process_faults:
+        console.print(f"process fault {number} of the drill never acted: its steps or micro-batches did not come")
     counts = ", ".join(f"{sum(v.status == s for v in result.verdicts)} {s}" for s in sorted(_all(result)))
     console.print(f"{len(result.verdicts)} ranks: {counts}")

@@ -18,32 +18,6 @@ Progress = Callable[[int, int | None], None]
 """Called with runs done by all ranks, and of how many; null where time decides."""
 
 
-def golden_request(
-    golden: Path, repeats: int, minutes: float | None, timeout_s: float, drill: dict[str, Any] | None
-) -> dict[str, Any]:
-    """What ranks are asked, but for their folder.
-
-    Args:
-        golden: the file.
-        repeats: runs of each case.
-        minutes: instead of repeats: so long.
-        timeout_s: seconds without progress after which a rank hangs.
-        drill: faults that harm the ranks on purpose, from ``load_drill``; null: none.
-
-    Raises:
-        TraceError: the file cannot be used.
-    """
-    header = load_header(golden)
-    return {
-        "config": header["config"],
-        "golden": str(golden.resolve()),
-        "repeats": repeats,
-        "minutes": minutes,
-        "timeout_s": timeout_s,
-        "drill": drill,
-    }
-
-
 def verify_here(
     golden: Path,
     *,
@@ -59,7 +33,7 @@ def verify_here(
     Args:
         golden: the file.
         devices: null: one cell, as many ranks as the golden trace has. A number: so many cells of one rank each, that
-            do not communicate, one a device.
+            do not communicate, one a device; on a host without accelerators, side by side on its processor.
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
@@ -68,24 +42,27 @@ def verify_here(
 
     Raises:
         TraceError: the golden file cannot be used.
-        ConfigError: ``devices`` is given, and the golden trace has more than one rank.
+        ConfigError: ``devices`` is given, and the golden trace has more than one rank, or the host fewer devices.
     """
     header = load_header(golden)
     size = layout_size(header)
-    if devices is not None and size != 1:
-        raise ConfigError(
-            f"--local verifies every device alone, but the golden trace is of {size} ranks ({header['layout']}): "
-            "record one with tensor 1, pipeline 1 and --replicas 1"
-        )
-    threads = int(header["config"]["megasdc"]["parallel"]["threads"])
+    if devices is not None:
+        _check_devices(devices, header)
+    threads = golden_threads(header)
     build_operator()
     cells = devices or 1
     total = None if minutes is not None else cells * size * repeats * len(header["cases"])
     ranks: list[WatchedRank] = []
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         for cell in range(cells):
-            request = golden_request(golden, repeats, minutes, timeout_s, drill)
-            request["folder"] = str(Path(scratch) / f"cell_{cell:05d}")
+            request = {
+                "golden": str(golden.resolve()),
+                "folder": str(Path(scratch) / f"cell_{cell:05d}"),
+                "repeats": repeats,
+                "minutes": minutes,
+                "timeout_s": timeout_s,
+                "drill": drill,
+            }
             port = free_port()
             for rank in range(size):
                 report = RankReport(socket.gethostname(), cell * size + rank, cell, rank)
@@ -94,6 +71,22 @@ def verify_here(
                 ranks.append(WatchedRank(request, environment, report, timeout_s))
         watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks), total))
     return judge_reports([rank.report for rank in ranks], header)
+
+
+def _check_devices(devices: int, header: dict[str, Any]) -> None:
+    size, there = layout_size(header), count_accelerators()
+    if size != 1:
+        raise ConfigError(
+            f"--local verifies every device alone, but the golden trace is of {size} ranks ({header['layout']}): "
+            "record one with tensor 1, pipeline 1 and --replicas 1"
+        )
+    if there and devices > there:
+        raise ConfigError(f"--local {devices}: this host has {there} devices; give at most so many, or 0 for all")
+
+
+def golden_threads(header: dict[str, Any]) -> int:
+    """CPU threads of a rank; 0, which leaves the choice, where another version of megasdc says it elsewhere."""
+    return int(header["config"].get("megasdc", {}).get("parallel", {}).get("threads", 0))
 
 
 def layout_size(header: dict[str, Any]) -> int:
@@ -109,8 +102,8 @@ def layout_size(header: dict[str, Any]) -> int:
     return size
 
 
-def count_devices() -> int:
-    """Accelerators of this host; without one, its processor counts as one device."""
+def count_accelerators() -> int:
+    """Accelerators of this host; 0 where ranks compute on its processor."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

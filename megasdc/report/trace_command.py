@@ -43,7 +43,7 @@ def compare(
     """Say where runs that should be equal part first: rank, step, micro-batch, phase and submodule.
 
     Each run is compared with the first, over the steps that both have. Exit code 0: every checksum is equal; 1: some
-    are not; 2: some runs could not be compared, or the command line is wrong.
+    are not; 2: some runs could not be compared, the picture not written, or the command line is wrong.
     """
     if len(runs) < 2:
         raise typer.BadParameter("two or more runs are needed", param_hint="A B [C ...]")
@@ -65,7 +65,11 @@ def compare(
             problems.append(str(report))
     _show(reports, problems, limit, as_json)
     if picture is not None and reports:
-        write_page(reports, picture)
+        try:
+            write_page(reports, picture)
+        except OSError as error:
+            problems = [f"{picture} cannot be written: {error.strerror}; what differs is printed above"]
+            _show([], problems, limit, as_json=False)
     if problems:
         raise typer.Exit(NOT_COMPARED)
     raise typer.Exit(SAME if all(report.same for report in reports) else DIFFERENT)

@@ -100,7 +100,7 @@ def save_golden(path: Path, golden: Golden) -> None:
                     data = _trace_bytes(trace, Path(scratch) / "trace")
                     header["sha256"][_member(case, rank)] = hashlib.sha256(data).hexdigest()
                     archive.writestr(_member(case, rank), data)
-                header["digest"] = _digest(header)
+                header["digest"] = header_digest(header)
                 archive.writestr(_HEADER, json.dumps(header, indent=1))
             os.replace(temporary, path)
     except OSError as error:
@@ -118,7 +118,7 @@ def load_header(path: Path) -> dict[str, Any]:
             header = json.loads(archive.read(_HEADER))
         if header.get("format") != FORMAT:
             raise TraceError(f"{path}: the format is {header.get('format')!r}, needed is {FORMAT!r}")
-        if header.pop("digest", None) != _digest(header):
+        if header.pop("digest", None) != header_digest(header):
             raise TraceError(f"{path}: the header is not the one that was written; record the golden trace again")
     except FileNotFoundError as error:
         raise TraceError(f"{path} does not exist; `megasdc golden record --config F --out {path}` makes it") from error
@@ -181,5 +181,6 @@ def _trace_bytes(trace: Trace, scratch: Path) -> bytes:
     return scratch.read_bytes()
 
 
-def _digest(header: dict[str, Any]) -> str:
+def header_digest(header: Mapping[str, Any]) -> str:
+    """SHA-256 of a header, and so of the whole file, since the header holds those of all members."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()

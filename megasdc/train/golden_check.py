@@ -14,10 +14,10 @@ from megasdc.addresses import MICRO_BATCH_PHASES
 from megasdc.config import parse_config
 from megasdc.engine.observer import Listener
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import key_differences, load_golden, load_header
+from megasdc.sdc.golden import load_golden, load_header
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import Finding, find
-from megasdc.train.golden_key import golden_key
+from megasdc.train.golden_key import compare_key
 from megasdc.train.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,7 @@ def unfit_for(path: Path, dims: ParallelDims) -> str | None:
     layout = ParallelDims(**header["layout"])
     if (layout.tensor, layout.pipeline) != (dims.tensor, dims.pipeline):
         return f"the golden trace is of {layout}, the run has {dims}: tensor and pipeline must be equal"
-    here = golden_key(parse_config(header["config"]), layout, header["algorithm"])
-    differences = key_differences(header["key"], here)
+    differences = compare_key(header)[1]
     if differences:
         return "; ".join(f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in differences.items())
     return None

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megasdc.config import RunConfig
+from megasdc import __version__
+from megasdc.config import RunConfig, parse_config
+from megasdc.config.environment import VARIABLES
+from megasdc.config.repeatability import CPU_KERNEL_VARIABLES
+from megasdc.errors import ConfigError, TraceError
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.golden import key_differences
+
+CPUINFO = Path("/proc/cpuinfo")
+PROCESSOR_FIELDS = (
+    *("model name", "cpu family", "model", "stepping"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
+)
+"""What tells processors apart: on x86, where the name alone does not, and on Arm, where there is none."""
 
 
 def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[str, Any]:
-    """The key of this machine for a workload, the same in a rank and in what starts it.
+    """The key of a workload in this process, with the threads that are in force here.
 
     Args:
         config: the configuration of the workload.
@@ -24,16 +38,67 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
         algorithm: of the checksums.
 
     Returns:
-        Plain values by name: versions, device, threads, type, layout, algorithm, digest of the workload.
+        Plain values by name: those of ``machine_key``, on a processor ``threads``, and what is computed.
     """
+    threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
     return {
-        **{name: _version(name) for name in ("torch", "deepspeed", "megatron-core")},
-        "torch_build": torch.version.git_version,
-        **_device(config),
+        **machine_key(),
+        **threads,
         "precision": config.precision,
         "layout": str(layout),
         "algorithm": algorithm,
         "workload": workload_digest(config),
+    }
+
+
+def compare_key(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """This process's key for a golden trace, and what differs.
+
+    Where this version does not read the trace's configuration, ``machine_key`` alone is compared.
+
+    Args:
+        header: of the golden file.
+
+    Returns:
+        The key, and by name the parts that differ, as (golden, here).
+    """
+    try:
+        config = workload_of(header)
+    except TraceError as error:
+        key = machine_key()
+        differences = key_differences({name: header["key"].get(name) for name in key}, key)
+        return key, {**differences, "configuration": ("read", str(error))}
+    key = golden_key(config, ParallelDims(**header["layout"]), header["algorithm"])
+    return key, key_differences(header["key"], key)
+
+
+def workload_of(header: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a golden trace's workload.
+
+    Args:
+        header: of the golden file.
+
+    Raises:
+        TraceError: it is not one of this version.
+    """
+    try:
+        return parse_config(header["config"])
+    except ConfigError as error:
+        text = "; ".join(error.problems)
+        raise TraceError(f"this version of megasdc does not read the golden trace's configuration: {text}") from error
+
+
+def machine_key() -> dict[str, Any]:
+    """What of a key needs no workload: versions, device, and the environment's choices among kernels.
+
+    A variable that is not set counts as what deterministic mode sets it to, so that it is the same in a rank and in
+    what starts it.
+    """
+    return {
+        "megasdc": __version__,
+        **{name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core")},
+        "torch_build": torch.version.git_version,
+        **(_gpu() if torch.cuda.is_available() else _cpu()),
     }
 
 
@@ -49,37 +114,35 @@ def workload_digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _device(config: RunConfig) -> dict[str, Any]:
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        return {
-            "device": torch.cuda.get_device_name(),
-            "capability": f"{major}.{minor}",
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": nccl,
-        }
+def _gpu() -> dict[str, Any]:
+    major, minor = torch.cuda.get_device_capability()
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
-        "device": _processor(),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "threads": config.megasdc.parallel.threads or torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(),
+        "capability": f"{major}.{minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": nccl,
+        **{one.name: (os.environ.get(one.name) or one.value).lower() for one in VARIABLES},
     }
 
 
-def _processor() -> str:
-    """Model name of the processor, and family, model and stepping where the name alone does not tell."""
-    wanted = ("model name", "cpu family", "model", "stepping")
+def _cpu() -> dict[str, Any]:
+    chosen = (*CPU_KERNEL_VARIABLES, "OMP_DYNAMIC")
+    return {
+        "device": processor_name(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        **{name: os.environ[name].lower() for name in chosen if os.environ.get(name)},
+    }
+
+
+def processor_name(cpuinfo: Path = CPUINFO) -> str:
+    """The processor's ``PROCESSOR_FIELDS``, as the first one in a file like Linux' ``/proc/cpuinfo`` has them."""
     found: dict[str, str] = {}
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in wanted:
-                found.setdefault(name.strip(), value.strip())
+            found.setdefault(name.strip(), value.strip())
     except OSError:
         return platform.processor() or platform.machine()
-    return " ".join(found[name] for name in wanted if name in found) or platform.machine()
-
-
-def _version(package: str) -> str:
-    return metadata.version(package)
+    return " ".join(found[name] for name in PROCESSOR_FIELDS if name in found) or platform.machine()

@@ -28,8 +28,8 @@ from megasdc.train.startup import StartClock
 def workload_config(config: RunConfig) -> RunConfig:
     """The configuration of the workload that a run's configuration means.
 
-    Batch sizes are those of the ``golden`` section; what writes or reads files is left out. It
-    is deterministic whatever the run is.
+    Batch sizes are those of the ``golden`` section; what writes or reads files is left out, and so are faults. It is
+    deterministic whatever the run is.
     """
     raw = config.resolved()
     golden = config.megasdc.golden
@@ -39,6 +39,7 @@ def workload_config(config: RunConfig) -> RunConfig:
     raw["gradient_accumulation_steps"] = golden.micro_batches
     sections = raw["megasdc"]
     sections["checkpoint"] = sections["audit"] = sections["sdc"] = {}
+    sections["faults"], sections["process_faults"] = [], []
     sections["model"]["initial_weights"] = None
     sections["determinism"]["enabled"] = True
     sections["training"] = {"steps": golden.steps, "seed": config.megasdc.training.seed}

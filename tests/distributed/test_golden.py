@@ -52,12 +52,12 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a.golden"
 
 
-def _verify(golden: Path, *arguments: str, faults: Any = None) -> tuple[int, dict[str, Any]]:
+def _verify(golden: Path, *arguments: str, faults: Any = None, **environ: str) -> tuple[int, dict[str, Any]]:
     if faults is not None:
         file = golden.with_name("faults.json")
         file.write_text(json.dumps(faults))
         arguments = (*arguments, "--faults", str(file))
-    code, said, error = _megasdc("golden", "verify", str(golden), *arguments)
+    code, said, error = _megasdc("golden", "verify", str(golden), *arguments, **environ)
     assert said, error
     assert code == said["exit_code"]
     return code, said
@@ -89,6 +89,8 @@ def test_a_rank_that_ends_or_freezes_is_a_result(golden: Path, kind: str, status
     got, said = _verify(golden, "--timeout", "12", faults=faults)
     assert got == code
     assert [rank["status"] for rank in said["ranks"]] == [status, "stopped"]
+    if kind == "sigstop":  # the watcher ends it before a collective gives up
+        assert said["ranks"][1]["detail"].startswith("waited for another rank of its cell")
 
 
 def test_another_key_is_not_comparable(golden: Path, tmp_path: Path) -> None:
@@ -101,6 +103,61 @@ def test_another_key_is_not_comparable(golden: Path, tmp_path: Path) -> None:
     assert code == 80
     assert [rank["status"] for rank in said["ranks"]] == ["not comparable"] * 2
     assert "threads: golden 7, here 1" in said["ranks"][0]["detail"] and "torch" in said["ranks"][1]["detail"]
+
+
+def test_another_choice_of_kernels_is_not_comparable(golden: Path) -> None:
+    """An environment variable that makes MKL compute other bits is named as a part of the key; nobody is divergent."""
+    code, said = _verify(golden, "--repeats", "1", MKL_CBWR="COMPATIBLE")
+    assert code == 80
+    for rank in said["ranks"]:
+        assert (rank["status"], rank["runs"]) == ("not comparable", 0)
+        assert rank["detail"] == "MKL_CBWR: golden None, here 'compatible'"
+
+
+def test_a_refused_environment_is_not_comparable(golden: Path) -> None:
+    """A variable that deterministic mode refuses is told of each rank, which is not said to have died."""
+    code, said = _verify(golden, "--repeats", "1", NCCL_ALGO="Tree")
+    assert code == 80
+    assert all(rank["status"] == "not comparable" and "NCCL_ALGO" in rank["detail"] for rank in said["ranks"])
+
+
+def _altered(golden: Path, out: Path, key: dict[str, Any], section: str, **fields: Any) -> Path:
+    contents = load_golden(golden)
+    sections = contents.config["megasdc"]
+    sections[section] = {**sections[section], **fields}
+    save_golden(out, Golden(**{**vars(contents), "key": {**contents.key, **key}}))
+    return out
+
+
+def test_the_key_is_compared_before_anything_is_built(golden: Path, tmp_path: Path) -> None:
+    """A model that this host could never hold, of another device, is not comparable instead of dying."""
+    other = _altered(golden, tmp_path / "a.golden", {"device": "another"}, "model", hidden_size=2**22)
+    code, said = _verify(other)
+    assert code == 80
+    assert all(rank["detail"].startswith("device: golden 'another'") for rank in said["ranks"])
+
+
+def test_a_configuration_of_another_version(golden: Path, tmp_path: Path) -> None:
+    """A field that this version lacks makes ranks not comparable, and is named beside the versions; a drill too."""
+    other = _altered(golden, tmp_path / "a.golden", {"megasdc": "9.0"}, "golden", unheard_of=1)
+    code, said = _verify(other)
+    assert code == 80
+    for rank in said["ranks"]:
+        assert rank["status"] == "not comparable" and "megasdc: golden '9.0'" in rank["detail"]
+        assert "megasdc.golden.unheard_of: unknown key" in rank["detail"]
+    (tmp_path / "faults.json").write_text("{}")
+    for arguments in (("--library", str(tmp_path)), (str(other), "--faults", str(tmp_path / "faults.json"))):
+        code, _, error = _megasdc("golden", "verify", *arguments)
+        assert code == 80 and "unheard_of: unknown key" in error
+
+
+def test_time_decides(golden: Path) -> None:
+    """With --minutes the ranks repeat together until the time is over, at least once."""
+    code, said = _verify(golden, "--minutes", "0")
+    assert (code, [rank["runs"] for rank in said["ranks"]]) == (0, [1, 1])
+    code, said = _verify(golden, "--minutes", "0.2")
+    first, second = [rank["runs"] for rank in said["ranks"]]
+    assert code == 0 and first == second > 1
 
 
 def test_a_library_gives_the_trace_for_this_machine(golden: Path, tmp_path: Path) -> None:
@@ -120,8 +177,17 @@ def test_a_library_gives_the_trace_for_this_machine(golden: Path, tmp_path: Path
 
 def test_a_fault_that_cannot_fire_is_told(golden: Path) -> None:
     """A drill that harms nothing says so instead of looking like a healthy rank."""
-    code, said = _verify(golden, "--repeats", "1", faults={"faults": [{"submodule": "3.*", "steps": [9, 9]}]})
-    assert (code, said["unfired_faults"]) == (0, [0])
+    slow = {"kind": "slow", "factor": 1.5, "rank": 1}
+    faults = {"faults": [{"submodule": "3.*", "steps": [9, 9]}], "process_faults": [slow, {**slow, "steps": [9, 9]}]}
+    code, said = _verify(golden, "--repeats", "1", faults=faults)
+    assert (code, said["unfired_faults"], said["unfired_process_faults"]) == (0, [0], [1])
+
+
+def test_a_long_drill(golden: Path) -> None:
+    """A drill longer than one argument of a program may be reaches the ranks."""
+    fault = {"submodule": "3.layer.mlp.linear_fc1", "rank": 0, "pattern": "indices", "indices": list(range(30_000))}
+    code, said = _verify(golden, "--repeats", "1", faults={"faults": [fault]})
+    assert code == 73 and said["ranks"][0]["first"]["fqn"] == "3.layer.mlp.linear_fc1"
 
 
 def test_bad_drills_and_wrong_use(golden: Path, tmp_path: Path) -> None:
@@ -130,6 +196,12 @@ def test_bad_drills_and_wrong_use(golden: Path, tmp_path: Path) -> None:
         ({"fault": []}, "fault: Extra inputs"),
         ({"faults": [{"probability": 2.0}]}, "faults.0.probability"),
         ({"faults": [{"phase": "tokens"}]}, "reads no corpus"),
+        ({"faults": [{"kind": "value"}]}, "faults.0.value: kind value needs it"),
+        ({"faults": [{"rank": 9}]}, "faults.0.rank: got 9, but there are 2"),
+        ({"faults": [{"submodule": "3.layer.mlp.linear_fc3"}]}, "nearest: 3.layer.mlp.linear_fc"),
+        ({"process_faults": [{"kind": "slow"}]}, "process_faults.0.factor: kind slow needs it"),
+        ({"process_faults": [{"kind": "exit", "steps": [None, 2]}]}, "process_faults.0.steps: the first step"),
+        ({"process_faults": [{"kind": "hang", "rank": 2}]}, "process_faults.0.rank: got 2"),
     ):
         file = tmp_path / "faults.json"
         file.write_text(json.dumps(faults))
@@ -229,6 +301,14 @@ def test_what_does_not_repeat_is_not_recorded(tmp_path: Path) -> None:
     code, _, error = _megasdc(*arguments, PYTHONPATH=path)
     assert code == 80
     assert "does not repeat" in error and "layernorm" in error and "on rank 0" in error
+    assert not (tmp_path / "x.golden").exists()
+
+
+def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path) -> None:
+    """An environment that a rank refuses ends the recording with the code for that, and nothing is written."""
+    arguments = ("golden", "record", "--config", str(_config(tmp_path, 1)), "--out", str(tmp_path / "x.golden"))
+    code, _, error = _megasdc(*arguments, NCCL_ALGO="Tree")
+    assert code == 70 and "NCCL_ALGO" in error
     assert not (tmp_path / "x.golden").exists()
 
 

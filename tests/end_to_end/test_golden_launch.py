@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "PATH": os.environ["PATH"],
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(SCRIPT.parents[1]),  # the tree of this test, whatever is installed
     }
     with Cluster(tmp_path_factory.mktemp("cluster"), 2, env=env) as hosts:
         yield hosts
@@ -57,15 +60,20 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a.golden"
 
 
-def _verify(cluster: Cluster, golden: Path, *options: str, faults: Any = None) -> tuple[int, dict[str, Any]]:
+def _start(cluster: Cluster, golden: Path, faults: Any, slots: int) -> tuple[Path, subprocess.Popen[Any]]:
     out = golden.with_name("result.json")
     out.unlink(missing_ok=True)
+    options = ["--repeats", "2", "--out", str(out)]
     if faults is not None:
         golden.with_name("faults.json").write_text(json.dumps(faults))
-        options = (*options, "--faults", str(golden.with_name("faults.json")))
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(cluster.hostfile(HOSTS))]
-    argv = [*launcher, str(SCRIPT), str(golden), "--repeats", "2", "--out", str(out), *options]
-    process = cluster.popen("node1", argv, cwd=str(golden.parent))
+        options += ["--faults", str(golden.with_name("faults.json"))]
+    hostfile = str(cluster.hostfile(HOSTS, slots))
+    argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, str(SCRIPT), str(golden)]
+    return out, cluster.popen("node1", [*argv, *options], cwd=str(golden.parent))
+
+
+def _verify(cluster: Cluster, golden: Path, faults: Any = None, slots: int = 1) -> tuple[int, dict[str, Any]]:
+    out, process = _start(cluster, golden, faults, slots)
     process.communicate(timeout=250)
     return process.returncode, json.loads(out.read_text())
 
@@ -98,3 +106,28 @@ def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path) -
     first, second = said["ranks"]
     assert (first["status"], first["runs"], second["status"]) == ("healthy", 2, "died")
     assert "SIGKILL" in second["detail"] and second["host"] == "node2"
+
+
+def test_two_ranks_a_host(cluster: Cluster, golden: Path) -> None:
+    """The launcher ends a host's ranks when one ends with a code: the result is there before that, of all ranks."""
+    fault = {"host": "node2", "submodule": "2.layer.mlp.linear_fc2", "phase": "forward"}
+    code, said = _verify(cluster, golden, faults={"faults": [fault]}, slots=2)
+    assert code == 73
+    assert [rank["status"] for rank in said["ranks"]] == ["healthy", "healthy", "divergent", "divergent"]
+
+
+def test_a_host_that_falls_silent(cluster: Cluster, golden: Path) -> None:
+    """A host without power gives no answer; rank 0, which has waited for it, still writes the result of all."""
+    fault = {"host": "node2", "kind": "hang", "phase": "forward", "steps": [2, 2]}
+    out, process = _start(cluster, golden, {"process_faults": [fault]}, slots=2)
+    command = ["pgrep", "-f", "megasdc.golden.rank"]
+    while not cluster.run("node2", command).stdout:
+        assert process.poll() is None
+        time.sleep(0.2)
+    cluster.power_off("node2")
+    process.communicate(timeout=250)
+    assert process.returncode == 255  # pdsh takes the highest code, and that is ssh's for a lost host
+    said = json.loads(out.read_text())
+    assert said["exit_code"] == 79
+    assert [rank["status"] for rank in said["ranks"]] == ["healthy", "healthy", "no answer", "no answer"]
+    assert all("was silent" in rank["detail"] for rank in said["ranks"][2:])

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from megasdc import __version__
 from megasdc.cli import app, main
+from megasdc.cli.app import print_result
 from megasdc.config import load_config
+from megasdc.errors import StorageError
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
 
@@ -111,6 +113,28 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
     assert json.loads(result.stdout) == {"path": str(tmp_path / "a b"), "manifest": {"format_version": 1}}
     assert run("prepare-data", "--config", SMOKE).exit_code == 0
     assert calls[1] == ("prepared/stdlib", Path("prepared/stdlib"), 1, True, False)
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_work(tmp_path):
+    """--out below a file, or a folder itself, ends with the code for storage before any other complaint."""
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "x", tmp_path):
+        for command in (["verify", tmp_path / "none.golden"], ["record", "--config", tmp_path / "none.json"]):
+            done = run("golden", *command, "--out", out)
+            assert isinstance(done.exception, StorageError)
+            assert f"{out} cannot be written" in str(done.exception)
+
+
+def test_a_result_is_printed_before_it_is_written(tmp_path, capsys):
+    """A file that cannot be written any more costs the file alone."""
+
+    class Result:
+        def as_dict(self):
+            return {"a": 1}
+
+    with pytest.raises(StorageError, match="cannot be written"):
+        print_result(Result(), None, out=tmp_path / "gone" / "x.json", as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
 
 
 @pytest.mark.parametrize("name", ["export_hf", "import_hf"])

@@ -51,6 +51,12 @@ def problem(deepspeed=None, **sections):
             ["sequence_length: got 77", "tensor 2"],
         ),
         ({"data": {"sequence_length": 4096}}, ["got 4096", "max_positions 2048"]),
+        ({"golden": {"sequence_lengths": [8, 4096]}}, ["golden.sequence_lengths.1: got 4096", "max_positions 2048"]),
+        ({"golden": {"sequence_lengths": []}}, ["golden.sequence_lengths: got []", "at least 1"]),
+        (
+            {"parallel": {"sequence_parallel": True, "tensor": 2}, "golden": {"sequence_lengths": [77]}},
+            ["golden.sequence_lengths.0: got 77", "tensor 2"],
+        ),
         ({"parallel": {"pipeline": 3}}, ["3 stages for 2 layers", "at most 2"]),
         ({"parallel": {"pipeline": 2}, "model": {"num_layers": 3}}, ['"uniform"', "num_layers 3", "pipeline 2"]),
         ({"parallel": {"pipeline": 2, "partition": [1, 2]}}, ["2 stages with 3 layers", "with 2 layers"]),

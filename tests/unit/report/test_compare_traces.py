@@ -239,6 +239,9 @@ def test_wrong_usage_and_missing_traces_are_exit_code_2(tmp_path: Path) -> None:
     assert tool(a)[0] == 2
     assert tool(a, b, "--no-such-option")[0] == 2
     assert tool(a, b, "--picture", tmp_path / "a.png")[0] == 2
+    (tmp_path / "file").touch()
+    code, text, error = tool(a, a, "--picture", tmp_path / "file" / "x.html")
+    assert code == 2 and "x.html cannot be written" in error and text
     code, _, error = tool(a, tmp_path / "empty")
     assert code == 2 and "holds no trace" in error
     damaged = trace_path(write_run(tmp_path / "c") / "trace", 2, 1)

@@ -1,0 +1,82 @@
+"""Does the key of a golden trace hold what changes bits, and does the workload leave out what must not be in it?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megasdc
+from megasdc.config import RunConfig, parse_config
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.golden_key import golden_key, machine_key, processor_name
+from megasdc.train.workload import workload_config
+
+ARM = """processor\t: 0
+BogoMIPS\t: 243.75
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x3
+CPU part\t: 0xd0c
+CPU revision\t: 1
+
+processor\t: 1
+CPU implementer\t: 0x41
+CPU part\t: 0xd0d
+"""
+X86 = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 85
+model name\t: Intel(R) Xeon(R) CPU @ 2.00GHz
+stepping\t: 3
+"""
+
+
+def _config(**sections: Any) -> RunConfig:
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
+    data = {"path": "none", "sequence_length": 16}
+    needed = {"model": model, "data": data, "training": {"steps": 5}, "logging": {"run_dir": "none"}}
+    return parse_config({"train_micro_batch_size_per_gpu": 1, "megasdc": {**needed, **sections}})
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [(ARM, "0x41 8 0x3 0xd0c 1"), (X86, "Intel(R) Xeon(R) CPU @ 2.00GHz 6 85 3")], ids=["arm", "x86"]
+)
+def test_processors_are_told_apart(text: str, name: str, tmp_path: Path) -> None:
+    """By the fields that each architecture has in /proc/cpuinfo; two Arm processors do not get one name."""
+    (tmp_path / "cpuinfo").write_text(text)
+    assert processor_name(tmp_path / "cpuinfo") == name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of processors")
+@pytest.mark.parametrize("name", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OMP_DYNAMIC"])
+def test_the_environment_is_part_of_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that chooses kernels or the number of threads is in the key where it is set."""
+    monkeypatch.delenv(name, raising=False)
+    before = machine_key()
+    monkeypatch.setenv(name, "AVX2")
+    assert {key: value for key, value in machine_key().items() if before.get(key) != value} == {name: "avx2"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of processors")
+def test_threads_are_those_in_force() -> None:
+    """The key says with how many threads this process computes, not how many the configuration wants."""
+    config = _config(parallel={"threads": torch.get_num_threads() + 3})
+    key = golden_key(config, ParallelDims(1, 1, 1), "xxh3_64.v1")
+    assert key["threads"] == torch.get_num_threads()
+    assert key["megasdc"] == megasdc.__version__
+
+
+def test_a_workload_has_no_faults(tmp_path: Path) -> None:
+    """Faults of the run, with the profile files that they name, are not recorded as a part of its workload."""
+    profile = {"description": "a", "source": "b", "published": {}, "assumed": [], "faults": [{"submodule": "3.*"}]}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(profile))
+    config = _config(faults=[{"profile": str(file)}], process_faults=[{"kind": "hang", "rank": 5}])
+    file.unlink()
+    assert workload_config(config) == workload_config(_config())
