@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_model import Run
 from harness import run_distributed
-from whole_runs import events_of, prepare_text, state_of, train_run, write_config
+from whole_runs import events_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.files import list_steps
@@ -212,3 +212,37 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
     for step in (4, 6):
         name = f"step_{step:08d}"
         assert state_of(folder / name) == state_of(tmp_path / "clean" / "checkpoints" / name)
+    always = ("megasdc.checkpoint.require_verified=always", "megasdc.audit.enabled=true", "megasdc.audit.interval=1000")
+    assert [code for code, _ in train_run(config, 2, *always)] == [0, 0]
+    assert [event["step"] for event in events_of(tmp_path / "run", "resume", "checkpoint")] == [2, 2]
+    assert list_steps(folder / "unverified_2") == [4, 6]
+
+
+def _watch_passed_over(config: str) -> list[tuple[int, list[int]]]:
+    """Train, and note after each step which checkpoints are not of the run's past."""
+    from megasdc.train.saving import Saver
+
+    seen = []
+    original = Saver.after_step
+
+    def watched(self: Any, run: Any, result: Any) -> None:
+        original(self, run, result)
+        seen.append((run.step, sorted(run.passed_over)))
+
+    Saver.after_step = watched  # type: ignore[method-assign]
+    assert pretrain_rank(config, []) == (0, None)
+    return seen
+
+
+def test_a_run_knows_which_checkpoints_are_not_of_its_past(tmp_path: Path) -> None:
+    """Damaged ones that the resume left out count as such until the run has saved their step again."""
+    config = write_config(tmp_path / "run.json", prepare_text(tmp_path), tmp_path / "run")
+    assert [code for code, _ in train_run(config, 1, "megasdc.training.stop_step=5")] == [0]
+    for step in (4, 5):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "manifest.json").unlink()
+    assert run_distributed(_watch_passed_over, 1, str(config), init=False)[0] == [
+        (3, [4, 5]),
+        (4, [5]),
+        (5, [5]),
+        (6, [5]),
+    ]
