@@ -9,8 +9,9 @@ import pytest
 import torch
 from checkpoint_model import Run
 from harness import run_distributed
-from whole_runs import events_of, prepare_text, state_of, train_run, write_config
+from whole_runs import events_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
+from megasdc.checkpoint import aside
 from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
@@ -18,7 +19,7 @@ from megasdc.checkpoint.marks import find_corruption, list_verified, mark_corrup
 from megasdc.checkpoint.places import Place, find_place
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.determinism import restore_rng
-from megasdc.errors import CheckpointError
+from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog, read_events
 
 pytestmark = pytest.mark.distributed
@@ -108,6 +109,46 @@ def test_a_resume_after_corruption_lands_at_the_newest_verified_checkpoint(tmp_p
     marks = [event.fields for event in read_events(tmp_path, kind="warning", name="corruption_mark")]
     assert [fields["ignored"] for fields in marks] == [True, False]
     assert "step 7, see incident_step_00000007.json" in marks[0]["message"]
+
+
+def _interrupted(root: str) -> dict[str, Any]:
+    folder, options = _folder(root, "node_local")
+    place = find_place("node_local", options["node"], None)
+    run = Run()
+    _save_often(run, folder, options, 2, 4)
+    mark_verified(folder, 2, 3, place)
+    mark_corruption(folder, 5, "incident.json", place)
+    torch.distributed.barrier()
+    found: dict[str, Any] = {}
+    original = aside.move_aside
+    if place.rank == 1:
+        aside.move_aside = _refuse  # type: ignore[assignment]
+    try:
+        _resume(run, folder, **options)
+    except StorageError as error:
+        found["error"] = str(error)
+    finally:
+        aside.move_aside = original
+    found["mark"] = find_corruption(folder)
+    found["steps"] = list_steps(folder)
+    found["again"] = _resume(run, folder, **options)
+    found["mark then"] = find_corruption(folder)
+    found["steps then"] = list_steps(folder)
+    return found
+
+
+def _refuse(*args: Any) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+def test_the_corruption_mark_stays_until_every_node_has_moved_its_candidates(tmp_path: Path) -> None:
+    """One node that cannot ends all with its name in the message; the next resume finds the mark and does the rest."""
+    first, second = run_distributed(_interrupted, 2, str(tmp_path))
+    for answer in (first, second):
+        assert "rank 1 on b" in answer["error"]
+        assert "step 5" in answer["mark"]
+        assert (answer["again"], answer["mark then"], answer["steps then"]) == (2, None, [2])
+    assert (first["steps"], second["steps"]) == ([2], [2, 4])
 
 
 def _refused(root: str) -> dict[str, Any]:
@@ -212,3 +253,37 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
     for step in (4, 6):
         name = f"step_{step:08d}"
         assert state_of(folder / name) == state_of(tmp_path / "clean" / "checkpoints" / name)
+    always = ("megasdc.checkpoint.require_verified=always", "megasdc.audit.enabled=true", "megasdc.audit.interval=1000")
+    assert [code for code, _ in train_run(config, 2, *always)] == [0, 0]
+    assert [event["step"] for event in events_of(tmp_path / "run", "resume", "checkpoint")] == [2, 2]
+    assert list_steps(folder / "unverified_2") == [4, 6]
+
+
+def _watch_passed_over(config: str) -> list[tuple[int, list[int]]]:
+    """Train, and note after each step which checkpoints are not of the run's past."""
+    from megasdc.train.saving import Saver
+
+    seen = []
+    original = Saver.after_step
+
+    def watched(self: Any, run: Any, result: Any) -> None:
+        original(self, run, result)
+        seen.append((run.step, sorted(run.passed_over)))
+
+    Saver.after_step = watched  # type: ignore[method-assign]
+    assert pretrain_rank(config, []) == (0, None)
+    return seen
+
+
+def test_a_run_knows_which_checkpoints_are_not_of_its_past(tmp_path: Path) -> None:
+    """Damaged ones that the resume left out count as such until the run has saved their step again."""
+    config = write_config(tmp_path / "run.json", prepare_text(tmp_path), tmp_path / "run")
+    assert [code for code, _ in train_run(config, 1, "megasdc.training.stop_step=5")] == [0]
+    for step in (4, 5):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "manifest.json").unlink()
+    assert run_distributed(_watch_passed_over, 1, str(config), init=False)[0] == [
+        (3, [4, 5]),
+        (4, [5]),
+        (5, [5]),
+        (6, [5]),
+    ]
