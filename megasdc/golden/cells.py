@@ -193,9 +193,10 @@ def free_port() -> int:
 
 
 def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:
-    """Follow ranks of one cell on this host until all have ended.
+    """Follow ranks on this host until all have ended.
 
-    Once one has died, hung or failed, the others cannot go on and get ``grace_s`` seconds to end by themselves.
+    Once one of a cell has died, hung or failed, the others of the cell cannot go on and get ``grace_s`` seconds to end
+    by themselves; other cells are left alone.
 
     Args:
         ranks: started ones.
@@ -203,23 +204,26 @@ def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None
         grace_s: seconds.
     """
     running = list(ranks)
-    deadline: float | None = None
+    deadlines: dict[int, float] = {}  # by cell
     report_at = time.monotonic()
     try:
         while running:
             ended = [rank for rank in running if rank.poll()]
-            running = [rank for rank in running if rank not in ended]
-            if deadline is None and any(rank.report.ended in ("died", "hung", "failed") for rank in ended):
-                deadline = time.monotonic() + grace_s
-            if deadline is not None and time.monotonic() > deadline:
-                for rank in running:
-                    rank.report.ended = "stopped"
-                    rank.report.detail = "ended, because another rank of its cell had"
-                break
-            if time.monotonic() >= report_at:
+            now = time.monotonic()
+            late = [rank for rank in running if rank not in ended and now > deadlines.get(rank.report.cell, now)]
+            for rank in late:
+                rank.stop()
+                rank.report.ended = "stopped"
+                rank.report.detail = "ended, because another rank of its cell had"
+            for rank in ended:
+                if rank.report.ended in ("died", "hung", "failed"):
+                    deadlines.setdefault(rank.report.cell, now + grace_s)
+            running = [rank for rank in running if rank not in ended and rank not in late]
+            if now >= report_at:
                 on_report()
-                report_at = time.monotonic() + REPORT_S
-            time.sleep(POLL_S)
+                report_at = now + REPORT_S
+            if running:
+                time.sleep(POLL_S)
     finally:
         for rank in ranks:
             rank.stop()

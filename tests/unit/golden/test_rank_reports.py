@@ -40,16 +40,20 @@ def test_who_waits_for_a_rank_that_ended_has_not_hung() -> None:
 
 
 class _Rank:
-    """A watched rank that ends as it is told, or never."""
+    """A watched rank that ends in a way, after so many looks at it, or never."""
 
-    def __init__(self, ended: str | None) -> None:
-        self.report = RankReport("a", 0, 0, 0)
+    def __init__(self, cell: int, ended: str, looks: int | None = 1) -> None:
+        self.report = RankReport("a", 0, cell, 0)
         self._ended = ended
+        self._looks = looks
 
     def poll(self) -> bool:
-        if self._ended is not None:
+        if self._looks is None:
+            return False
+        self._looks -= 1
+        if self._looks == 0:
             self.report.ended = self._ended
-        return self._ended is not None
+        return self._looks == 0
 
     def stop(self) -> None:
         pass
@@ -57,10 +61,10 @@ class _Rank:
 
 @pytest.mark.parametrize("ended", ["failed", "died", "hung"])
 def test_nobody_is_waited_for_after_a_failure(ended: str) -> None:
-    """Once a rank of a cell has failed in any way, the others are ended after a moment."""
-    ranks = [_Rank(ended), _Rank(None)]
+    """Once a rank of a cell has failed in any way, the others of it are ended after a moment; other cells go on."""
+    ranks = [_Rank(0, ended), _Rank(0, "done", None), _Rank(1, "done", 9)]
     watch(ranks, grace_s=0.0)  # type: ignore[arg-type]
-    assert [rank.report.ended for rank in ranks] == [ended, "stopped"]
+    assert [rank.report.ended for rank in ranks] == [ended, "stopped", "done"]
 
 
 def test_the_error_of_a_rank() -> None:
