@@ -218,7 +218,7 @@ def test_verified_checkpoints_need_audits():
     """A run that resumes from verified checkpoints alone and never verifies one is refused, with both remedies."""
     text = problem(checkpoint={"require_verified": "always"})
     assert "audit.enabled true" in text and '"auto"' in text
-    assert build(checkpoint={"require_verified": "always"}, audit={"enabled": True})
+    assert build(checkpoint={"require_verified": "always"}, audit={"enabled": True}, determinism={"enabled": True})
     assert build(checkpoint={"require_verified": "never"})
 
 
