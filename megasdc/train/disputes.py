@@ -20,7 +20,7 @@ from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
-from megasdc.sdc.recompute import Repeats, judge_recomputed, pair_at
+from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
@@ -165,7 +165,7 @@ class Disputes:
     def _settle_recompute(self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse) -> tuple[Ruling, ...]:
         first = own.unrepeated[0] if own.unrepeated else None
         found = gather_objects(first, self._group)
-        flagged = {rank: one for rank, one in enumerate(found) if one is not None}
+        flagged = origins({rank: one for rank, one in enumerate(found) if one is not None}, self._dims)
         for rank, one in flagged.items():
             self._tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
         again: dict[int, list[Any]] = {rank: [] for rank in flagged}
