@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -64,31 +64,54 @@ def bench_training(
     raise typer.Exit(int(not result.passed))
 
 
-@bench_app.command("detection", epilog="Example: megasdc bench detection --faults 600 --clean 120 --out detection.json")
+@bench_app.command("detection", epilog="Example: megasdc bench detection --live --faults 1000 --out detection.json")
 def bench_detecting(
-    faults: Annotated[int, typer.Option("--faults", min=1, help="Faults to inject, over all layouts and types.")] = 600,
-    clean: Annotated[int, typer.Option("--clean", min=1, help="Runs without a fault in between.")] = 120,
+    live: Annotated[
+        bool, typer.Option("--live", help="The checks of a run under way, instead of a golden trace afterwards.")
+    ] = False,
+    faults: Annotated[
+        int | None, typer.Option("--faults", min=1, help="Faults over all layouts and types; 600, with --live 1000.")
+    ] = None,
+    clean: Annotated[
+        int | None,
+        typer.Option("--clean", min=1, help="Runs without a fault in between, 120; with --live steps, 500."),
+    ] = None,
     layouts: Annotated[
-        str, typer.Option("--layouts", help="Layouts, tensor x pipeline x data, with commas between.")
-    ] = "1x1x2,2x1x1,1x2x1,2x2x2",
+        str | None,
+        typer.Option(
+            "--layouts",
+            help="Layouts, tensor x pipeline x data, with commas between; 1x1x2,2x1x1,1x2x1,2x2x2, with --live "
+            "1x1x3,1x1x4,2x1x3,1x2x3,1x1x2,2x2x2.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Inject random faults and see whether a golden trace finds each and names the rank; exit code 1 if not.
+    """Inject random faults and see whether each is found and its rank named; exit code 1 if not.
 
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
-    the injector says it did. Clean runs must raise nothing.
+    the injector says it did, with --live also for what users have today. Clean runs must raise nothing.
     """
     from rich.console import Console
 
     from megasdc.bench.detection import DetectionOptions, bench_detection, parse_layouts
     from megasdc.bench.detection_render import render_detection
+    from megasdc.bench.live import LiveOptions, bench_live
+    from megasdc.bench.live_render import render_live
     from megasdc.bench.render import progress_bar
 
-    options = DetectionOptions(faults, clean, parse_layouts(layouts), seed=seed)
+    sizes: dict[str, Any] = {"faults": faults, "clean": clean, "seed": seed}
+    sizes["layouts"] = None if layouts is None else parse_layouts(layouts)
+    given = {name: value for name, value in sizes.items() if value is not None}
     with progress_bar(Console(stderr=True)) as on_progress:
-        result = bench_detection(options, on_progress)
+        if live:
+            live_result = bench_live(LiveOptions(**given), on_progress)
+        else:
+            result = bench_detection(DetectionOptions(**given), on_progress)
+    if live:
+        print_result(live_result, render_live, out=out, as_json=as_json)
+        raise typer.Exit(int(not live_result.passed))
     print_result(result, render_detection, out=out, as_json=as_json)
     raise typer.Exit(int(not result.passed))
 

@@ -6,10 +6,11 @@ recomputation; one that comes again in the same way is not seen here, nor is one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megasdc.addresses import FORWARD, RECOMPUTE, Address
+from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
 from megasdc.sdc.trace import Trace
 
@@ -25,11 +26,13 @@ class Unrepeated:
         address: of the forward result.
         forward: its checksum.
         recompute: checksum of the recomputed result.
+        place: how many forward results the rank recorded before it.
     """
 
     address: Address
     forward: int
     recompute: int
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,29 @@ def compare_recomputed(trace: Trace) -> Repeats:
         trace: of one rank; with results of phases ``forward`` and ``recompute``, others are left out.
     """
     forward, again = _both(trace)
-    both = [address for address in forward if address in again]
-    found = [Unrepeated(one, forward[one], again[one]) for one in both if forward[one] != again[one]]
+    both = [(place, address) for place, address in enumerate(forward) if address in again]
+    found = [Unrepeated(one, forward[one], again[one], place) for place, one in both if forward[one] != again[one]]
     return Repeats(len(both), len(forward) - len(both), tuple(found))
+
+
+def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, Unrepeated]:
+    """Ranks with a difference that does not follow from that of another.
+
+    Ranks of a tensor group receive each other's results in the forward pass, and the right ones when it is recomputed.
+    So of those that differ in the same micro-batch only the first can be told to be wrong; all of them if they begin at
+    the same place. Stages and replicas receive nothing twice.
+
+    Args:
+        found: first difference of each rank that differs, by global rank.
+        layout: sizes of the parallel dimensions.
+    """
+    first: dict[tuple[int, int | None], int] = {}
+    for rank, one in found.items():
+        group = rank // layout.tensor, one.address.micro_batch
+        first[group] = min(one.place, first.get(group, one.place))
+    return {
+        rank: one for rank, one in found.items() if one.place == first[rank // layout.tensor, one.address.micro_batch]
+    }
 
 
 def pair_at(trace: Trace, address: Address) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.evidence import Counts, count_differing
-from megasdc.sdc.recompute import Repeats, judge_recomputed, pair_at
+from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle, to_repeat
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
@@ -173,7 +173,7 @@ class Disputes:
         first = own.unrepeated[0] if own.unrepeated else None
         counts = count_by_submodule(FORWARD, [one.address.fqn for one in own.unrepeated], self._dims.rank)
         found = gather_objects((first, own.compared, counts), self._group)
-        flagged = {rank: one for rank, (one, *_) in enumerate(found) if one is not None}
+        flagged = origins({rank: one for rank, (one, *_) in enumerate(found) if one is not None}, self._dims)
         for rank, one in flagged.items():
             self._tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
         again: dict[int, list[Any]] = {rank: [] for rank in flagged}

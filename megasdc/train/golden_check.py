@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megasdc.addresses import MICRO_BATCH_PHASES
@@ -63,6 +64,8 @@ def check_against_golden(path: Path, dims: ParallelDims, before: Sequence[Listen
     place = dims.tp_rank + rank.tensor * rank.data * dims.pp_rank
     golden = load_golden(path, place)
     workload = Workload(parse_config(golden.config), dims)
+    # Dropout masks depend on the place of a sample in the batch: on all replicas those of the first one that recorded.
+    workload.engine.dims = replace(layout, rank=place)
     worst = Finding(0, 0)
     for number, case in enumerate(golden.cases):
         got = workload.trace(case, golden.algorithm, before)

@@ -99,21 +99,22 @@ def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path
 
 
 def test_two_replicas_with_a_persistent_fault_need_a_golden_trace(tmp_path: Path, data: Path) -> None:
-    """Without one nobody is named; with one of this machine the wrong rank is."""
-    fault = {"submodule": "*.linear_qkv", "rank": 1, "same_elements": True, "bits": "exponent"}
+    """Without one nobody is named; with one of this machine the wrong rank alone is, with dropout too."""
+    fault = {"submodule": "*.linear_qkv", "rank": 0, "same_elements": True, "bits": "exponent"}
     golden = {"vocab_size": 256, "micro_batches": 1, "steps": 1}
-    trusted = _write(tmp_path, data, "trusted", 2, golden=golden)
+    model = {"model__hidden_dropout": 0.1}
+    trusted = _write(tmp_path, data, "trusted", 2, golden=golden, **model)
     record(load_config(trusted), tmp_path / "good.golden", repeats=1)
     harm = {"faults": [{**fault, "steps": [2, None]}, {**fault, "steps": [1, 1]}]}
-    blind = _write(tmp_path, data, "blind", 2, **{**harm, "faults": [{**fault, "steps": [2, None]}]})
+    blind = _write(tmp_path, data, "blind", 2, **model, faults=[{**fault, "steps": [2, None]}])
     results = train_run(blind, 2)
     assert [code for code, _ in results] == [73, 73]
     assert _verdicts(tmp_path / "blind") == [(2, "audit", None, "inconclusive", "replay", "halt")]
     # The golden workload's step is 1, so that the fault must be there in step 1 too; audits begin with step 2.
-    seeing = _write(tmp_path, data, "seeing", 2, **harm, sdc={"golden": str(tmp_path / "good.golden")})
+    seeing = _write(tmp_path, data, "seeing", 2, **harm, **model, sdc={"golden": str(tmp_path / "good.golden")})
     results = train_run(seeing, 2)
     assert [code for code, _ in results] == [73, 73]
-    assert [one[1:] for one in _verdicts(tmp_path / "seeing")] == [("audit", 1, "persistent", "golden trace", "halt")]
+    assert [one[1:] for one in _verdicts(tmp_path / "seeing")] == [("audit", 0, "persistent", "golden trace", "halt")]
 
 
 def test_a_forward_fault_shows_against_its_recomputation(tmp_path: Path, data: Path) -> None:

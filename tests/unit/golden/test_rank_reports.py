@@ -14,7 +14,7 @@ from megasdc.golden.result import judge_reports
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Golden, save_golden
 
-HEADER = {"layout": {"tensor": 2, "pipeline": 1, "data": 1}}
+HEADER = {"layout": {"tensor": 2, "pipeline": 1, "data": 1}, "config": {}}
 
 
 def _verdicts(*ends: dict[str, Any]) -> list[str]:
