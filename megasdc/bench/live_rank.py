@@ -45,7 +45,6 @@ from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Golden, save_golden
-from megasdc.sdc.key import golden_key
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
@@ -53,6 +52,7 @@ from megasdc.train.build import set_threads
 from megasdc.train.build_detection import build_detection, watches_of
 from megasdc.train.disputes import EVENT_KIND
 from megasdc.train.faults import build_injector
+from megasdc.train.golden_key import golden_key
 from megasdc.train.main import set_up_logging
 from megasdc.train.observe import Observation, Watch, watch_for_faults
 from megasdc.train.run import Run, StepHook, train
