@@ -122,7 +122,7 @@ class Disputes:
         """
         if agreed.differing[0]:
             tier, rulings = "parameters", self._settle_parameters(engine, evidence.parameters)
-        elif any(agreed.raised):
+        elif agreed.raised[0]:
             tier, rulings = "recompute", self._settle_recompute(engine, evidence.repeats, rehearse)
         else:
             tier, rulings = "audit", self._settle_audit(engine, evidence.audited, rehearse)

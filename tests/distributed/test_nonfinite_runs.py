@@ -1,0 +1,120 @@
+"""Is the first place of NaN or Inf named in whole runs, and every skipped step explained?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import events_of, prepare_text, train_run, write_config
+
+pytestmark = pytest.mark.distributed
+
+CHECKED = {
+    "determinism": {"enabled": True},
+    "sdc": {"always_on": {"enabled": True, "granularity": "gemm", "coverage": "all"}},
+    "checkpoint__interval": 0,
+}
+NOTHING_COVERED = {"enabled": True, "granularity": "layer", "coverage": "one"}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _run(tmp_path: Path, data: Path, ranks: int, **changes: Any) -> list[dict[str, Any]]:
+    """Train with the checks; the events of first places."""
+    config = write_config(tmp_path / "run.json", data, tmp_path / "run", **{**CHECKED, **changes})
+    results = train_run(config, ranks)
+    assert [code for code, _ in results if code] == [], results
+    return events_of(tmp_path / "run", "nonfinite", "first")
+
+
+def _place(event: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("step", "rank", "phase", "fqn", "slot", "value", "inputs_finite", "parameters_finite", "reproduced")
+    return tuple(event[name] for name in names)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "rank", "fqn"),
+    [(2, 1, 1, "2.layer.mlp.linear_fc1"), (1, 2, 1, "3.layer.self_attention.linear_proj")],
+    ids=["tp2", "pp2"],
+)
+@pytest.mark.parametrize("once", [True, False], ids=["once", "each time"])
+def test_a_nan_of_one_rank_is_named(
+    tmp_path: Path, data: Path, tensor: int, pipeline: int, rank: int, fqn: str, once: bool
+) -> None:
+    """The rank, submodule and direction where a NaN was put are named, also where it spread to other ranks."""
+    fault = {"submodule": fqn, "kind": "value", "value": "nan", "rank": rank, "steps": [3, 3], "micro_batches": [1]}
+    layout = {"parallel__tensor": tensor, "parallel__pipeline": pipeline}
+    found = _run(tmp_path, data, 2, **layout, faults=[{**fault, "once": once}])
+    assert [_place(one) for one in found] == [(3, rank, "forward", fqn, "output", "NaN", True, True, not once)]
+    skips = events_of(tmp_path / "run", "skip", "optimizer_step")
+    assert [(one["step"], one["rank"]) for one in skips] == [(3, 0), (3, 1)]
+    assert all(f"forward of {fqn} (output) on rank {rank}" in one["place"] for one in skips), skips
+
+
+def test_an_infinite_gradient_is_told_apart(tmp_path: Path, data: Path) -> None:
+    """Inf in a backward pass is named as Inf, with its direction, though later results are NaN."""
+    fault = {"submodule": "2.layer.mlp.linear_fc2", "phase": "backward", "kind": "value", "value": "inf", "rank": 1}
+    found = _run(tmp_path, data, 2, parallel__pipeline=2, faults=[{**fault, "rank": 0, "steps": [2, 2]}])
+    assert [_place(one) for one in found] == [
+        (2, 0, "backward", "2.layer.mlp.linear_fc2", "input", "Inf", True, True, True)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_checks_did_not_cover_is_found_in_a_repeat(tmp_path: Path, data: Path, precision: str) -> None:
+    """A skipped step in whose checked results nothing showed is computed again, and the place named."""
+    fault = {"submodule": "*.linear_qkv", "slot": "weight", "phase": "weight_grad", "kind": "value", "value": "nan"}
+    options: dict[str, Any] = {"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}
+    found = _run(
+        tmp_path,
+        data,
+        2,
+        sdc={"always_on": NOTHING_COVERED},
+        faults=[{**fault, "rank": 1, "steps": [3, 3], "micro_batches": [0]}],
+        **options,
+    )
+    assert [_place(one)[:-2] for one in found] == [
+        (3, 1, "weight_grad", "3.layer.self_attention.linear_qkv", "weight", "NaN", True)
+    ]
+    assert found[0]["reproduced"] is True
+    assert found[0]["inputs_read"] is True
+
+
+def test_what_is_not_reproduced_is_said_to_be_so(tmp_path: Path, data: Path) -> None:
+    """A NaN that was not covered and does not come again leaves a skipped step that is explained as not reproduced."""
+    fault = {"submodule": "2.layer.mlp.linear_fc1", "slot": "weight", "phase": "weight_grad", "kind": "value"}
+    fault |= {"value": "nan", "rank": 0, "steps": [3, 3], "micro_batches": [0], "once": True}
+    found = _run(tmp_path, data, 1, sdc={"always_on": NOTHING_COVERED}, faults=[fault])
+    assert [(one["rank"], one["reproduced"]) for one in found] == [(None, False)]
+    (skip,) = events_of(tmp_path / "run", "skip", "optimizer_step")
+    assert skip["place"].startswith("not reproduced")
+
+
+def test_a_wrong_parameter_is_told_from_a_wrong_computation(tmp_path: Path, data: Path) -> None:
+    """A NaN in a parameter is named where it first entered a result, with its inputs finite and parameters not."""
+    fault = {"submodule": "3.layer.mlp.linear_fc1", "slot": "weight", "phase": "update", "kind": "value"}
+    fault |= {"value": "nan", "rank": 0, "steps": [2, 2]}
+    config = write_config(
+        tmp_path / "run.json", data, tmp_path / "run", **CHECKED, faults=[fault], training__max_skipped_steps=2
+    )
+    ((code, message),) = train_run(config, 1)
+    assert code == 74
+    assert "forward of 3.layer.mlp.linear_fc1" in message
+    first = events_of(tmp_path / "run", "nonfinite", "first")[0]
+    assert first["fqn"] == "3.layer.mlp.linear_fc1"
+    assert (first["inputs_finite"], first["parameters_finite"], first["reproduced"]) == (True, False, True)
+
+
+def test_overflow_in_fp16_is_explained_and_not_repeated(tmp_path: Path, data: Path) -> None:
+    """Steps that fp16 skips while its loss scale adapts say why; nothing is computed again for them."""
+    options = {"deepspeed__fp16": {"enabled": True, "initial_scale_power": 32}, "training__max_skipped_steps": 40}
+    found = _run(tmp_path, data, 1, **options)
+    skips = events_of(tmp_path / "run", "skip", "optimizer_step")
+    assert skips, "the scale was not too high"
+    assert all(one["reproduced"] is None for one in found)
+    assert all("not computed again" in one["place"] or "is normal" in one["place"] for one in skips), skips
