@@ -99,7 +99,7 @@ class FiniteRecorder:
         if not self._values:
             return None
         found = []
-        addresses, values = self._addresses, torch.stack([one.float() for one in self._values])
+        addresses, values = self._addresses, torch.stack([one.double() for one in self._values])
         self._addresses, self._values = [], []
         extremes = values.view(-1, 2)
         for place in (~extremes.isfinite().all(1)).nonzero().flatten().tolist():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
 from megasdc.config import AlwaysOnSection, AuditSection, TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
@@ -36,8 +36,11 @@ from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
-FINITE_PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD)
-"""Phases whose results are looked at for NaN and Inf in every step."""
+FINITE_PHASES = (FORWARD, BACKWARD)
+"""Phases whose results are looked at for NaN and Inf in every step.
+
+Weight gradients, as many bytes again, end in the gradient norm, which is always looked at.
+"""
 
 
 @dataclass(frozen=True)
