@@ -41,11 +41,18 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "megasdc.sdc.always_on.recompute: got true, but nothing is recomputed; set "
             "pipeline.activation_checkpoint_interval to 1, or recompute to null.",
         )
-    if always_on.enabled and not always_on.parameters and not (recomputes and always_on.recompute is not False):
+    checked = always_on.parameters or always_on.finite or always_on.toleranced
+    if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),
-            "megasdc.sdc.always_on.enabled: got true, but neither parameters nor recomputations are checked; set "
-            "sdc.always_on.parameters true, or enabled false.",
+            "megasdc.sdc.always_on.enabled: got true, but nothing is checked: parameters, finite and toleranced are "
+            "false and no recomputation is compared; set sdc.always_on.parameters true, or enabled false.",
+        )
+    if always_on.enabled and always_on.toleranced and not deepspeed["optimizer"]["params"]["torch_adam"]:
+        yield Problem(
+            ("megasdc.sdc.always_on.toleranced", "optimizer.params.torch_adam"),
+            "megasdc.sdc.always_on.toleranced: got true with optimizer.params.torch_adam false; the update is computed "
+            "again by the formula of PyTorch's optimizer; set torch_adam true, or toleranced false.",
         )
 
 

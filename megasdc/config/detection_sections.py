@@ -38,6 +38,16 @@ class AlwaysOnSection(Section):
     parameters: bool = Field(
         True, description="Compare the parameters of all replicas after each step, before the next step is committed."
     )
+    finite: bool = Field(
+        True,
+        description="Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared "
+        "first.",
+    )
+    toleranced: bool = Field(
+        False,
+        description="Check gradient reduction, updates and gradient features within tolerances that are measured in "
+        "the run; warns and may call an audit, never accuses.",
+    )
     coverage: Literal["one", "all"] = Field(
         "one", description="Micro-batches of a step whose results are checked: one, another each step; or all."
     )

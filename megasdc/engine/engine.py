@@ -81,6 +81,10 @@ class TrainingEngine(PipelineEngine):
             if getattr(parameter, "sequence_parallel", False) or getattr(parameter, "partial_over_tensor", False)
         ]
         self.shared_source: int | None = None
+        self.gradient_factor = torch.ones((), dtype=torch.float64)
+        """What the mean of the replicas' gradients was multiplied with in this step, 0-d."""
+        self._running_step: int | None = None
+        self._skipped_before = 0
         self._micro_batch_of_buffer: dict[int, int] = {}
         self._started = 0
         self._tokens: list[torch.Tensor] = []
@@ -91,7 +95,12 @@ class TrainingEngine(PipelineEngine):
     @property
     def step_number(self) -> int:
         """The step that runs now or would run next; the first is 1."""
-        return self.global_steps + 1
+        return self.global_steps + 1 if self._running_step is None else self._running_step
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the optimizer did not take the running step; known in ``after_optimizer_step``."""
+        return bool(self.skipped_steps > self._skipped_before)
 
     def train_step(self, batches: Iterator[Any]) -> StepResult:
         """Run one optimizer step.
@@ -105,15 +114,19 @@ class TrainingEngine(PipelineEngine):
         Collective: all ranks of the world.
         Sync: waits for the device.
         """
-        step, skipped_before = self.step_number, self.skipped_steps
+        step, self._skipped_before = self.step_number, self.skipped_steps
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._begin()
-        self.train_batch(data_iter=batches)
+        self._running_step = step  # DeepSpeed counts on before the last hooks of a step
+        try:
+            self.train_batch(data_iter=batches)
+        finally:
+            self._running_step = None
         loss_sum, used = self._totals.tolist()
         norm = self.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = None
-        if self.skipped_steps > skipped_before:
+        if self.is_skipped:
             skipped = "gradient overflow at this loss scale" if self.fp16_enabled() else "gradient norm is not finite"
         return StepResult(
             step=step,
@@ -176,15 +189,16 @@ class TrainingEngine(PipelineEngine):
         Args:
             micro_batch: its number in the step.
 
-        Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``.
+        Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``, or in ``after_optimizer_step`` of
+            a step that was skipped, since parameters are then as they were.
         """
-        kept = self.total_loss, self._tokens
+        kept = self.total_loss, self._tokens, self._planned_tokens
         with gradients_set_aside(self.optimizer):
             self._begin()
             self.total_loss = None
             self._started = micro_batch
             self._run_micro_batches(1)
-        self.total_loss, self._tokens = kept
+        self.total_loss, self._tokens, self._planned_tokens = kept
         self._started = self.micro_batches
 
     def _run_micro_batches(self, num_micro_batches: int) -> None:
@@ -238,7 +252,7 @@ class TrainingEngine(PipelineEngine):
             hook.after_backward(self, micro_batch)
 
     def _run_reduce_tied_grads(self) -> None:
-        for hook in self.hooks:
+        for hook in tuple(self.hooks):  # one of them may let others look in while it runs
             hook.after_micro_batches(self)
         super()._exec_reduce_tied_grads()
         if self._partial_sums:
@@ -255,13 +269,14 @@ class TrainingEngine(PipelineEngine):
         self._totals = self._reduce_totals(self.total_loss)
         if self.masks_tokens:
             planned = float(self.micro_batches * self.dims.data)
-            scale_gradients(self.optimizer, planned / self._totals[1])
+            self.gradient_factor = planned / self._totals[1]
+            scale_gradients(self.optimizer, self.gradient_factor)
 
     def _run_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         for hook in self.hooks:
             hook.before_optimizer_step(self)
         super()._exec_optimizer_step(lr_kwargs)
-        for hook in self.hooks:
+        for hook in tuple(self.hooks):
             hook.after_optimizer_step(self)
 
     _INSTRUCTION_MAP = {

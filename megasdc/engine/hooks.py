@@ -30,7 +30,8 @@ class EngineHook:
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """All micro-batches have run; no gradient has been mixed with that of another stage or replica yet.
 
-        The only place where a hook may call ``engine.rehearse`` and ``engine.compute_again``.
+        The only place where a hook may call ``engine.compute_again``; it may call ``engine.rehearse`` here, and in
+        ``after_optimizer_step`` of a step that was skipped.
         """
 
     def before_reduction(self, engine: TrainingEngine) -> None:
@@ -40,4 +41,4 @@ class EngineHook:
         """Gradients are reduced; the optimizer has not looked at them yet."""
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """The optimizer has stepped, or skipped the step; parameters are gathered."""
+        """The optimizer has stepped, or skipped the step (``engine.is_skipped``); parameters are gathered."""

@@ -77,6 +77,11 @@ def reduced_gradients(optimizer: Any) -> list[Tensor]:
     return [gradient for group in optimizer.averaged_gradients.values() if group for gradient in group]
 
 
+def grouped_parameters(optimizer: Any) -> list[list[Any]]:
+    """The parameters of this rank's stage, by group of the optimizer."""
+    return list(optimizer.bf16_groups if is_bf16_optimizer(optimizer) else optimizer.bit16_groups)
+
+
 @dataclass(frozen=True)
 class Fragment:
     """The part of one parameter that this rank owns.
@@ -87,6 +92,8 @@ class Fragment:
         start: first element in ``flat``.
         numel: number of elements, at least 1.
         gradient: the owned part of the reduced gradient, [numel], a view; valid between the reduction and the step.
+        offset: first owned element in the parameter, row-major.
+        group: place of the parameter's group in the optimizer.
     """
 
     parameter: nn.Parameter
@@ -94,6 +101,8 @@ class Fragment:
     start: int
     numel: int
     gradient: Tensor | None
+    offset: int
+    group: int
 
     @property
     def master(self) -> Tensor:
@@ -124,7 +133,7 @@ def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
     """
     bf16 = is_bf16_optimizer(optimizer)
-    for index, parameters in enumerate(optimizer.bf16_groups if bf16 else optimizer.bit16_groups):
+    for index, parameters in enumerate(grouped_parameters(optimizer)):
         if bf16:
             flat = optimizer.fp32_groups_flat_partition[index]
             gradients = optimizer.fp32_groups_gradient_flat_partition[index]
@@ -142,7 +151,13 @@ def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
             place = mapping.hp_fragment_address
             gradient = gradients.narrow(0, place.start, place.numel) if bf16 else by_parameter.get(id(parameter))
             yield Fragment(
-                parameter, flat, place.start, place.numel, None if gradient is None else gradient.detach().flatten()
+                parameter,
+                flat,
+                place.start,
+                place.numel,
+                None if gradient is None else gradient.detach().flatten(),
+                mapping.lp_fragment_address.start,
+                index,
             )
 
 

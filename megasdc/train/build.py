@@ -26,7 +26,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel import ParallelDims, groups
-from megasdc.train.build_detection import build_detection, detects, watches_of
+from megasdc.train.build_detection import build_detection, build_search, build_toleranced, detects, watches_of
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
@@ -105,9 +105,16 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     detection = None if kept is None else build_detection(config, run, kept, signals, injector)
     if detection is not None:
         watches += watches_of(detection)
-    recording: list[StepHook] = [Observation(engine, watches)] if watches else []
+    recording: list[StepHook] = []
+    if watches:
+        observation = Observation(engine, watches)
+        recording.append(observation)
+        if detection is not None:
+            detection.search = build_search(sections.sdc.always_on, detection, run, observation)
     if detection is not None:
         recording.append(detection)
+    if (toleranced := build_toleranced(sections, run, signals)) is not None:
+        recording.append(toleranced)
     if tracer is not None:
         recording.append(TraceRecorder(tracer, trace_header(config, engine, tracer.algorithm)))
     drilling: list[StepHook] = []

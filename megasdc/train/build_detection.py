@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.config import MegasdcSection, RunConfig
+from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
@@ -11,10 +11,12 @@ from megasdc.train.detection import Detection
 from megasdc.train.disputes import Disputes
 from megasdc.train.golden_key import golden_key
 from megasdc.train.incidents import Incidents
-from megasdc.train.observe import Watch
+from megasdc.train.nonfinite import NonFiniteSearch
+from megasdc.train.observe import Observation, Watch
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run
 from megasdc.train.signals import StopSignals
+from megasdc.train.toleranced import TolerancedChecks
 
 
 def detects(sections: MegasdcSection) -> bool:
@@ -65,4 +67,35 @@ def watches_of(detection: Detection) -> list[Watch]:
     return [
         Watch(detection.record_audited, detection.audited_submodules),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
+        Watch(detection.record_finite, detection.finite_submodules),
     ]
+
+
+def build_search(
+    section: AlwaysOnSection, detection: Detection, run: Run, observation: Observation
+) -> NonFiniteSearch | None:
+    """Make what looks for the place where NaN or Inf appeared first; null where the section does not want that.
+
+    Args:
+        section: what is checked in every step.
+        detection: of the run.
+        run: with engine and events.
+        observation: shows the run's results.
+    """
+    if not (section.enabled and section.finite):
+        return None
+    return NonFiniteSearch(run, observation, detection.rehearse)
+
+
+def build_toleranced(sections: MegasdcSection, run: Run, signals: StopSignals) -> TolerancedChecks | None:
+    """Make the checks that only warn; null where the section does not want them.
+
+    Args:
+        sections: the run's sections.
+        run: with engine and events.
+        signals: of this process; a warning asks for an audit through them where audits are enabled.
+    """
+    always_on = sections.sdc.always_on
+    if not (always_on.enabled and always_on.toleranced):
+        return None
+    return TolerancedChecks(run.engine, signals if sections.audit.enabled else None)

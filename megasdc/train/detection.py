@@ -16,23 +16,31 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
+from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
 from megasdc.config import AlwaysOnSection, AuditSection, TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
+from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.recompute import Repeats, compare_recomputed
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.disputes import Disputes
+from megasdc.train.nonfinite import NonFiniteSearch
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run, StepHook
 from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger(__name__)
+
+FINITE_PHASES = (FORWARD, BACKWARD)
+"""Phases whose results are looked at for NaN and Inf in every step.
+
+Weight gradients, as many bytes again, end in the gradient norm, which is always looked at.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,12 @@ class Detection(StepHook, EngineHook):
             TraceSection(phases=[FORWARD, RECOMPUTE]),
             [one.fqn for one in choose_submodules(every, always_on.granularity, None)] if self.checks_recompute else [],
         )
+        checks_finite = always_on.enabled and always_on.finite
+        self._finite = FiniteRecorder()
+        self._finite_fqns = frozenset(
+            one.fqn for one in choose_submodules(every, always_on.granularity, None) if checks_finite
+        )
+        self.search: NonFiniteSearch | None = None
         self._offer: Any = None
         self._asked = torch.zeros(1, dtype=torch.int64)
 
@@ -123,6 +137,10 @@ class Detection(StepHook, EngineHook):
         """What the check of recomputations listens to in a step."""
         return self._checked.fqns or ()
 
+    def finite_submodules(self, step: int) -> Collection[str]:
+        """What the look for NaN and Inf listens to in a step."""
+        return self._finite_fqns
+
     def record_audited(self, address: Address, result: Tensor) -> None:
         """A listener: results of the shared micro-batch."""
         if self._auditing:
@@ -132,6 +150,12 @@ class Detection(StepHook, EngineHook):
         """A listener: forward results and their recomputations."""
         if address.micro_batch in self._covered:
             self._checked(address, result)
+
+    def record_finite(self, address: Address, result: Tensor) -> None:
+        """A listener: whether results are finite."""
+        covered = address.micro_batch in self._covered and address.phase in FINITE_PHASES
+        if covered and address.fqn in self._finite_fqns:
+            self._finite(address, result)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -145,6 +169,8 @@ class Detection(StepHook, EngineHook):
         step = run.engine.step_number
         self._auditing = self.is_audit(step)
         self._requested = False
+        if self.search is not None:
+            self.search.begin()
         number = run.engine.micro_batches
         self._covered = range(number) if self._always_on.coverage == "all" else (step % number,)
         shared = self._share(run, step) if self._auditing else None
@@ -174,17 +200,22 @@ class Detection(StepHook, EngineHook):
         repaired = False
         while True:
             checked = compare_recomputed(self._checked.take())
+            seen = self._finite.take(engine.dims)
             evidence = Evidence(self._parameters.take(), self._audited.take(), checked)
             agreed = compare_replicas(
                 [digest(evidence.parameters), digest(evidence.audited)],
-                [bool(evidence.repeats.unrepeated)],
+                [bool(evidence.repeats.unrepeated), seen is not None, not loss_is_finite(engine)],
                 engine.dims,
                 self._host_group,
             )
+            repeated, some_seen, some_loss = agreed.raised
+            if self.search is not None and (some_seen or some_loss):
+                overflow = engine.fp16_enabled() and not some_loss  # of scaled gradients
+                self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
-            if not (agreed.differing[0] or audit_differs or any(agreed.raised)):
+            if not (agreed.differing[0] or audit_differs or repeated):
                 return
-            if not self._disputes.settle(engine, evidence, agreed, self._rehearse, repaired=repaired):
+            if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
                 return
             if agreed.differing[0]:
                 self._parameters.start()
@@ -193,11 +224,12 @@ class Detection(StepHook, EngineHook):
             engine.compute_again()
             repaired = True
 
-    def _rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
+    def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
         """Compute a micro-batch again; what the audit and what the check of recomputations saw of it."""
         if engine.is_first_stage() or engine.is_last_stage():
             self._batches.rewind(micro_batch)
         engine.rehearse(micro_batch)
+        self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
@@ -206,8 +238,14 @@ class Detection(StepHook, EngineHook):
             self._asked = torch.tensor([int(self._signals.take_audit_request())])
             self._offer = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
 
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Find out why a step was skipped, if that is not known yet; parameters are as they were."""
+        if self.search is not None and engine.is_skipped and self.search.place is None:
+            self.search.explain(engine, None, repeat=not engine.fp16_enabled())
+
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count what was displaced, and learn whether the next step is to be audited."""
+        run.skip_place = None if self.search is None else self.search.place
         if self._auditing:
             run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
             self._disputes.after_audit(run, result)
@@ -224,6 +262,14 @@ class Detection(StepHook, EngineHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what was found before."""
         self._disputes.load_state_dict(state)
+
+
+def loss_is_finite(engine: TrainingEngine) -> bool:
+    """Whether this rank's sum of the step's losses is finite; true where it has none.
+
+    Sync: waits for the device.
+    """
+    return not isinstance(engine.total_loss, Tensor) or bool(torch.isfinite(engine.total_loss).all())
 
 
 def digest(trace: Trace) -> int:

@@ -131,7 +131,7 @@ class Disputes:
         """
         if agreed.differing[0]:
             found = self._settle_parameters(engine, evidence.parameters)
-        elif any(agreed.raised):
+        elif agreed.raised[0]:
             found = self._settle_recompute(engine, evidence.repeats, rehearse)
         else:
             found = self._settle_audit(engine, evidence.audited, rehearse)

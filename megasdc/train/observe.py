@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
@@ -22,11 +23,13 @@ class Watch:
         wanted: names of the submodules that it wants to see in a step; empty: it does not listen in it. The same on
             all ranks of a tensor group.
         gradients: whether it wants more than forward results of micro-batches.
+        harms: whether it changes results on purpose.
     """
 
     listener: Listener
     wanted: Callable[[int], Collection[str]]
     gradients: bool = True
+    harms: bool = False
 
 
 class Observation(StepHook):
@@ -52,7 +55,26 @@ class Observation(StepHook):
         step = run.engine.step_number
         wanted = {watch: frozenset(watch.wanted(step)) for watch in self._watches}
         wanting = tuple(watch for watch in self._watches if wanted[watch])
-        fqns = frozenset().union(*wanted.values())
+        self._attach(frozenset().union(*wanted.values()), wanting)
+
+    @contextmanager
+    def everything(self, listener: Listener) -> Iterator[None]:
+        """Show a listener, instead of those of this step, all results of all submodules, harmed as those of the step.
+
+        Args:
+            listener: for the time of the block; changes nothing.
+
+        Collective: none; but all ranks of a tensor group must do so together.
+        """
+        before = self._attached
+        harming = [watch for watch in before[1] if watch.harms]
+        self._attach(frozenset(one.fqn for one in self._submodules), (*harming, Watch(listener, lambda _: ())))
+        try:
+            yield
+        finally:
+            self._attach(*before)
+
+    def _attach(self, fqns: frozenset[str], wanting: tuple[Watch, ...]) -> None:
         if (fqns, wanting) == self._attached:
             return
         self.close()
@@ -73,7 +95,7 @@ class Observation(StepHook):
 def watch_for_faults(injector: Injector, engine: TrainingEngine) -> Watch:
     """What an injector wants to see: all that some spec may harm on some rank, in every step."""
     names = frozenset(one.fqn for one in harmed_submodules(injector.specs, list_submodules(engine.module)))
-    return Watch(injector, lambda step: names)
+    return Watch(injector, lambda step: names, harms=True)
 
 
 def watch_for_trace(tracer: Tracer) -> Watch:

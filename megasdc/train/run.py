@@ -30,6 +30,7 @@ class Run:
         tokens: tokens used so far.
         samples: samples consumed so far, all replicas.
         skipped_steps: steps that the optimizer did not take so far.
+        skip_place: where values of the last step became NaN or Inf, as a sentence; null: not looked for, or all finite.
         stop_reason: null, or why the run ends after this step; the same on all ranks.
         hooks: what looks in between steps, in this order.
         paused_s: seconds that evaluations and saves have taken, which are not steps.
@@ -49,6 +50,7 @@ class Run:
     tokens: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    skip_place: str | None = None
     stop_reason: str | None = None
     hooks: list[StepHook] = field(default_factory=list)
     paused_s: float = 0.0

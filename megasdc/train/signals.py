@@ -35,6 +35,10 @@ class StopSignals:
         else:
             self.received = number
 
+    def request_audit(self) -> None:
+        """Ask for an audit as the signal does."""
+        self.audit_requested = True
+
     def take_audit_request(self) -> bool:
         """Whether an audit was asked for since the last call."""
         asked, self.audit_requested = self.audit_requested, False

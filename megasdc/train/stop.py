@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from typing import Any
@@ -14,6 +15,8 @@ from megasdc.engine.hooks import EngineHook
 from megasdc.errors import NonFiniteError
 from megasdc.train.run import Run, StepHook
 from megasdc.train.signals import StopSignals
+
+logger = logging.getLogger(__name__)
 
 
 class SkipWatch(StepHook):
@@ -33,12 +36,22 @@ class SkipWatch(StepHook):
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        run.events.emit("skip", "optimizer_step", step=result.step, reason=result.skipped, loss_scale=result.loss_scale)
+        place = run.skip_place or "where is not known; sdc.always_on.finite looks for it"
+        run.events.emit(
+            "skip",
+            "optimizer_step",
+            step=result.step,
+            reason=result.skipped,
+            place=place,
+            loss_scale=result.loss_scale,
+        )
+        if run.dims.rank == 0:
+            logger.warning("step %d was skipped: %s; %s", result.step, result.skipped, place)
         if self.in_a_row >= self.limit:
             raise NonFiniteError(
                 f"the optimizer skipped {self.in_a_row} steps in a row, up to step {result.step}: {result.skipped}; "
-                f"training.max_skipped_steps is {self.limit}. Resume from an earlier checkpoint with a lower learning "
-                "rate, or look for the first non-finite step in the events"
+                f"{place}; training.max_skipped_steps is {self.limit}. Resume from an earlier checkpoint with a lower "
+                "learning rate, or look for the first non-finite result in the events of kind nonfinite"
             )
 
     def state_dict(self) -> dict[str, Any]:

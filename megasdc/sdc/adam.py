@@ -1,0 +1,106 @@
+"""Did the optimizer do what its formula says? A slice of Adam's step computed again in float64.
+
+Source: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2, as
+``torch.optim.adam._single_tensor_adam`` (torch 2.13) has it: decay first, then the moments, then the step with eps
+added to the root of the corrected second moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamSlice:
+    """Some elements of a shard.
+
+    Args:
+        master: weights, [n].
+        exp_avg: first moment, [n].
+        exp_avg_sq: second moment, [n].
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All three."""
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Hyper-parameters of a group at a step.
+
+    Args:
+        learning_rate: of this step.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: of the group.
+        decoupled: whether weights decay by themselves (AdamW) and not through the gradient.
+    """
+
+    learning_rate: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+def adam_step(
+    before: AdamSlice, gradient: Tensor, step: float | Tensor, settings: AdamSettings
+) -> tuple[AdamSlice, AdamSlice]:
+    """What the optimizer should make of a slice, and how large the terms are that it adds up.
+
+    Args:
+        before: as the optimizer finds it.
+        gradient: [n], after unscaling and clipping.
+        step: of the optimizer, the first is 1.
+        settings: of the group.
+
+    Returns:
+        The slice after the step, fp64; and for each element the sum of the magnitudes of its terms, fp64, to which
+        rounding errors are proportional.
+
+    Sync: none.
+    """
+    (beta1, beta2), rate, decay = settings.betas, settings.learning_rate, settings.weight_decay
+    master, first, second = (one.double() for one in before.tensors)
+    gradient = gradient.double()
+    kept = master * (1 - rate * decay) if settings.decoupled else master
+    if not settings.decoupled:
+        gradient = gradient + decay * master
+    exp_avg = beta1 * first + (1 - beta1) * gradient
+    exp_avg_sq = beta2 * second + (1 - beta2) * gradient * gradient
+    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt() + settings.eps
+    size = rate / (1 - beta1**step)
+    terms = beta1 * first.abs() + (1 - beta1) * gradient.abs()
+    return (
+        AdamSlice(kept - size * exp_avg / denominator, exp_avg, exp_avg_sq),
+        AdamSlice(master.abs() + size * terms / denominator, terms, exp_avg_sq),
+    )
+
+
+def roundings(expected: AdamSlice, magnitude: AdamSlice, actual: AdamSlice) -> Tensor:
+    """The largest difference between what is and what should be, in roundings of its terms.
+
+    Args:
+        expected: from ``adam_step``.
+        magnitude: likewise.
+        actual: what the optimizer made, in the type that it keeps.
+
+    Returns:
+        [3], fp64: of master, exp_avg, exp_avg_sq; a few where the optimizer was right.
+
+    Sync: none.
+    """
+    worst = []
+    for wanted, size, got in zip(expected.tensors, magnitude.tensors, actual.tensors, strict=True):
+        kind = torch.finfo(got.dtype)
+        worst.append(((got.double() - wanted).abs() / (kind.eps * size + kind.tiny)).max())
+    return torch.stack(worst)

@@ -1,0 +1,129 @@
+"""Where did NaN or Inf appear first? Two numbers a result, kept on the device until all are read at once.
+
+Smallest and largest element say it exactly and cannot overflow, as a sum could: both are NaN where any element is, and
+one of them is infinite where any element is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megasdc.addresses import Address
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.compare import execution_key
+
+NAN, INF = "NaN", "Inf"
+"""Kinds of a result that is not finite; NaN where it holds both."""
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A result with elements that are not finite.
+
+    Args:
+        address: of the result.
+        place: how many results its rank recorded before it.
+        kind: ``NAN`` or ``INF``.
+    """
+
+    address: Address
+    place: int
+    kind: str
+
+
+def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element, each [] on the tensor's device.
+
+    Args:
+        tensor: of a floating-point type, at least one element.
+
+    Sync: none.
+    """
+    found = torch.aminmax(tensor.detach())
+    return found.min, found.max
+
+
+def kind_of_extremes(smallest: float, largest: float) -> str | None:
+    """Which kind of non-finite elements a tensor has; null: none."""
+    if math.isnan(smallest) or math.isnan(largest):
+        return NAN
+    return INF if math.isinf(smallest) or math.isinf(largest) else None
+
+
+def kind_of(tensors: Sequence[Tensor]) -> str | None:
+    """Which kind of non-finite elements some tensors have; null: none; NaN before Inf.
+
+    Sync: waits for the device.
+    """
+    values = [value for one in tensors if checkable(one) for value in start_extremes(one)]
+    if not values:
+        return None
+    kinds = {kind_of_extremes(value, value) for value in torch.stack([one.double() for one in values]).tolist()}
+    return next((kind for kind in (NAN, INF) if kind in kinds), None)
+
+
+def checkable(tensor: Tensor) -> bool:
+    """Whether a tensor can hold NaN or Inf at all."""
+    return tensor.is_floating_point() and tensor.numel() > 0
+
+
+class FiniteRecorder:
+    """A listener of ``engine.observer.Observer`` that remembers whether results are finite, and changes nothing."""
+
+    def __init__(self) -> None:
+        self._addresses: list[Address] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, address: Address, result: Tensor) -> None:
+        """Record one result.
+
+        Sync: none.
+        """
+        if checkable(result):
+            self._addresses.append(address)
+            self._values += start_extremes(result)
+
+    def take(self, dims: ParallelDims) -> NonFinite | None:
+        """The first result of this rank since the last call that was not finite, in execution order.
+
+        Args:
+            dims: layout and place of this rank.
+
+        Sync: waits for the device once.
+        """
+        if not self._values:
+            return None
+        found = []
+        addresses, values = self._addresses, torch.stack([one.double() for one in self._values])
+        self._addresses, self._values = [], []
+        extremes = values.view(-1, 2)
+        for place in (~extremes.isfinite().all(1)).nonzero().flatten().tolist():
+            kind = kind_of_extremes(*extremes[place].tolist())
+            assert kind is not None, "one of the two extremes is not finite"
+            found.append(NonFinite(addresses[place], place, kind))
+        return min(found, key=lambda one: execution_key(one.address, one.place, dims), default=None)
+
+
+def first_of(found: Sequence[NonFinite | None], layout: ParallelDims) -> tuple[int, NonFinite] | None:
+    """Which rank's result was the first over all ranks, in execution order.
+
+    Replicas do not influence each other within a micro-batch; of two at the same place the lower rank is taken.
+
+    Args:
+        found: by global rank; null: all results were finite.
+        layout: sizes of the parallel dimensions.
+
+    Returns:
+        The rank and its result; null where all ranks' results were finite.
+    """
+    keyed = []
+    for rank, one in enumerate(found):
+        if one is not None:
+            dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
+            keyed.append((execution_key(one.address, one.place, dims), rank, one))
+    return min(keyed, key=lambda item: item[:2])[1:] if keyed else None

@@ -1,0 +1,100 @@
+"""Is a submodule's gradient unlike that of the other replicas, or unlike before? Robust statistics of its features.
+
+Features are compared as logarithms: what is usual for a gradient is a factor, not a difference. Across replicas, a
+value's distance from their median is measured in the usual such distance, the median over replicas and past steps.
+Against the past, the median over replicas is compared with its own values in past steps, by their median and median
+absolute deviation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WINDOW = 32
+"""Past steps that count."""
+NEEDED = 5
+"""Past steps before anything is scored."""
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+LEAST_SCALE = 0.01
+"""Least scale of a logarithm: changes of a hundredth are never unusual."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The most unusual feature of a step.
+
+    Args:
+        value: its distance in the usual one.
+        replica: whose it is; null: of all in common.
+        submodule: place in the list.
+        feature: place in the list.
+    """
+
+    value: float
+    replica: int | None
+    submodule: int
+    feature: int
+
+
+class Outliers:
+    """Scores the features of all replicas at one position of the layout, step by step."""
+
+    def __init__(self) -> None:
+        self._centers: deque[Tensor] = deque(maxlen=WINDOW)
+        self._spreads: deque[Tensor] = deque(maxlen=WINDOW)
+
+    def score(self, features: Tensor) -> tuple[Score, Score] | None:
+        """The most unusual feature across replicas, and against the past; learn the step.
+
+        Args:
+            features: [replicas, submodules, features], on the host, not negative, finite.
+
+        Returns:
+            Null as long as too little is known.
+        """
+        logs = features.double().clamp_min(torch.finfo(torch.float32).tiny).log()
+        center = logs.quantile(0.5, 0)
+        distance = (logs - center).abs()
+        found = None
+        if len(self._centers) >= NEEDED:
+            usual = torch.stack(list(self._spreads)).quantile(0.5, 0)
+            past = torch.stack(list(self._centers))
+            middle = past.quantile(0.5, 0)
+            deviation = (past - middle).abs().quantile(0.5, 0)
+            found = (
+                _worst(distance / (NORMAL * usual).clamp_min(LEAST_SCALE), across=True),
+                _worst(((center - middle).abs() / (NORMAL * deviation).clamp_min(LEAST_SCALE)).unsqueeze(0)),
+            )
+        self._centers.append(center)
+        self._spreads.append(distance.quantile(0.5, 0))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of past steps, in plain values."""
+        return {
+            "centers": [one.tolist() for one in self._centers],
+            "spreads": [one.tolist() for one in self._spreads],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what was known."""
+        self._centers = _restored(state["centers"])
+        self._spreads = _restored(state["spreads"])
+
+
+def _restored(rows: Sequence[Any]) -> deque[Tensor]:
+    return deque((torch.tensor(row, dtype=torch.float64) for row in rows), maxlen=WINDOW)
+
+
+def _worst(scores: Tensor, across: bool = False) -> Score:
+    """The largest of [replicas, submodules, features]."""
+    place = int(scores.argmax())
+    replica, submodule, feature = (int(one) for one in torch.unravel_index(torch.tensor(place), scores.shape))
+    return Score(float(scores.flatten()[place]), replica if across else None, submodule, feature)

@@ -1,0 +1,156 @@
+"""What is unusual in a step, within tolerances measured in this run? Warnings with numbers; never an accusation."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.outliers import Outliers
+from megasdc.sdc.tolerance import Tolerance
+from megasdc.train.gradient_checks import FeatureReader, ReductionCheck, is_finite
+from megasdc.train.run import Run, StepHook
+from megasdc.train.signals import StopSignals
+from megasdc.train.update_check import UpdateCheck
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "sdc"
+REDUCTION, UPDATE, REPLICAS, PAST = "reduction", "update", "replicas", "past"
+UNITS = {
+    REDUCTION: "of the gradient's norm",
+    UPDATE: "roundings",
+    REPLICAS: "usual distances from the replicas' median",
+    PAST: "usual distances from the past",
+}
+"""Every check, and what its values are measured in."""
+FACTORS = {REDUCTION: 8.0, UPDATE: 8.0, REPLICAS: 4.0, PAST: 4.0}
+"""How many times the largest clean value is unusual."""
+
+UNKNOWN = -1.0
+"""Stands for a value that is not known yet; values are not negative."""
+
+
+class TolerancedChecks(StepHook, EngineHook):
+    """Checks gradient reduction, updates and gradient features of every step, and warns of what is unusual.
+
+    Args:
+        engine: of this rank.
+        signals: of this process, where a warning asks for an audit; null: it does not.
+    """
+
+    def __init__(self, engine: TrainingEngine, signals: StopSignals | None) -> None:
+        self._signals = signals
+        self._reduction = ReductionCheck(engine)
+        self._features = FeatureReader(engine)
+        self._outliers = Outliers()
+        self._update: UpdateCheck | None = None
+        floors = {REDUCTION: self._reduction.rounding, UPDATE: 4.0, REPLICAS: 4.0, PAST: 4.0}
+        self._tolerances = {name: Tolerance(FACTORS[name], floors[name]) for name in UNITS}
+        self._host_group: Any = None
+        self._dims = engine.dims
+
+    def on_start(self, run: Run) -> None:
+        """Look in before those that harm a reduction on purpose."""
+        self._host_group = run.host_group
+        self._update = UpdateCheck(run.engine)
+        run.engine.hooks.insert(0, self)
+
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Read this rank's own gradients."""
+        self._reduction.before_reduction()
+        self._features.before_reduction()
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Read the shards that it owns."""
+        self._reduction.after_reduction()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Judge the step, the same on all ranks; a skipped one is left out."""
+        assert self._update is not None, "on_start comes first"
+        reduction, features = self._reduction.finish(), self._features.finish()
+        if result.skipped is not None:
+            self._update.drop()
+            return
+        values = {REDUCTION: reduction, UPDATE: self._update.finish()}
+        scores = self._outliers.score(features) if is_finite(features) else None
+        if scores is not None:
+            values |= {
+                name: (score.value, self._features.describe(score))
+                for name, score in zip((REPLICAS, PAST), scores, strict=True)
+            }
+        own = [values.get(name, (UNKNOWN, "")) for name in UNITS]
+        largest = torch.tensor([value for value, _ in own], dtype=torch.float64).nan_to_num(nan=math.inf)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._host_group)
+        for name, value, mine in zip(UNITS, largest.tolist(), own, strict=True):
+            if value != UNKNOWN:
+                self._judge(run, name, value, mine)
+
+    def _judge(self, run: Run, name: str, value: float, own: tuple[float, str]) -> None:
+        tolerance = self._tolerances[name]
+        known = tolerance.threshold
+        unusual = tolerance.judge(value)
+        if known is None and tolerance.threshold is not None and self._dims.rank == 0:
+            logger.info("check %s warns above %.3g %s from now on", name, tolerance.threshold, UNITS[name])
+            run.events.emit(EVENT_KIND, "threshold", step=run.step, check=name, threshold=tolerance.threshold)
+        if not unusual:
+            return
+        found = gather_objects(own, self._host_group)
+        rank = max(range(len(found)), key=lambda one: found[one][0])
+        if self._dims.rank != 0:
+            return
+        logger.warning(
+            "step %d: check %s: %s on rank %d: %.3g %s, usual are up to %.3g; this names nobody",
+            run.step,
+            name,
+            found[rank][1],
+            rank,
+            value,
+            UNITS[name],
+            known,
+        )
+        audit = self._signals is not None
+        run.events.emit(
+            EVENT_KIND,
+            "warning",
+            step=run.step,
+            check=name,
+            value=value,
+            threshold=known,
+            unit=UNITS[name],
+            seen_on=rank,
+            place=found[rank][1],
+            audit_requested=audit,
+        )
+        if self._signals is not None:
+            self._signals.request_audit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clean values of each check, and past features of each position of the layout."""
+        own = self._outliers.state_dict() if self._dims.dp_rank == 0 else None
+        states = gather_objects(own, self._host_group)
+        return {
+            "tolerances": {name: one.state_dict() for name, one in self._tolerances.items()},
+            "layout": self._dims.layout,
+            "features": {str(rank): state for rank, state in enumerate(states) if state is not None},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what was measured; in another layout gradients are divided otherwise, and it is measured anew."""
+        if state["layout"] != self._dims.layout:
+            return
+        for name, tolerance in self._tolerances.items():
+            tolerance.load_state_dict(state["tolerances"][name])
+        first = self._dims.rank - self._dims.dp_rank * self._dims.tensor
+        self._outliers.load_state_dict(state["features"][str(first)])
+
+    def close(self) -> None:
+        """Take every hook away."""
+        if self._update is not None:
+            self._update.close()
