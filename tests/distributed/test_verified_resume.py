@@ -253,7 +253,12 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
     for step in (4, 6):
         name = f"step_{step:08d}"
         assert state_of(folder / name) == state_of(tmp_path / "clean" / "checkpoints" / name)
-    always = ("megasdc.checkpoint.require_verified=always", "megasdc.audit.enabled=true", "megasdc.audit.interval=1000")
+    always = (
+        "megasdc.checkpoint.require_verified=always",
+        "megasdc.audit.enabled=true",
+        "megasdc.audit.interval=1000",
+        "megasdc.determinism.enabled=true",
+    )
     assert [code for code, _ in train_run(config, 2, *always)] == [0, 0]
     assert [event["step"] for event in events_of(tmp_path / "run", "resume", "checkpoint")] == [2, 2]
     assert list_steps(folder / "unverified_2") == [4, 6]
