@@ -31,15 +31,17 @@ from megasdc.bench.live_cases import (
     deal_rows,
     weights_of_rows,
 )
-from megasdc.bench.live_setup import MICRO_BATCHES, RandomTokens, detecting, live_config
+from megasdc.bench.live_setup import MICRO_BATCHES, VOCABULARY, RandomTokens, detecting, live_config
 from megasdc.bench.live_trial import LiveTrial, Named
 from megasdc.bench.ranks import Messages
 from megasdc.config import RunConfig, TraceSection, parse_config
+from megasdc.config.fault_sections import TOKENS
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.engine import StepResult
 from megasdc.events import Event, EventLog
 from megasdc.faults.injector import Firing
+from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -114,6 +116,7 @@ class LiveCampaign:
         addresses = self._record(config, golden)
         self._configs = {name: detecting(raw, name, golden) for name in (AUDITED, GOLDEN, CHECKED, EVERYTHING)}
         self._stream = RandomTokens(request["seed"], 100_000)
+        self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
         self._events = KeptEvents(self._folder, self.dims.rank)
         self._signals = StopSignals()
         self.draw = random.Random(request["seed"])
@@ -221,7 +224,11 @@ class LiveCampaign:
         repeats = self._configs[case.mode].megasdc.sdc.repeats
         step = case.targets[0].address.step
         live = {rank: [one for one in firings if (one.rank, one.address.step) == (rank, step)] for rank in case.ranks}
-        harmed = tuple(rank for rank, of_rank in live.items() if of_rank and of_rank[0].changed)
+        harmed = tuple(
+            rank
+            for rank, of_rank in live.items()
+            if of_rank and of_rank[0].changed and is_read(of_rank[0], self.dims.tensor, self._padded)
+        )
         alike = [len(live[rank]) == 1 + repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
         result = next(one for one in results if one.step == step)
@@ -251,6 +258,21 @@ class LiveCampaign:
 
 def _done(firing: Firing) -> tuple[Any, ...]:
     return firing.indices, firing.bits_before, firing.bits_after
+
+
+def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
+    """Whether a rank computes anything with what was harmed; of ids it reads those of its part of the vocabulary.
+
+    Args:
+        firing: what was done.
+        tensor: tensor-parallel size.
+        padded_vocab: entries of the vocabulary over all tensor ranks.
+    """
+    if firing.address.phase != TOKENS:
+        return True
+    part = padded_vocab // tensor
+    first = part * (firing.rank % tensor)
+    return any(first <= one < first + part for one in (*firing.before, *firing.after))
 
 
 def differs_from_repeat(trace: Trace) -> bool:
