@@ -16,11 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megasdc.addresses import WEIGHT_GRAD, Address
-from megasdc.bench.detection_rank import KINDS, LLAMA
+from megasdc.bench.detection_rank import KINDS
 from megasdc.bench.live_cases import (
     AUDITED,
     CHECKED,
@@ -32,15 +31,17 @@ from megasdc.bench.live_cases import (
     deal_rows,
     weights_of_rows,
 )
+from megasdc.bench.live_setup import MICRO_BATCHES, VOCABULARY, RandomTokens, detecting, live_config
 from megasdc.bench.live_trial import LiveTrial, Named
 from megasdc.bench.ranks import Messages
 from megasdc.config import RunConfig, TraceSection, parse_config
+from megasdc.config.fault_sections import TOKENS
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.engine import StepResult
 from megasdc.events import Event, EventLog
 from megasdc.faults.injector import Firing
-from megasdc.model.randomness import mix
+from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -58,69 +59,6 @@ from megasdc.train.observe import Observation, Watch, watch_for_faults
 from megasdc.train.run import Run, StepHook, train
 from megasdc.train.signals import StopSignals
 from megasdc.train.workload import Workload, workload_cases, workload_config
-
-VOCABULARY, LENGTH, MICRO_BATCHES = 250, 32, 2
-MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": LENGTH}
-WARN = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclusive"), "warn")
-"""Every trial ends, whatever is found."""
-AUDIT = {"enabled": True, "interval": 1, "granularity": "gemm"}
-ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
-
-
-def live_config(request: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of one layout and type, without what detects."""
-    tensor, pipeline, _ = request["layout"]
-    model = MODEL if request["style"] == "gpt" else {**MODEL, **LLAMA}
-    raw: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megasdc": {
-            "model": {**model, "hidden_dropout": request["dropout"], "attention_dropout": request["dropout"]},
-            "data": {"path": "unused", "sequence_length": LENGTH},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1},
-            "training": {"steps": 1000},
-            "determinism": {"enabled": True},
-            "trace": {"granularity": "gemm"},
-            "golden": {"vocab_size": VOCABULARY, "steps": 1, "micro_batches": MICRO_BATCHES},
-            "logging": {"run_dir": request["folder"]},
-        },
-    }
-    if request["recompute"]:
-        raw["pipeline"] = {"activation_checkpoint_interval": 1}
-    if request["precision"] == "bf16":
-        raw["bf16"] = {"enabled": True}
-    return raw
-
-
-class RandomTokens:
-    """A stream of seeded random tokens, another sample at each position.
-
-    Args:
-        seed: of all samples.
-        num_samples: length of the stream.
-    """
-
-    path = "seeded random tokens"
-    vocab_size = VOCABULARY
-
-    def __init__(self, seed: int, num_samples: int) -> None:
-        self.identity = f"random {seed}"
-        self._seed = seed
-        self._num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def prolong(self, num_samples: int) -> None:
-        """Make the stream at least so long."""
-        self._num_samples = max(self._num_samples, num_samples)
-
-    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens [s], labels [s], loss mask [s]."""
-        generator = torch.Generator().manual_seed(mix(self._seed, position))
-        tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=generator)
-        return tokens[:-1], tokens[1:], torch.ones(LENGTH)
 
 
 class KeptEvents(EventLog):
@@ -176,8 +114,9 @@ class LiveCampaign:
         self._algorithm = default_algorithm(self._engine.device)
         golden = self._folder / "campaign.golden"
         addresses = self._record(config, golden)
-        self._configs = {name: _detecting(raw, name, golden) for name in (AUDITED, GOLDEN, CHECKED, EVERYTHING)}
+        self._configs = {name: detecting(raw, name, golden) for name in (AUDITED, GOLDEN, CHECKED, EVERYTHING)}
         self._stream = RandomTokens(request["seed"], 100_000)
+        self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
         self._events = KeptEvents(self._folder, self.dims.rank)
         self._signals = StopSignals()
         self.draw = random.Random(request["seed"])
@@ -285,7 +224,11 @@ class LiveCampaign:
         repeats = self._configs[case.mode].megasdc.sdc.repeats
         step = case.targets[0].address.step
         live = {rank: [one for one in firings if (one.rank, one.address.step) == (rank, step)] for rank in case.ranks}
-        harmed = tuple(rank for rank, of_rank in live.items() if of_rank and of_rank[0].changed)
+        harmed = tuple(
+            rank
+            for rank, of_rank in live.items()
+            if of_rank and of_rank[0].changed and is_read(of_rank[0], self.dims.tensor, self._padded)
+        )
         alike = [len(live[rank]) == 1 + repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
         result = next(one for one in results if one.step == step)
@@ -317,15 +260,19 @@ def _done(firing: Firing) -> tuple[Any, ...]:
     return firing.indices, firing.bits_before, firing.bits_after
 
 
-def _detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
-    """The configuration with what detects in a mode."""
-    sdc: dict[str, Any] = {"policy": WARN}
-    if mode in (CHECKED, EVERYTHING):
-        sdc["always_on"] = ALWAYS_ON
-    if mode == GOLDEN:
-        sdc["golden"] = str(golden)
-    sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode == CHECKED else {"audit": AUDIT})
-    return parse_config({**raw, "megasdc": sections})
+def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
+    """Whether a rank computes anything with what was harmed; of ids it reads those of its part of the vocabulary.
+
+    Args:
+        firing: what was done.
+        tensor: tensor-parallel size.
+        padded_vocab: entries of the vocabulary over all tensor ranks.
+    """
+    if firing.address.phase != TOKENS:
+        return True
+    part = padded_vocab // tensor
+    first = part * (firing.rank % tensor)
+    return any(first <= one < first + part for one in (*firing.before, *firing.after))
 
 
 def differs_from_repeat(trace: Trace) -> bool:

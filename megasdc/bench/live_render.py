@@ -35,8 +35,9 @@ def render_live(result: LiveResult, console: Console) -> None:
     ):
         _table(title, result.counts(key), console)
     console.print(
-        "no bit: the fault changed none; rank: exactly the harmed ranks were named; place: with first submodule and "
-        "direction; unnamed: somebody is wrong, but nobody can be named; wrong: a healthy rank was named"
+        "no bit: the fault changed none that the rank reads; rank: exactly the harmed ranks were named; place: with "
+        "first submodule and direction; unnamed: somebody is wrong, but nobody can be named; wrong: a healthy rank was "
+        "named"
     )
     console.print(
         f"{MAJORITY}: who differs from the majority is named, and every such verdict says that it is relative to it"

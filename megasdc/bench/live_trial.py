@@ -65,7 +65,7 @@ class LiveTrial:
         kinds: of the faults.
         ranks: that were to be harmed.
         addresses: what was to be harmed.
-        harmed: ranks on which a bit was changed when it was computed first.
+        harmed: ranks on which a bit that they read was changed when it was computed first.
         shows: where that is to show first; empty where it shows elsewhere or nowhere.
         reproduced: whether every repeat was harmed in exactly the same way.
         golden_harmed: whether the golden workload was harmed on each of these ranks.

@@ -33,7 +33,7 @@ _BASES = {
     "golden trace": "Right is what the golden trace says, which trusted hardware computed.",
     "replay": "Right is what ranks computed when they repeated the micro-batch.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
-    "master shard": "its parameters were not those that their owners keep in their fp32 master shards",
+    "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
 }
 _DONE = {
     "halted": "training was halted",

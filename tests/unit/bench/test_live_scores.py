@@ -27,9 +27,11 @@ from megasdc.bench.live_cases import (
     deal_rows,
     weights_of_rows,
 )
-from megasdc.bench.live_rank import differs_from_repeat
+from megasdc.bench.live_rank import differs_from_repeat, is_read
 from megasdc.bench.live_today import compare_with_today
 from megasdc.bench.live_trial import LiveTrial, Named
+from megasdc.config.fault_sections import TOKENS
+from megasdc.faults.injector import Firing
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.replay import MAJORITY as RELATIVE
 from megasdc.sdc.trace import Trace
@@ -138,6 +140,19 @@ def test_self_replay_compares_with_the_first_repeat() -> None:
     assert not differs_from_repeat(Trace(places, [1, 2]))
     assert not differs_from_repeat(Trace(places * 3, [1, 2, 1, 2, 1, 9]))
     assert differs_from_repeat(Trace(places * 2, [1, 2, 1, 9]))
+
+
+def test_ids_of_another_part_of_the_vocabulary_are_not_read() -> None:
+    """A tensor rank reads an id if it is, or becomes, one of its own part; other results are always read."""
+
+    def firing(rank: int, phase: str, before: float, after: float) -> Firing:
+        address = Address(4, 0, phase, "tokens", "tokens")
+        values = ((0,), (0,), (0,), (before,), (after,))
+        return Firing(0, "bit_flip", address, rank, "int64", (1, 32), 1, 1, *values)
+
+    assert [is_read(firing(rank, TOKENS, 5.0, 7.0), 2, 256) for rank in (0, 1, 2, 3)] == [True, False, True, False]
+    assert [is_read(firing(rank, TOKENS, 127.0, 128.0), 2, 256) for rank in (0, 1)] == [True, True]
+    assert is_read(firing(1, FORWARD, 5.0, 7.0), 2, 256)
 
 
 def test_rules_of_today() -> None:
