@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from megasdc.sdc.outliers import LEAST_SCALE, NEEDED, NORMAL, Outliers
+from megasdc.sdc.outliers import LEAST_SCALE, LEAST_SHARE, NEEDED, NORMAL, Outliers
 
 
 def _features(step, replicas=4, submodules=3, spread=0.1):
@@ -20,6 +20,11 @@ def _after(steps, **options):
     return outliers
 
 
+def _scale(deviations):
+    scale = NORMAL * deviations
+    return np.maximum(np.maximum(scale, LEAST_SHARE * np.median(scale, axis=0)), LEAST_SCALE)
+
+
 def test_scores_are_medians_and_mads():
     """Both scores are those of the same formulas in NumPy."""
     steps = [np.log(_features(step).numpy()) for step in range(NEEDED + 1)]
@@ -27,11 +32,11 @@ def test_scores_are_medians_and_mads():
     usual = np.median(
         [np.median(abs(one - center), axis=0) for one, center in zip(steps, centers, strict=True)][:-1], 0
     )
-    across = abs(steps[-1] - centers[-1]) / np.maximum(NORMAL * usual, LEAST_SCALE)
+    across = abs(steps[-1] - centers[-1]) / _scale(usual)
     past = np.array(centers[:-1])
     middle = np.median(past, axis=0)
     deviation = np.median(abs(past - middle), axis=0)
-    common = abs(centers[-1] - middle) / np.maximum(NORMAL * deviation, LEAST_SCALE)
+    common = abs(centers[-1] - middle) / _scale(deviation)
     outliers = _after(NEEDED)
     found = outliers.score(_features(NEEDED))
     assert math.isclose(found[0].value, across.max(), rel_tol=1e-9)
@@ -58,6 +63,13 @@ def test_a_change_of_all_is_found_against_the_past():
     assert past.value > 10 > across.value
 
 
+def test_the_median_replica_is_not_its_own_spread():
+    """With three replicas the usual distance is that of the other two: one a little apart is not unusual."""
+    outliers = _after(30, replicas=3)
+    across, _ = outliers.score(_features(99, replicas=3))
+    assert across.value < 6
+
+
 def test_one_replica_alone_has_no_others():
     """With one replica nothing differs across replicas, and the past is its own."""
     outliers, features = _after(20, replicas=1), _features(99, replicas=1)
@@ -79,7 +91,7 @@ def test_a_gradient_of_zero_is_a_number():
 
 def test_its_state_goes_on():
     """What is restored scores as what was saved."""
-    outliers, other = _after(9), Outliers()
+    outliers, other = _after(NEEDED + 3), Outliers()
     other.load_state_dict(outliers.state_dict())
     assert other.score(_features(50)) == outliers.score(_features(50))
     assert Outliers().score(_features(0)) is None
