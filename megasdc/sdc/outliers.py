@@ -3,7 +3,7 @@
 Features are compared as logarithms: what is usual for a gradient is a factor, not a difference. Across replicas, a
 value's distance from their median is measured in the usual such distance, the median over replicas and past steps.
 Against the past, the median over replicas is compared with its own values in past steps, by their median and median
-absolute deviation.
+absolute deviation. Neither scale is much less than that of most submodules.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch import Tensor
 
 WINDOW = 32
 """Past steps that count."""
-NEEDED = 5
+NEEDED = 10
 """Past steps before anything is scored."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 LEAST_SCALE = 0.01
 """Least scale of a logarithm: changes of a hundredth are never unusual."""
+LEAST_SHARE = 0.5
+"""Least scale of one submodule over the median of all: few steps may by chance lie close together."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,12 @@ class Outliers:
             middle = past.quantile(0.5, 0)
             deviation = (past - middle).abs().quantile(0.5, 0)
             found = (
-                _worst(distance / (NORMAL * usual).clamp_min(LEAST_SCALE), across=True),
-                _worst(((center - middle).abs() / (NORMAL * deviation).clamp_min(LEAST_SCALE)).unsqueeze(0)),
+                _worst(distance / _scale(usual), across=True),
+                _worst(((center - middle).abs() / _scale(deviation)).unsqueeze(0)),
             )
         self._centers.append(center)
-        self._spreads.append(distance.quantile(0.5, 0))
+        alone = len(logs) % 2 if len(logs) > 1 else 0  # of an odd number one is the median itself
+        self._spreads.append(distance.sort(0).values[alone:].quantile(0.5, 0))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,6 +90,12 @@ class Outliers:
         """Take up what was known."""
         self._centers = _restored(state["centers"])
         self._spreads = _restored(state["spreads"])
+
+
+def _scale(deviations: Tensor) -> Tensor:
+    """What distances are measured in, from the median deviation of each [submodules, features]."""
+    scale = NORMAL * deviations
+    return scale.maximum(LEAST_SHARE * scale.quantile(0.5, 0)).clamp_min(LEAST_SCALE)
 
 
 def _restored(rows: Sequence[Any]) -> deque[Tensor]:

@@ -18,10 +18,11 @@ KEPT = 64
 class Tolerance:
     """Judges the values of one check, one a step.
 
-    The threshold is a multiple of the largest of the last clean values. A value above it is not one of them.
+    The threshold is a multiple of the upper quartile of the last clean values, so that one odd step among those that
+    are measured does not make a check blind. A value above it is not one of them.
 
     Args:
-        factor: how many times the largest clean value is unusual.
+        factor: how many times the upper quartile is unusual.
         floor: least threshold: what the arithmetic alone may do.
     """
 
@@ -35,7 +36,8 @@ class Tolerance:
         """Values above it are warned of; null: not measured yet."""
         if len(self._clean) < MEASURED:
             return None
-        return max(self._floor, self._factor * max(self._clean))
+        ordered = sorted(self._clean)
+        return max(self._floor, self._factor * ordered[3 * len(ordered) // 4])
 
     def judge(self, value: float) -> bool:
         """Whether a value is unusual; learn from it if not.

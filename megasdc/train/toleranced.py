@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +31,26 @@ UNITS = {
     PAST: "usual distances from the past",
 }
 """Every check, and what its values are measured in."""
-FACTORS = {REDUCTION: 8.0, UPDATE: 8.0, REPLICAS: 4.0, PAST: 4.0}
-"""How many times the largest clean value is unusual."""
+FACTORS = {REDUCTION: 10.0, UPDATE: 10.0, REPLICAS: 4.0, PAST: 8.0}
+"""How many times the upper quartile of clean values is unusual; the last two are distances of logarithms."""
 
 UNKNOWN = -1.0
 """Stands for a value that is not known yet; values are not negative."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The most unusual value of a check at one rank's position.
+
+    Args:
+        value: in the check's unit.
+        place: what it is a value of.
+        rank: on which it was seen; null: it belongs to several.
+    """
+
+    value: float
+    place: str
+    rank: int | None
 
 
 class TolerancedChecks(StepHook, EngineHook):
@@ -78,21 +94,23 @@ class TolerancedChecks(StepHook, EngineHook):
         if result.skipped is not None:
             self._update.drop()
             return
-        values = {REDUCTION: reduction, UPDATE: self._update.finish()}
+        updates = self._update.finish()
+        values = {REDUCTION: Finding(*reduction, None), UPDATE: Finding(*updates, self._dims.rank)}
         scores = self._outliers.score(features) if is_finite(features) else None
-        if scores is not None:
-            values |= {
-                name: (score.value, self._features.describe(score))
-                for name, score in zip((REPLICAS, PAST), scores, strict=True)
-            }
-        own = [values.get(name, (UNKNOWN, "")) for name in UNITS]
-        largest = torch.tensor([value for value, _ in own], dtype=torch.float64).nan_to_num(nan=math.inf)
+        for name, score in zip((REPLICAS, PAST), scores or (), strict=False):
+            values[name] = Finding(score.value, self._features.describe(score), self._rank_of(score.replica))
+        own = [values.get(name, Finding(UNKNOWN, "", None)) for name in UNITS]
+        largest = torch.tensor([one.value for one in own], dtype=torch.float64).nan_to_num(nan=math.inf)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._host_group)
         for name, value, mine in zip(UNITS, largest.tolist(), own, strict=True):
             if value != UNKNOWN:
                 self._judge(run, name, value, mine)
 
-    def _judge(self, run: Run, name: str, value: float, own: tuple[float, str]) -> None:
+    def _rank_of(self, replica: int | None) -> int | None:
+        """The rank of another replica at this rank's position."""
+        return None if replica is None else self._dims.rank + (replica - self._dims.dp_rank) * self._dims.tensor
+
+    def _judge(self, run: Run, name: str, value: float, own: Finding) -> None:
         tolerance = self._tolerances[name]
         known = tolerance.threshold
         unusual = tolerance.judge(value)
@@ -101,21 +119,11 @@ class TolerancedChecks(StepHook, EngineHook):
             run.events.emit(EVENT_KIND, "threshold", step=run.step, check=name, threshold=tolerance.threshold)
         if not unusual:
             return
-        found = gather_objects(own, self._host_group)
-        rank = max(range(len(found)), key=lambda one: found[one][0])
+        found = max(gather_objects(own, self._host_group), key=lambda one: one.value)
         if self._dims.rank != 0:
             return
-        logger.warning(
-            "step %d: check %s: %s on rank %d: %.3g %s, usual are up to %.3g; this names nobody",
-            run.step,
-            name,
-            found[rank][1],
-            rank,
-            value,
-            UNITS[name],
-            known,
-        )
-        audit = self._signals is not None
+        text = "step %d: check %s: %s: %.3g %s, warned of above %.3g; this proves nothing about a rank"
+        logger.warning(text, run.step, name, found.place, value, UNITS[name], known)
         run.events.emit(
             EVENT_KIND,
             "warning",
@@ -124,9 +132,9 @@ class TolerancedChecks(StepHook, EngineHook):
             value=value,
             threshold=known,
             unit=UNITS[name],
-            seen_on=rank,
-            place=found[rank][1],
-            audit_requested=audit,
+            seen_on=found.rank,
+            place=found.place,
+            audit_requested=self._signals is not None,
         )
         if self._signals is not None:
             self._signals.request_audit()

@@ -46,6 +46,23 @@ def test_a_right_update_is_a_few_roundings_away(options):
         assert float(roundings(expected, magnitude, actual).max()) < 4.0
 
 
+def test_terms_that_cancel_are_not_held_against_it():
+    """Where the old moment and the gradient cancel, what rounding leaves is measured by the terms, not by the rest."""
+    gradient = torch.rand(500) + 1.0
+    parameter = torch.nn.Parameter(torch.randn(500))
+    optimizer = torch.optim.AdamW([parameter], **SETTINGS, fused=True)
+    first, second = gradient * (-1 / 9), gradient * gradient
+    optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+    settings = AdamSettings(SETTINGS["lr"], SETTINGS["betas"], SETTINGS["eps"], SETTINGS["weight_decay"], True)
+    expected, magnitude = adam_step(_slice(optimizer, parameter), gradient, 8.0, settings)
+    parameter.grad = gradient
+    optimizer.step()
+    actual = _slice(optimizer, parameter)
+    lost = (actual.exp_avg.double() - expected.exp_avg).abs() / expected.exp_avg.abs()
+    assert float(lost.max()) > 0.01, "nothing cancelled"
+    assert float(roundings(expected, magnitude, actual).max()) < 4.0
+
+
 def test_a_wrong_element_is_many_roundings_away():
     """One element wrong by a ten-thousandth of an update is seen, in the tensor where it is."""
     *_, (expected, magnitude, actual) = _steps(torch.optim.AdamW, torch.float32, 3)

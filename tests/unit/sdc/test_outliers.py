@@ -3,9 +3,10 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
-from megasdc.sdc.outliers import LEAST_SCALE, NEEDED, NORMAL, Outliers
+from megasdc.sdc.outliers import LEAST_SCALE, LEAST_SHARE, NEEDED, NORMAL, Outliers
 
 
 def _features(step, replicas=4, submodules=3, spread=0.1):
@@ -20,24 +21,32 @@ def _after(steps, **options):
     return outliers
 
 
-def test_scores_are_medians_and_mads():
-    """Both scores are those of the same formulas in NumPy."""
-    steps = [np.log(_features(step).numpy()) for step in range(NEEDED + 1)]
+def _scale(deviations):
+    scale = NORMAL * deviations
+    return np.maximum(np.maximum(scale, LEAST_SHARE * np.median(scale, axis=0)), LEAST_SCALE)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_scores_are_medians_and_mads(replicas):
+    """Both scores are those of the same formulas in NumPy; of three replicas the median one has no distance."""
+    spreads = np.array([0.5, 0.5, 0.02])[:, None]  # the last is steadier than most, and moves in the last step
+    steps = [np.log(_features(step, replicas).numpy()) * spreads / 0.1 for step in range(NEEDED + 1)]
+    steps[-1][0, 2, 1] += 2.0
     centers = [np.median(one, axis=0) for one in steps]
-    usual = np.median(
-        [np.median(abs(one - center), axis=0) for one, center in zip(steps, centers, strict=True)][:-1], 0
-    )
-    across = abs(steps[-1] - centers[-1]) / np.maximum(NORMAL * usual, LEAST_SCALE)
+    distances = [np.sort(abs(one - center), axis=0) for one, center in zip(steps, centers, strict=True)]
+    usual = np.median([np.median(one[replicas % 2 :], axis=0) for one in distances[:-1]], axis=0)
+    across = abs(steps[-1] - centers[-1]) / _scale(usual)
     past = np.array(centers[:-1])
     middle = np.median(past, axis=0)
     deviation = np.median(abs(past - middle), axis=0)
-    common = abs(centers[-1] - middle) / np.maximum(NORMAL * deviation, LEAST_SCALE)
-    outliers = _after(NEEDED)
-    found = outliers.score(_features(NEEDED))
-    assert math.isclose(found[0].value, across.max(), rel_tol=1e-9)
-    assert math.isclose(found[1].value, common.max(), rel_tol=1e-9)
-    where = np.unravel_index(across.argmax(), across.shape)
-    assert (found[0].replica, found[0].submodule, found[0].feature) == tuple(map(int, where))
+    common = abs(centers[-1] - middle) / _scale(deviation)
+    outliers = Outliers()
+    found = [outliers.score(torch.from_numpy(np.exp(one))) for one in steps]
+    assert found[:-1] == [None] * NEEDED
+    assert math.isclose(found[-1][0].value, across.max(), rel_tol=1e-9)
+    assert math.isclose(found[-1][1].value, common.max(), rel_tol=1e-9)
+    assert found[-1][0].submodule == 2
+    assert found[-1][0].feature == 1
 
 
 def test_one_replica_apart_is_found_and_not_common():
@@ -79,7 +88,7 @@ def test_a_gradient_of_zero_is_a_number():
 
 def test_its_state_goes_on():
     """What is restored scores as what was saved."""
-    outliers, other = _after(9), Outliers()
+    outliers, other = _after(NEEDED + 3), Outliers()
     other.load_state_dict(outliers.state_dict())
     assert other.score(_features(50)) == outliers.score(_features(50))
     assert Outliers().score(_features(0)) is None
