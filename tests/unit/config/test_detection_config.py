@@ -34,7 +34,7 @@ def build(deepspeed=None, **sections):
             ["megasdc.sdc.always_on.enabled", "determinism"],
         ),
         ({"sdc": {"always_on": {"enabled": True, "recompute": True}}}, ["activation_checkpoint_interval"]),
-        ({"sdc": {"always_on": {"enabled": True, "parameters": False}}}, ["neither parameters nor recomputations"]),
+        ({"sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False}}}, ["nothing is checked"]),
     ],
 )
 def test_what_cannot_work_is_refused(sections, parts):
