@@ -74,7 +74,7 @@ class Disputes:
         self._before = tuple(before)
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: Path | None = None
-        self._committed_wrong = False
+        self._committed_wrong: int | None = None
         self.earlier: set[int] = set()
 
     # --- before the first step ----------------------------------------------------------------------------------
@@ -129,15 +129,23 @@ class Disputes:
 
         Collective: all ranks of the world.
         """
+        step, earlier = engine.step_number, frozenset(self.earlier)
+        audit_differs = self.can_compare(agreed.differing[1])
         if agreed.differing[0]:
-            found = self._settle_parameters(engine, evidence.parameters)
-        elif agreed.raised[0]:
-            found = self._settle_recompute(engine, evidence.repeats, rehearse)
-        else:
-            found = self._settle_audit(engine, evidence.audited, rehearse)
-        return self._act(engine.step_number, found, repaired)
+            again = self._act(step, self._settle_parameters(engine, evidence.parameters), repaired)
+            if audit_differs and not again:  # who had other parameters computed other results
+                self._tell("audit_void", step=step, reason="the parameters were not equal")
+            return again
+        again = False
+        if agreed.raised[0]:
+            again = self._act(step, self._settle_recompute(engine, evidence.repeats, rehearse, earlier), repaired)
+        if audit_differs and not again:
+            again = self._act(step, self._settle_audit(engine, evidence.audited, rehearse, earlier), repaired)
+        return again
 
-    def _settle_audit(self, engine: TrainingEngine, own: Trace, rehearse: Rehearse) -> Settled:
+    def _settle_audit(
+        self, engine: TrainingEngine, own: Trace, rehearse: Rehearse, earlier: Collection[int]
+    ) -> Settled:
         audit = gather_traces(own, self._dims, self._group)
         ballot = vote(audit, self._dims, self._comparable)
         self._tell_finding(engine.step_number, ballot)
@@ -147,7 +155,7 @@ class Disputes:
             (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
             for rank, place in to_repeat(ballot)
         }
-        rulings = settle(ballot, repeats, golden, self.earlier)
+        rulings = settle(ballot, repeats, golden, earlier)
         compared, differing = count_differing(audit, self._dims)
         return Settled("audit", 0, rulings, values_of(ballot), compared, differing)
 
@@ -169,7 +177,9 @@ class Disputes:
                     verified[rank] = False
         return verified
 
-    def _settle_recompute(self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse) -> Settled:
+    def _settle_recompute(
+        self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]
+    ) -> Settled:
         first = own.unrepeated[0] if own.unrepeated else None
         counts = count_by_submodule(FORWARD, [one.address.fqn for one in own.unrepeated], self._dims.rank)
         found = gather_objects((first, own.compared, counts), self._group)
@@ -189,7 +199,7 @@ class Disputes:
         return Settled(
             "recompute",
             min(one.address.micro_batch or 0 for one in flagged.values()),
-            tuple(judge_recomputed(rank, one, again[rank], rank in self.earlier) for rank, one in flagged.items()),
+            tuple(judge_recomputed(rank, one, again[rank], rank in earlier) for rank, one in flagged.items()),
             {rank: (one.recompute, one.forward) for rank, one in flagged.items()},
             sum(compared for _, compared, _ in found),
             merge_counts(counts for *_, counts in found),
@@ -235,7 +245,8 @@ class Disputes:
         for ruling in found.rulings:
             self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
         self.earlier |= {ruling.rank for ruling in found.rulings if ruling.rank is not None}
-        self._committed_wrong = action == "warn"
+        if action == "warn":
+            self._committed_wrong = step
         text = say(found.rulings)
         page = self._incidents.report(step, found, action)
         if action == "halt":
@@ -249,8 +260,7 @@ class Disputes:
 
     def after_audit(self, run: Run, result: StepResult) -> None:
         """An audited step was committed; if all replicas agreed, what was saved before is verified."""
-        if self._committed_wrong:
-            self._committed_wrong = False
+        if result.step == self._committed_wrong:
             return
         self._tell_audit(result.step)
         self._incidents.verified(result.step)

@@ -182,3 +182,20 @@ def test_checks_change_no_bit(tmp_path: Path, data: Path) -> None:
         assert [code for code, _ in results if code] == [], results
     assert _end(tmp_path / "off") == _end(tmp_path / "on")
     assert _verdicts(tmp_path / "on") == []
+
+
+def test_a_warning_of_one_check_hides_no_finding_of_another(tmp_path: Path, data: Path) -> None:
+    """With the policy warn, what the recompute check found does not keep the audit of the same step from its own."""
+    always = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclusive"), "warn")
+    options = {
+        "sdc": {"always_on": {"enabled": True, "coverage": "all"}, "policy": always},
+        "deepspeed__pipeline": {"activation_checkpoint_interval": 1},
+    }
+    place = {"steps": [2, 2], "micro_batches": [0], "once": True, "submodule": "*.linear_fc2"}
+    faults = [{**place, "rank": 0}, {**place, "rank": 2, "phase": "backward"}]
+    results = train_run(_write(tmp_path, data, "run", 3, **options, faults=faults), 3)
+    assert [code for code, _ in results] == [0, 0, 0], results
+    found = [(one[1], one[2]) for one in _verdicts(tmp_path / "run") if one[0] == 2]
+    assert ("recompute", 0) in found and ("audit", 2) in found
+    agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
+    assert agreed == [4, 6], "a step that was committed although it is wrong verifies nothing"
