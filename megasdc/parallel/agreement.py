@@ -19,41 +19,61 @@ class Agreed:
 
     Args:
         differing: for each value, the positions (pp_rank, tp_rank) whose replicas do not hold the same.
+        stages: for each value of a stage, the stages whose ranks do not all hold the same.
         raised: for each flag, whether some rank raised it.
     """
 
     differing: tuple[tuple[tuple[int, int], ...], ...]
+    stages: tuple[tuple[int, ...], ...]
     raised: tuple[bool, ...]
 
 
 def compare_replicas(
-    values: Sequence[int], flags: Sequence[bool], dims: ParallelDims, group: dist.ProcessGroup | None
+    values: Sequence[int],
+    flags: Sequence[bool],
+    dims: ParallelDims,
+    group: dist.ProcessGroup | None,
+    stage_values: Sequence[int] = (),
 ) -> Agreed:
     """Compare values at each position of a replica over all replicas, and collect flags of all ranks.
 
     The maximum of v and of its complement over all ranks is the maximum and the complement of the minimum.
 
     Args:
-        values: unsigned 64-bit, as many on every rank.
+        values: unsigned 64-bit, as many on every rank; compared over replicas.
         flags: as many on every rank.
         dims: layout and place of this rank.
         group: a group of all ranks on the host.
+        stage_values: likewise; compared over all ranks of a stage, tensor ranks too.
 
     Collective: all ranks of the world; 16 bytes a value and position.
     """
     positions = dims.pipeline * dims.tensor
-    table = torch.full((positions, 2 * len(values)), _LOWEST, dtype=torch.int64)
-    signed = torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64)
-    table[dims.pp_rank * dims.tensor + dims.tp_rank] = torch.cat([signed, ~signed])
-    sent = torch.cat([table.flatten(), torch.tensor([int(flag) for flag in flags], dtype=torch.int64)])
+    table = _table(values, positions, dims.pp_rank * dims.tensor + dims.tp_rank)
+    stages = _table(stage_values, dims.pipeline, dims.pp_rank)
+    sent = torch.cat([table.flatten(), stages.flatten(), torch.tensor([int(flag) for flag in flags])])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
-    table = sent[: table.numel()].view_as(table)
-    equal = table[:, : len(values)] == ~table[:, len(values) :]
-    places = [divmod(position, dims.tensor) for position in range(positions)]
+    table, stages, raised = sent.split([table.numel(), stages.numel(), len(flags)])
     return Agreed(
         differing=tuple(
-            tuple(place for place, same in zip(places, equal[:, column].tolist(), strict=True) if not same)
-            for column in range(len(values))
+            tuple((place // dims.tensor, place % dims.tensor) for place in places)
+            for places in _unequal(table, positions, len(values))
         ),
-        raised=tuple(bool(flag) for flag in sent[positions * 2 * len(values) :].tolist()),
+        stages=_unequal(stages, dims.pipeline, len(stage_values)),
+        raised=tuple(bool(flag) for flag in raised.tolist()),
     )
+
+
+def _table(values: Sequence[int], rows: int, own: int) -> torch.Tensor:
+    """[rows, 2 values]: this rank's values and their complements in its row, the lowest number elsewhere."""
+    table = torch.full((rows, 2 * len(values)), _LOWEST, dtype=torch.int64)
+    signed = torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64)
+    table[own] = torch.cat([signed, ~signed])
+    return table
+
+
+def _unequal(table: torch.Tensor, rows: int, number: int) -> tuple[tuple[int, ...], ...]:
+    """For each value, the rows whose largest and smallest differ."""
+    table = table.view(rows, 2 * number)
+    unequal = table[:, :number] != ~table[:, number:]
+    return tuple(tuple(unequal[:, column].nonzero().flatten().tolist()) for column in range(number))

@@ -153,9 +153,16 @@ class Incident:
     run_dir: str
     step: int
     micro_batch: int | None
-    tier: Literal["audit", "recompute", "parameters"]
+    tier: Literal["audit", "recompute", "parameters", "copies"]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
-    basis: Literal["relative to the majority", "golden trace", "replay", "own recomputation", "master shard"]
+    basis: Literal[
+        "relative to the majority",
+        "golden trace",
+        "replay",
+        "own recomputation",
+        "master shard",
+        "copies on tensor ranks",
+    ]
     policy: Literal["halt", "repair", "warn"]
     done: Literal["halted", "repaired", "committed"]
     flagged: tuple[FlaggedRank, ...]

@@ -21,6 +21,7 @@ _TIERS = {
     "audit": "an audit: replicas computed the same micro-batch and did not agree",
     "recompute": "the activation recompute: a rank computed a forward result twice and got two values",
     "parameters": "the comparison of parameters: replicas hold different values",
+    "copies": "the comparison of parameters that every tensor rank holds whole: they hold different values",
 }
 _VERDICTS = {
     "persistent": "Persistent: repeated, the same wrong value came each time.",
@@ -34,6 +35,7 @@ _BASES = {
     "replay": "Right is what ranks computed when they repeated the micro-batch.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
+    "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",
 }
 _DONE = {
     "halted": "training was halted",

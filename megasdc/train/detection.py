@@ -214,13 +214,14 @@ class Detection(StepHook, EngineHook):
                 [bool(evidence.repeats.unrepeated), seen is not None, not loss_is_finite(engine)],
                 engine.dims,
                 self._host_group,
+                [digest(self._parameters.copies(evidence.parameters))],
             )
             repeated, some_seen, some_loss = agreed.raised
             if self.search is not None and (some_seen or some_loss):
                 overflow = engine.fp16_enabled() and not some_loss  # of scaled gradients
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
-            if not (agreed.differing[0] or audit_differs or repeated):
+            if not (agreed.differing[0] or agreed.stages[0] or audit_differs or repeated):
                 return
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
                 return

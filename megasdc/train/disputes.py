@@ -136,6 +136,8 @@ class Disputes:
             if audit_differs and not again:  # who had other parameters computed other results
                 self._tell("audit_void", step=step, reason="the parameters were not equal")
             return again
+        if agreed.stages[0]:
+            return self._act(step, self._settle_copies(evidence.parameters), repaired)
         again = False
         if agreed.raised[0]:
             again = self._act(step, self._settle_recompute(engine, evidence.repeats, rehearse, earlier), repaired)
@@ -234,6 +236,30 @@ class Disputes:
         compared = self._dims.world_size * len(own)
         merged = merge_counts(of_rank for _, of_rank, _ in found)
         return Settled("parameters", None, tuple(rulings), shown, compared, merged)
+
+    def _settle_copies(self, own: Trace) -> Settled:
+        """Tell which tensor ranks have other copies of a parameter than the others, where there are three or more.
+
+        All replicas have the same wrong copy, so that one of them has made it, in its update, and none can be named.
+        """
+        copies = self._parameters.copies(own)
+        sent = gather_objects((copies.addresses, copies.checksums), self._group)
+        rulings = []
+        for stage in range(self._dims.pipeline):
+            ranks = [rank for rank in range(self._dims.world_size) if self._place(rank).pp_rank == stage]
+            for place, address in enumerate(sent[ranks[0]][0]):
+                values = {rank: sent[rank][1][place] for rank in ranks}
+                usual, most = Counter(values.values()).most_common(1)[0]
+                if most == len(ranks):
+                    continue
+                wrong = tuple(rank for rank in ranks if values[rank] != usual)
+                suspects = wrong if 2 * most > len(ranks) else tuple(ranks)
+                rulings.append(Ruling(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects))
+                break
+        return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
+
+    def _place(self, rank: int) -> ParallelDims:
+        return ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, rank)
 
     # --- what is done -------------------------------------------------------------------------------------------
 

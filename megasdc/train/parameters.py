@@ -25,6 +25,7 @@ class ParameterReader:
         self._parameters = [
             (one.fqn, slot, value) for one in list_submodules(engine.module) for slot, value in one.parameters.items()
         ]
+        self._copied = [not getattr(value, "tensor_model_parallel", False) for _, _, value in self._parameters]
         self._values: list[int | Tensor] = []
 
     def start(self) -> None:
@@ -41,3 +42,8 @@ class ParameterReader:
             return Trace()
         step = self._engine.step_number
         return Trace([Address(step, None, PARAMETER, fqn, slot) for fqn, slot, _ in self._parameters], values)
+
+    def copies(self, trace: Trace) -> Trace:
+        """Of what ``take`` gave, the parameters of which every tensor rank has a whole copy."""
+        places = [place for place, copied in enumerate(self._copied[: len(trace)]) if copied]
+        return Trace([trace.addresses[place] for place in places], [trace.checksums[place] for place in places])

@@ -257,3 +257,18 @@ def _dies_in_replay(config: str, overrides: list[str]) -> tuple[int, str | None]
     if os.environ["RANK"] == "1":
         TrainingEngine.rehearse = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return pretrain_rank(config, overrides)
+
+
+def test_a_wrong_update_of_a_copy_shows_between_tensor_ranks(tmp_path: Path, data: Path) -> None:
+    """All replicas gather the same wrong norm weight; the other tensor rank has another one: found before a commit."""
+    options = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}}, "parallel__tensor": 2}
+    fault = {"submodule": "2.layer.input_layernorm", "phase": "update", "slot": "weight.master", "rank": 0}
+    fault |= {"steps": [2, 2], "kind": "scale", "factor": 2}
+    clean = _write(tmp_path, data, "clean", 2, **options)
+    assert [code for code, _ in train_run(clean, 4)] == [0, 0, 0, 0]
+    harmed = _write(
+        tmp_path, data, "run", 2, **options, faults=[{**fault, "steps": [2, 2], "kind": "scale", "factor": 2}]
+    )
+    results = train_run(harmed, 4)
+    assert [code for code, _ in results] == [73, 73, 73, 73], results
+    assert _verdicts(tmp_path / "run") == [(3, "copies", None, "inconclusive", "copies on tensor ranks", "halt")]
