@@ -51,7 +51,9 @@ def compare_replicas(
     positions = dims.pipeline * dims.tensor
     table = _table(values, positions, dims.pp_rank * dims.tensor + dims.tp_rank)
     stages = _table(stage_values, dims.pipeline, dims.pp_rank)
-    sent = torch.cat([table.flatten(), stages.flatten(), torch.tensor([int(flag) for flag in flags])])
+    sent = torch.cat(
+        [table.flatten(), stages.flatten(), torch.tensor([int(flag) for flag in flags], dtype=torch.int64)]
+    )
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
     table, stages, raised = sent.split([table.numel(), stages.numel(), len(flags)])
     return Agreed(
