@@ -6,6 +6,7 @@ from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.detection_sections import AlwaysOnSection, AuditSection, PolicySection, SdcSection
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
+from megasdc.config.hook_sections import HookSpec
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS
 from megasdc.config.sections import (
@@ -32,6 +33,7 @@ __all__ = [
     "DeterminismSection",
     "FaultSpec",
     "GoldenSection",
+    "HookSpec",
     "Layout",
     "LoggingSection",
     "MegasdcSection",

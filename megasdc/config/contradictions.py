@@ -12,6 +12,7 @@ from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.detection_problems import detection_problems
 from megasdc.config.fault_problems import fault_problems
+from megasdc.config.hook_problems import hook_problems
 from megasdc.config.megatron_fields import megatron_problems
 from megasdc.config.problem import Problem
 from megasdc.config.sections import DataSection, MegasdcSection, ModelSection
@@ -52,6 +53,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _determinism_problems(file)
     yield from _trace_problems(file)
     yield from detection_problems(file, deepspeed)
+    yield from hook_problems(file, deepspeed)
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)

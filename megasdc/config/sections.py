@@ -14,6 +14,7 @@ from megasdc.addresses import PHASES
 from megasdc.config.detection_sections import AuditSection, SdcSection
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
+from megasdc.config.hook_sections import HookSpec
 
 
 class ModelSection(Section):
@@ -306,6 +307,9 @@ class MegasdcSection(Section):
     golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))
     sdc: SdcSection = Field(default_factory=lambda: SdcSection.model_validate({}))
     audit: AuditSection = Field(default_factory=lambda: AuditSection.model_validate({}))
+    optimizer_hooks: list[HookSpec] = Field(
+        [], description="What bounds gradients and resets moments, in this order; empty: nothing."
+    )
     faults: list[FaultSpec] = Field([], description="Faults injected on purpose; empty: none, no hook is attached.")
     process_faults: list[ProcessFaultSpec] = Field(
         [], description="Ranks ended, stopped or slowed on purpose; empty: none."

@@ -53,6 +53,16 @@ def submodule_slots(model: ModelSection, parallel: ParallelSection) -> dict[str,
     return {name: _slots(name, _parameters(name, model, parallel), parallel) for name in _names(model)}
 
 
+def parameter_names(model: ModelSection, parallel: ParallelSection) -> list[str]:
+    """Full name of every parameter of the model, in forward order.
+
+    Args:
+        model: the resolved section.
+        parallel: with how many stages.
+    """
+    return [f"{fqn}.{name}" for fqn in _names(model) for name in _parameters(fqn, model, parallel)]
+
+
 def _names(model: ModelSection) -> list[str]:
     block = [name for name in _BLOCK if name not in _OF_QK_NORM or model.megatron.get("qk_layernorm")]
     last = _FIRST_BLOCK + model.num_layers

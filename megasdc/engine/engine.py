@@ -73,6 +73,8 @@ class TrainingEngine(PipelineEngine):
         super().__init__(**options)
         self.dims = dims
         self.hooks = list(hooks)
+        self.last_hook = EngineHook()
+        """Called after all hooks before the reduction and before the optimizer: the last word on gradients."""
         self.streams = streams
         self.masks_tokens = masks_tokens
         self._partial_sums = [
@@ -263,7 +265,7 @@ class TrainingEngine(PipelineEngine):
                 dist.all_reduce(accumulated_gradient(self.optimizer, parameter), group=group)
 
     def _run_reduce_grads(self) -> None:
-        for hook in self.hooks:
+        for hook in (*self.hooks, self.last_hook):
             hook.before_reduction(self)
         super()._exec_reduce_grads()
         self._totals = self._reduce_totals(self.total_loss)
@@ -273,7 +275,7 @@ class TrainingEngine(PipelineEngine):
             scale_gradients(self.optimizer, self.gradient_factor)
 
     def _run_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        for hook in self.hooks:
+        for hook in (*self.hooks, self.last_hook):
             hook.before_optimizer_step(self)
         super()._exec_optimizer_step(lr_kwargs)
         for hook in tuple(self.hooks):

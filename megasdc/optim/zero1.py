@@ -179,8 +179,6 @@ def scale_gradients(optimizer: Any, factor: Tensor) -> None:
 def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
     """Sum of squares of the parameters that this rank counts, so that every parameter counts once over TP and PP.
 
-    Parameters replicated over tensor ranks count on tensor rank 0; of a tied one, the copy on the first stage counts.
-
     Args:
         module: the stage.
         tp_rank: tensor rank.
@@ -190,8 +188,23 @@ def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
     for parameter in module.parameters():
-        replicated = not getattr(parameter, "tensor_model_parallel", False)
-        if (replicated and tp_rank > 0) or getattr(parameter, "ds_pipe_replicated", False):
-            continue
-        total += torch.linalg.vector_norm(parameter, dtype=torch.float32).double() ** 2
+        if counts_here(parameter, tp_rank):
+            total += torch.linalg.vector_norm(parameter, dtype=torch.float32).double() ** 2
     return total
+
+
+def is_copied(parameter: nn.Parameter) -> bool:
+    """Whether every tensor rank holds the whole parameter."""
+    return not getattr(parameter, "tensor_model_parallel", False)
+
+
+def counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
+    """Whether this rank's copy is the one that counts in a sum over tensor ranks and stages.
+
+    Of parameters that every tensor rank holds it is tensor rank 0's; of a tied one, the copy on the first stage.
+
+    Args:
+        parameter: of this rank's stage.
+        tp_rank: tensor rank.
+    """
+    return not (is_copied(parameter) and tp_rank > 0) and not getattr(parameter, "ds_pipe_replicated", False)

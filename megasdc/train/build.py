@@ -30,6 +30,7 @@ from megasdc.train.build_detection import build_detection, build_search, build_t
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
+from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.observe import Observation, watch_for_faults, watch_for_trace
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
@@ -156,11 +157,14 @@ def _build_hooks(
         if eval_loader is not None and sections.training.eval_interval
         else []
     )
+    hooks = sections.optimizer_hooks
+    bounding = [GradientBounds(hooks, run, sections.logging.interval, writer)] if hooks else []
     # What a step computed and its findings first, then what is measured, then the decision to stop, then what is kept;
     # last what may harm a checkpoint that is complete.
     return [
         StartReport(clock),
         *recording,
+        *bounding,
         SkipWatch(sections.training.max_skipped_steps),
         StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
         *evaluator,

@@ -1,0 +1,135 @@
+"""Which entries of `optimizer_hooks` cannot work?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megasdc.config.hook_sections import (
+    ABSOLUTE,
+    AFTER_NORM,
+    BOUND,
+    BOUNDS,
+    FIELDS_OF,
+    FILE,
+    LOCAL,
+    MOMENTUM_RESET,
+    NEEDED,
+    SPIKE_AWARE,
+    ZERO,
+    HookSpec,
+)
+from megasdc.config.problem import Problem
+from megasdc.config.sections import MegasdcSection
+from megasdc.config.submodule_names import parameter_names
+
+SMALLEST_THETA = {ABSOLUTE: 0.0, SPIKE_AWARE: 1.0}
+"""Thresholds lie above. At 1 and below a bounded element's V would shrink for ever, and the element freeze."""
+
+
+def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    """Yield everything that is wrong with the hooks.
+
+    Args:
+        file: our sections.
+        deepspeed: DeepSpeed's keys with defaults filled in.
+    """
+    names = parameter_names(file.model, file.parallel) if file.optimizer_hooks else []
+    for place, spec in enumerate(file.optimizer_hooks):
+        path = f"megasdc.optimizer_hooks[{place}]"
+        yield from _field_problems(spec, path)
+        if spec.theta is not None and spec.hook in BOUNDS:
+            yield from _theta_problems(spec, path)
+        if spec.hook in BOUNDS:
+            yield from _bound_problems(spec, path, deepspeed)
+        for pattern in spec.parameters:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                yield Problem(
+                    (f"{path}.parameters",),
+                    f"{path}.parameters: got {pattern!r}, which fits no parameter; names are such as "
+                    f"{', '.join(names[:2])} and {names[-1]}.",
+                )
+    if file.optimizer_hooks and file.model.backend != "torch":
+        yield Problem(
+            ("megasdc.optimizer_hooks", "megasdc.model.backend"),
+            f'megasdc.optimizer_hooks: got entries with megasdc.model.backend "{file.model.backend}", whose parameters '
+            'have no full names; set the backend to "torch".',
+        )
+    resets = [place for place, spec in enumerate(file.optimizer_hooks) if spec.hook == MOMENTUM_RESET]
+    if len(resets) > 1:
+        yield Problem(
+            (f"megasdc.optimizer_hooks[{resets[1]}].hook",),
+            f"megasdc.optimizer_hooks[{resets[1]}].hook: got a second momentum_reset; keep one.",
+        )
+
+
+def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
+    for field in sorted(spec.model_fields_set - FIELDS_OF[spec.hook] - {"hook"}):
+        users = [hook for hook, fields in FIELDS_OF.items() if field in fields]
+        yield Problem(
+            (f"{path}.{field}", f"{path}.hook"),
+            f"{path}.{field}: got a value, but hook {spec.hook} does not read it (only {', '.join(users)} do); remove "
+            "it.",
+        )
+    for field in NEEDED[spec.hook]:
+        if getattr(spec, field) is None:
+            yield Problem((f"{path}.{field}", f"{path}.hook"), f"{path}.{field}: missing; {spec.hook} needs it.")
+    if spec.hook == FILE and spec.path is not None and not Path(spec.path).is_file():
+        yield Problem((f"{path}.path",), f"{path}.path: got {spec.path!r}, which is not a file; give a Python file.")
+
+
+def _theta_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
+    theta, smallest = spec.theta, SMALLEST_THETA[spec.hook]
+    points = [[1, theta]] if not isinstance(theta, list) else theta
+    for at, value in points:
+        if float(value) <= smallest:
+            reason = "; at 1 and below, bounded elements would freeze" if spec.hook == SPIKE_AWARE else ""
+            yield Problem(
+                (f"{path}.theta",),
+                f'{path}.theta: got {value}; a threshold of {spec.hook} is above {smallest:g}, or "inf"{reason}.',
+            )
+        if at == "inf" or float(at) != int(at) or at < 1:
+            yield Problem((f"{path}.theta",), f"{path}.theta: got step {at}; steps are whole numbers from 1 on.")
+            return
+    steps = [at for at, _ in points]
+    if steps != sorted(set(steps)):
+        yield Problem((f"{path}.theta",), f"{path}.theta: got steps {steps}; let each be larger than the one before.")
+
+
+def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    if spec.hook == SPIKE_AWARE and spec.where == LOCAL:
+        yield Problem(
+            (f"{path}.where", f"{path}.hook"),
+            f'{path}.where: got "local" with spike_aware; the second moment lies with the owner of a shard alone; use '
+            'absolute, or "before_norm".',
+        )
+    fp16 = deepspeed.get("fp16", {})
+    if fp16.get("enabled") and not fp16.get("loss_scale") and spec.non_finite in (ZERO, BOUND):
+        yield Problem(
+            (f"{path}.non_finite", "fp16.loss_scale"),
+            f'{path}.non_finite: got "{spec.non_finite}" with a dynamic loss scale, which falls only where it sees an '
+            'overflow; use "skip_step" or "halt", or a constant fp16.loss_scale.',
+        )
+    if spec.where == AFTER_NORM and spec.non_finite != "skip_step":
+        yield Problem(
+            (f"{path}.non_finite", f"{path}.where"),
+            f'{path}.non_finite: got "{spec.non_finite}" with where "after_norm", where gradients are finite already; '
+            'leave it out, or use "before_norm".',
+        )
+    clipping = deepspeed.get("gradient_clipping", 0.0)
+    if spec.where == AFTER_NORM and spec.hook == ABSOLUTE and clipping and _never_reached(spec, clipping):
+        yield Problem(
+            (f"{path}.theta", "gradient_clipping"),
+            f"{path}.theta: got {spec.theta} after the norm was clipped to {clipping:g}; no element is ever larger than "
+            "that; set a smaller one.",
+        )
+
+
+def _never_reached(spec: HookSpec, clipping: float) -> bool:
+    """Whether every finite threshold lies above the largest norm."""
+    values = [value for _, value in spec.theta] if isinstance(spec.theta, list) else [spec.theta]
+    finite = [float(value) for value in values if value is not None and math.isfinite(float(value))]
+    return bool(finite) and min(finite) >= clipping

@@ -1,0 +1,302 @@
+"""Which bound holds for which element of a shard? Rules by parameter, applied in one pass, counted on the device.
+
+Bounds are applied before the norm by default, so that one outlier cannot scale every other element to nothing.
+Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; Huang et al., SPAM, arXiv 2501.06842.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasdc.config import HookSpec
+from megasdc.config.hook_sections import (
+    ABSOLUTE,
+    AFTER_NORM,
+    BEFORE_NORM,
+    BOUND,
+    HALT,
+    LOCAL,
+    SKIP_STEP,
+    SPIKE_AWARE,
+    ZERO,
+    theta_at,
+)
+from megasdc.optim.momentum_reset import MomentumReset
+from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
+from megasdc.tensors.bound import SUMS, Limits, bound_
+
+PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
+COLUMNS = (*SUMS, "elements")
+"""What is counted for each parameter: ``megasdc.tensors.bound.SUMS``, and the elements that were looked at."""
+_SQUARES, _NAN, _INF, _RATIO = (SUMS.index(name) for name in ("squares", "nan", "inf", "largest_ratio"))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What bounds one parameter at one place.
+
+    Args:
+        absolute: the first absolute bound that fits it; null: none does.
+        spike: the first spike-aware one.
+        policy: what happens to NaN and Inf, of the first bound that fits.
+    """
+
+    absolute: HookSpec | None = None
+    spike: HookSpec | None = None
+    policy: str = SKIP_STEP
+
+    def changes(self, step: int) -> bool:
+        """Whether it may change an element at this step."""
+        specs = [spec for spec in (self.absolute, self.spike) if spec is not None and spec.theta is not None]
+        finite = any(math.isfinite(theta_at(spec.theta, step)) for spec in specs if spec.theta is not None)
+        return finite or (bool(specs) and self.policy in (ZERO, BOUND))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pass over the gradients of a step has seen on this rank; on the device.
+
+    Args:
+        squares: of the elements that this rank counts, as they are now, 0-d, fp64.
+        copies: of the parameters that every tensor rank holds, all its shards, 0-d, fp64.
+        skip: elements that are NaN or Inf and have the step skipped, 0-d, fp64.
+        halt: those that end the run, 0-d, fp64.
+    """
+
+    squares: Tensor
+    copies: Tensor
+    skip: Tensor
+    halt: Tensor
+
+
+class ShardBounds:
+    """Bounds the gradients that a rank owns.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer.
+        names: full name of each parameter of the stage; a tied copy has the name of its original.
+        specs: the entries of the configuration; those that bound nothing are ignored.
+        reset: resets of the moments; null: there are none.
+        tp_rank: tensor rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        names: Mapping[nn.Parameter, str],
+        specs: Sequence[HookSpec],
+        reset: MomentumReset | None,
+        tp_rank: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._reset = reset
+        self.names = list(names.values())
+        self._parameters = list(names)
+        self._places = {id(parameter): place for place, parameter in enumerate(names)}
+        self.rules = {place: [rule_of(name, specs, place) for name in self.names] for place in PLACES}
+        device = self._parameters[0].device
+        self.table = torch.zeros(len(PLACES), len(self.names), len(COLUMNS), dtype=torch.float64, device=device)
+        self.last_pass = torch.zeros(len(self.names), len(SUMS), dtype=torch.float64, device=device)
+
+        def chosen(wanted: Iterator[bool]) -> Tensor:
+            return torch.tensor(list(wanted), dtype=torch.float64, device=device)
+
+        self._whole = torch.tensor([one.numel() for one in names], dtype=torch.float64, device=device)
+        self._owned = torch.zeros_like(self._whole)
+        for fragment in owned_fragments(optimizer):
+            self._owned[self._places[id(fragment.parameter)]] += fragment.numel
+        self.counted = [counts_here(one, tp_rank) for one in self._parameters]
+        self._counted = chosen(iter(self.counted))
+        self._copied = chosen(is_copied(one) for one in self._parameters)
+        self._halting = {
+            place: chosen(rule.policy == HALT for rule in rules) for place, rules in self.rules.items()
+        }
+        self._kept = {
+            place: chosen(rule.policy in (SKIP_STEP, HALT) for rule in rules) for place, rules in self.rules.items()
+        }
+        self._betas = {
+            id(flat): group["betas"][1] for group in optimizer.optimizer.param_groups for flat in group["params"]
+        }
+
+    def acts(self, place: str) -> bool:
+        """Whether any parameter has a rule at a place."""
+        return any(rule != Rule() for rule in self.rules[place])
+
+    def changes(self, step: int) -> bool:
+        """Whether gradients before the norm may be changed at this step."""
+        return any(rule.changes(step) for rule in self.rules[BEFORE_NORM])
+
+    @torch.no_grad()
+    def bound_local(self, step: int, scale: float) -> None:
+        """Bound this rank's own accumulated gradients, before they are averaged.
+
+        Args:
+            step: optimizer step, first is 1.
+            scale: loss scale.
+
+        Sync: none.
+        """
+        sums = self._begin()
+        for place, parameter in enumerate(self._parameters):
+            rule = self.rules[LOCAL][place]
+            gradient = accumulated_gradient(self._optimizer, parameter).view(-1)
+            bound_(gradient, None, _limits(rule, step, scale, spikes=False), sums[place])
+        self._end(LOCAL, sums)
+
+    @torch.no_grad()
+    def bound_reduced(self, step: int, scale: float) -> Seen:
+        """Bound the owned shards of the reduced gradients in place, before their norm is taken.
+
+        Args:
+            step: optimizer step, first is 1.
+            scale: loss scale.
+
+        Returns:
+            What was seen, NaN and Inf of the local gradients too.
+
+        Sync: none.
+        """
+        own = self.last_pass[:, _NAN] + self.last_pass[:, _INF] if self.acts(LOCAL) else None
+        sums = self._begin()
+        for fragment in owned_fragments(self._optimizer):
+            if fragment.gradient is None:
+                continue
+            place = self._places[id(fragment.parameter)]
+            moment = fragment.states(self._optimizer).get("exp_avg_sq")
+            limits = self._limits_of(self.rules[BEFORE_NORM][place], fragment.flat, step, scale, moment is not None)
+            bound_(fragment.gradient, moment, limits, sums[place])
+        self._end(BEFORE_NORM, sums)
+        bad = (sums[:, _NAN] + sums[:, _INF]) * self._kept[BEFORE_NORM]
+        halting = bad * self._halting[BEFORE_NORM]
+        skipping = bad - halting
+        if own is not None:
+            halting = halting + own * self._halting[LOCAL]
+        squares = sums[:, _SQUARES]
+        return Seen((squares * self._counted).sum(), (squares * self._copied).sum(), skipping.sum(), halting.sum())
+
+    @torch.no_grad()
+    def bound_clipped(self, inner: Any, step: int) -> None:
+        """Bound what an optimizer is about to step, after the norm was clipped.
+
+        Args:
+            inner: the torch optimizer, with the flat shards of one or all groups.
+            step: optimizer step, first is 1.
+
+        Sync: none.
+        """
+        sums = torch.zeros_like(self.last_pass)
+        looked_at = torch.zeros_like(self._owned)
+        stepped = {id(flat) for group in inner.param_groups for flat in group["params"]}
+        for fragment in owned_fragments(self._optimizer):
+            if id(fragment.flat) not in stepped or fragment.flat.grad is None:
+                continue
+            place = self._places[id(fragment.parameter)]
+            rule = self.rules[AFTER_NORM][place]
+            moment = fragment.states(self._optimizer).get("exp_avg_sq")
+            gradient = fragment.flat.grad.narrow(0, fragment.start, fragment.numel)
+            bound_(gradient, moment, self._limits_of(rule, fragment.flat, step, 1.0, moment is not None), sums[place])
+            looked_at[place] = fragment.numel
+        self._end(AFTER_NORM, sums, looked_at)
+
+    def first_non_finite(self) -> tuple[str, int, int] | None:
+        """Of the last pass: (parameter, NaN, Inf) of the first one that had any; null: all were finite.
+
+        Sync: waits for the device.
+        """
+        for name, (nan, inf) in zip(self.names, self.last_pass[:, [_NAN, _INF]].tolist(), strict=True):
+            if nan or inf:
+                return name, round(nan), round(inf)
+        return None
+
+    def _begin(self) -> Tensor:
+        self.last_pass = torch.zeros_like(self.last_pass)
+        return self.last_pass
+
+    def _end(self, place: str, sums: Tensor, stepped: Tensor | None = None) -> None:
+        table = self.table[PLACES.index(place)]
+        looked_at = self._whole if place == LOCAL else self._owned
+        add(table, torch.cat([sums, (looked_at if stepped is None else stepped).unsqueeze(1)], dim=1))
+
+    def _limits_of(self, rule: Rule, flat: Tensor, step: int, scale: float, has_moment: bool) -> Limits:
+        spike = rule.spike
+        if spike is None or not has_moment or self._in_grace(spike, step):
+            return _limits(rule, step, scale, spikes=False)
+        correction = 1.0
+        if spike.bias_corrected:
+            taken = self._steps_taken(flat)
+            if taken == 0:
+                return _limits(rule, step, scale, spikes=False)
+            correction = 1 / (1 - self._betas[id(flat)] ** taken)
+        return _limits(rule, step, scale, spikes=True, correction=correction)
+
+    def _in_grace(self, spike: HookSpec, step: int) -> bool:
+        since = step - 1 if self._reset is None else self._reset.steps_since(step)
+        return since < spike.grace_steps
+
+    def _steps_taken(self, flat: Tensor) -> int:
+        """Steps that the optimizer counts for its bias correction."""
+        inner = self._optimizer.optimizer
+        state = inner.state.get(flat, {})
+        if "step" in state:
+            return int(state["step"])
+        return next(int(group.get("step", 0)) for group in inner.param_groups if any(one is flat for one in group["params"]))
+
+
+def fits(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a full name fits one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def add(table: Tensor, more: Tensor) -> None:
+    """Add counts to counts, in place; of the largest ratios the larger.
+
+    Args:
+        table: [parameters, columns].
+        more: likewise.
+    """
+    largest = torch.maximum(table[:, _RATIO], more[:, _RATIO])
+    table += more
+    table[:, _RATIO] = largest
+
+
+def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
+    """What bounds a parameter at a place: of each kind the first entry that fits.
+
+    Args:
+        name: full name of the parameter.
+        specs: the entries of the configuration.
+        place: one of ``PLACES``.
+    """
+    fitting = [
+        spec
+        for spec in specs
+        if spec.hook in (ABSOLUTE, SPIKE_AWARE)
+        and spec.where == place
+        and fits(name, spec.parameters)
+    ]
+    if not fitting:
+        return Rule()
+    return Rule(
+        absolute=next((spec for spec in fitting if spec.hook == ABSOLUTE), None),
+        spike=next((spec for spec in fitting if spec.hook == SPIKE_AWARE), None),
+        policy=fitting[0].non_finite,
+    )
+
+
+def _limits(rule: Rule, step: int, scale: float, *, spikes: bool, correction: float = 1.0) -> Limits:
+    absolute, spike = rule.absolute, rule.spike if spikes else None
+    return Limits(
+        absolute=math.inf if absolute is None or absolute.theta is None else theta_at(absolute.theta, step),
+        spike=math.inf if spike is None or spike.theta is None else theta_at(spike.theta, step),
+        floor=0.0 if spike is None else spike.floor,
+        v_factor=correction,
+        scale=scale,
+        non_finite=rule.policy if rule.policy in (ZERO, BOUND) else "keep",
+    )

@@ -1,0 +1,87 @@
+"""How does a user bound gradients in her own way? The interface of a hook from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megasdc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """What a rank owns of the reduced gradient of one parameter.
+
+    Args:
+        name: full name of the parameter.
+        gradient: [n], to be changed in place; it holds ``scale`` times the gradient.
+        second_moment: [n], fp32, the optimizer's from before this step, not to be changed; null in the first step.
+        step: optimizer step, first is 1.
+        scale: loss scale.
+        offset: place of the first element in the whole parameter, row-major.
+    """
+
+    name: str
+    gradient: Tensor
+    second_moment: Tensor | None
+    step: int
+    scale: float
+    offset: int
+
+
+class GradientHook:
+    """Base of hooks from a file; it is called before the norm is taken, and before the bounds of the package.
+
+    Every rank has its own and sees its own parts, so a hook must be a function of what it is given and of a state that
+    is the same on all ranks.
+    """
+
+    def apply(self, part: GradientPart) -> None:
+        """Change the gradient of one parameter in place.
+
+        Args:
+            part: what this rank owns of it.
+
+        Sync: should be none.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must go on after a resume, in plain values, the same on all ranks; empty: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave before the checkpoint."""
+
+
+def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> GradientHook:
+    """Make a hook of a class in a Python file.
+
+    Args:
+        path: the file; it is run.
+        name: of the class.
+        settings: keyword arguments.
+        place: where it is configured, for messages.
+
+    Raises:
+        ConfigError: the file cannot be run, or has no such class, or the class does not take the settings.
+    """
+    spec = importlib.util.spec_from_file_location(f"megasdc_hook_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{place}.path: got {path!r}, which is not a Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file does
+        raise ConfigError(f"{place}.path: {path} cannot be run: {type(error).__name__}: {error}") from error
+    kind = getattr(module, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, GradientHook)):
+        raise ConfigError(f"{place}.name: {path} has no subclass of megasdc.optim.hooks.GradientHook named {name!r}")
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"{place}.settings: {name} does not take them: {error}") from error

@@ -1,0 +1,100 @@
+"""Reset the moments every so many steps, then warm the learning rate up again.
+
+Source: Huang et al., SPAM, ICLR 2025, arXiv 2501.06842; restart of the bias correction: Stable-SPAM, arXiv 2502.17055.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MomentumReset:
+    """When moments are reset, and what the learning rate is multiplied by; a function of the step alone.
+
+    Args:
+        interval: steps n; before step n + 1, 2 n + 1, and so on.
+        warmup_steps: steps in which the factor rises to 1.
+        warmup_start: factor of the step after a reset.
+        restart_bias_correction: whether the optimizer's count of steps begins anew.
+    """
+
+    interval: int
+    warmup_steps: int
+    warmup_start: float
+    restart_bias_correction: bool
+
+    def is_due(self, step: int) -> bool:
+        """Whether the moments are reset before this step."""
+        return step > 1 and (step - 1) % self.interval == 0
+
+    def steps_since(self, step: int) -> int:
+        """Steps taken with the moments of this step, before it: since the start or the last reset."""
+        return (step - 1) % self.interval
+
+    def rate_factor(self, step: int) -> float:
+        """What the scheduled learning rate is multiplied by: a half cosine from ``warmup_start`` to 1 after a reset."""
+        since = self.steps_since(step)
+        if step <= self.interval or since >= self.warmup_steps:
+            return 1.0
+        rise = (1 - math.cos(math.pi * since / self.warmup_steps)) / 2
+        return self.warmup_start + (1 - self.warmup_start) * rise
+
+    @torch.no_grad()
+    def reset(self, inner: Any) -> None:
+        """Set the moments of an optimizer to zero.
+
+        Args:
+            inner: the torch optimizer that steps the flat shards.
+
+        Sync: none.
+        """
+        for state in inner.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    state[name].zero_()
+            if self.restart_bias_correction and "step" in state:
+                if isinstance(state["step"], Tensor):
+                    state["step"].zero_()
+                else:
+                    state["step"] = 0
+        if self.restart_bias_correction:
+            for group in inner.param_groups:  # DeepSpeed's FusedAdam counts by group
+                if "step" in group:
+                    group["step"] = 0
+
+
+class RateWarmup:
+    """Multiplies the learning rates for the time of the inner optimizer's step; ``close`` takes its hooks away.
+
+    Args:
+        inner: the torch optimizer that steps the flat shards.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.factor = 1.0
+        self._scheduled: list[float] = []
+        self._hooks = [
+            inner.register_step_pre_hook(lambda optimizer, *_: self._lower(optimizer)),
+            inner.register_step_post_hook(lambda optimizer, *_: self._restore(optimizer)),
+        ]
+
+    def close(self) -> None:
+        """Leave the optimizer alone."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _lower(self, inner: Any) -> None:
+        self._scheduled = [group["lr"] for group in inner.param_groups]
+        if self.factor != 1.0:
+            for group in inner.param_groups:
+                group["lr"] = group["lr"] * self.factor
+
+    def _restore(self, inner: Any) -> None:
+        for group, rate in zip(inner.param_groups, self._scheduled, strict=True):
+            group["lr"] = rate

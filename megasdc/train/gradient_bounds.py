@@ -1,0 +1,225 @@
+"""When are gradients bounded in a step, what do all ranks agree on, and what is told of it?"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.config import HookSpec
+from megasdc.config.hook_sections import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.errors import NonFiniteError
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.model.submodules import list_submodules
+from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of
+from megasdc.optim.bounds import ShardBounds, fits
+from megasdc.optim.hooks import GradientPart, load_hook
+from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
+from megasdc.optim.step_control import StepControl
+from megasdc.optim.zero1 import owned_fragments
+from megasdc.parallel.collectives import gather_objects
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "bounds"
+COPIES_DIFFER = 1e-9
+"""Relative difference of two tensor ranks' sums of squares that rounding does not make."""
+TIED_NAME = "0.word_embeddings.weight"
+"""What a tied parameter is called on every stage."""
+
+
+class GradientBounds(StepHook, EngineHook):
+    """Runs the entries of `optimizer_hooks`; has the last word on gradients before the optimizer.
+
+    Args:
+        specs: the entries.
+        run: with engine and events.
+        interval: steps between reports.
+        writer: where rank 0 writes metrics; null on other ranks.
+
+    Raises:
+        ConfigError: a file with a hook cannot be used.
+    """
+
+    def __init__(self, specs: Sequence[HookSpec], run: Run, interval: int, writer: MetricsWriter | None) -> None:
+        engine = run.engine
+        self._run, self._specs, self._interval, self._writer = run, specs, interval, writer
+        self._dims = engine.dims
+        self._inner = engine.optimizer.optimizer
+        resets = [spec for spec in specs if spec.hook == MOMENTUM_RESET]
+        self._reset = _reset_of(resets[0]) if resets else None
+        names = parameter_names(engine)
+        self._names = {id(parameter): name for parameter, name in names.items()}
+        self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims.tp_rank)
+        self._files = [
+            (spec, load_hook(spec.path, spec.name, spec.settings, f"megasdc.optimizer_hooks[{place}]"))
+            for place, spec in enumerate(specs)
+            if spec.hook == FILE and spec.path is not None and spec.name is not None
+        ]
+        self._control = StepControl(engine.optimizer, engine.mpu.get_data_parallel_group())
+        self._warmup = RateWarmup(self._inner) if self._reset is not None else None
+        self._carried: Totals = {}
+        self._skipped: str | None = None
+        if self._bounds.acts(AFTER_NORM):
+            self._inner.register_step_pre_hook(
+                lambda inner, *_: self._bounds.bound_clipped(inner, engine.step_number)
+            )
+        engine.last_hook = self
+
+    # --- in a step ----------------------------------------------------------------------------------------------
+
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Bound this rank's own gradients."""
+        if self._bounds.acts(LOCAL):
+            self._bounds.bound_local(engine.step_number, _scale(engine))
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Bound the shards, agree on norm and skip, reset the moments where that is due.
+
+        Collective: all ranks of the world; one reduction of a few numbers.
+        Sync: waits for the device, in place of DeepSpeed's own look at the norm.
+        """
+        step, scale = engine.step_number, _scale(engine)
+        if self._reset is not None and self._warmup is not None:
+            self._warmup.factor = self._reset.rate_factor(step)
+            if self._reset.is_due(step):
+                self._reset.reset(self._inner)
+                self._tell("reset", step, interval=self._reset.interval)
+        self._apply_files(engine, step, scale)
+        seen = self._bounds.bound_reduced(step, scale)
+        slots = torch.zeros(self._dims.tensor, dtype=torch.float64, device=engine.device)
+        slots[self._dims.tp_rank] = seen.copies
+        sums = torch.cat([torch.stack([seen.squares, seen.skip, seen.halt]), slots])
+        dist.all_reduce(sums)
+        squares, skip, halt, *copies = sums.tolist()
+        if skip or halt:
+            self._skipped = self._explain(step, halted=bool(halt))
+            if halt:
+                raise NonFiniteError(
+                    f"step {step} is not committed: {self._skipped}; the bound that fits it has non_finite "
+                    '"halt". Look for the cause with sdc.always_on.finite, or use another policy'
+                )
+        elif max(copies) - min(copies) > COPIES_DIFFER * max(copies):
+            self._tell_copies(step, copies)
+        own = self._files or self._bounds.changes(step)
+        norm = torch.tensor(math.sqrt(squares), dtype=torch.float64, device=engine.device) if own else None
+        self._control.decide(norm, bool(skip))
+
+    def _apply_files(self, engine: TrainingEngine, step: int, scale: float) -> None:
+        if not self._files:
+            return
+        for fragment in owned_fragments(engine.optimizer):
+            if fragment.gradient is None:
+                continue
+            name = self._names[id(fragment.parameter)]
+            moment = fragment.states(engine.optimizer).get("exp_avg_sq")
+            part = GradientPart(name, fragment.gradient, moment, step, scale, fragment.offset)
+            for spec, hook in self._files:
+                if fits(name, spec.parameters):
+                    hook.apply(part)
+
+    def _explain(self, step: int, *, halted: bool) -> str:
+        """Where NaN or Inf is, as a sentence; an event for every rank that has some.
+
+        Collective: all ranks of the world.
+        """
+        own = self._bounds.first_non_finite()
+        found = [(rank, one) for rank, one in enumerate(gather_objects(own, self._run.host_group)) if one is not None]
+        if own is not None:
+            parameter, nan, inf = own
+            action = "halt" if halted else "skip_step"
+            self._run.events.emit(
+                EVENT_KIND, "non_finite", step=step, parameter=parameter, nan=nan, inf=inf, action=action
+            )
+        if not found:  # only in a local gradient, which has been averaged with finite ones
+            return "a local gradient is not finite"
+        rank, (parameter, nan, inf) = found[0]
+        more = f", and on {len(found) - 1} more ranks" if len(found) > 1 else ""
+        return f"the gradient of {parameter} has {nan} NaN and {inf} Inf in the shard of rank {rank}{more}"
+
+    def _tell_copies(self, step: int, copies: list[float]) -> None:
+        self._tell("copies_differ", step, norms=[math.sqrt(one) for one in copies])
+        if self._dims.rank == 0:
+            logger.warning(
+                "step %d: gradients of parameters that every tensor rank holds differ between tensor ranks (norms %s); "
+                "their copies drift apart from now on. Compare them with sdc.always_on.parameters",
+                step,
+                ", ".join(f"{math.sqrt(one):.6g}" for one in copies),
+            )
+
+    def _tell(self, name: str, step: int, **fields: Any) -> None:
+        if self._dims.rank == 0:
+            self._run.events.emit(EVENT_KIND, name, step=step, **fields)
+
+    # --- between steps ------------------------------------------------------------------------------------------
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Say why the step was skipped; report when it is due.
+
+        Collective: all ranks of the world, at a report.
+        """
+        if self._skipped is not None:
+            run.skip_place = run.skip_place or self._skipped
+            self._skipped = None
+        if run.step % self._interval == 0 or run.is_last_step:
+            self._report(run)
+
+    def _report(self, run: Run) -> None:
+        totals = self._totals()
+        self._bounds.table.zero_()
+        self._carried = {}
+        if self._dims.rank != 0:
+            return
+        for place, rows in rows_of(totals).items():
+            run.events.emit(EVENT_KIND, "statistics", step=run.step, where=place, submodules=rows)
+        for text, fields in warnings_of(totals, self._specs):
+            logger.warning("step %d: %s", run.step, text)
+            run.events.emit(EVENT_KIND, "warning", step=run.step, **fields)
+        if self._writer is not None:
+            factor = {} if self._warmup is None else {"bounds/learning_rate_factor": self._warmup.factor}
+            self._writer.write(run.step, {**metrics_of(totals), **factor})
+
+    def _totals(self) -> Totals:
+        data_group = self._run.engine.mpu.get_data_parallel_group()
+        return merge_totals(
+            self._carried, gather_totals(self._bounds, self._dims, data_group, self._run.host_group)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts since the last report, and the states of hooks from files.
+
+        Collective: all ranks of the world.
+        """
+        return {"totals": self._totals(), "files": [hook.state_dict() for _, hook in self._files]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting; hooks from files take up theirs where their number is the same."""
+        self._carried = state["totals"]
+        if len(state["files"]) == len(self._files):
+            for (_, hook), own in zip(self._files, state["files"], strict=True):
+                hook.load_state_dict(own)
+
+
+def parameter_names(engine: TrainingEngine) -> dict[Any, str]:
+    """Full name of every parameter of the stage, the same for both copies of a tied one."""
+    return {
+        parameter: TIED_NAME if getattr(parameter, "ds_pipe_replicated", False) else f"{one.fqn}.{slot}"
+        for one in list_submodules(engine.module)
+        for slot, parameter in one.parameters.items()
+    }
+
+
+def _reset_of(spec: HookSpec) -> MomentumReset:
+    return MomentumReset(spec.interval, spec.warmup_steps, spec.warmup_start, spec.restart_bias_correction)
+
+
+def _scale(engine: TrainingEngine) -> float:
+    """Loss scale of the gradients as they are stored."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
