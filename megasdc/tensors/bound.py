@@ -1,0 +1,229 @@
+"""Which elements of a gradient are too large, and what becomes of them? One pass that bounds, counts and sums squares.
+
+Two rules (Pei, Lausen, Karypis 2025): absolute, |g| <= theta_abs; spike-aware, |g| <= sqrt(theta V) wherever g^2 / V is
+above theta, V being the second moment of the optimizer. Both are decided in fp32 against limits that never overflow or
+underflow on the way: sqrt(V) is taken first, so that a gradient of 1e38 or a subnormal V decides nothing wrongly. An
+element whose magnitude is within a few fp32 ULP of its limit may fall on the other side of it than in exact arithmetic.
+
+Gradients are stored times a loss scale; limits apply to unscaled values. An element within its limit keeps its bits. A
+bounded one gets the limit and keeps its sign; in 16 bits the limit is rounded towards zero, so that it holds exactly.
+
+Here are the settings, the sums, the choice of an implementation, and the formula in torch's operations that every
+implementation follows: `megasdc.tensors.bound_host` on the host, `megasdc.tensors.bound_kernel` on a GPU.
+
+Source: Pei, Lausen, Karypis 2025, IEEE Micro, https://doi.org/10.1109/MM.2025.3642709, eq. 1; Huang et al. 2025, SPAM,
+ICLR, https://arxiv.org/abs/2501.06842, for V from before the step. The floor of V, the choices for non-finite elements
+and that elements without a V pass are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NON_FINITE = ("keep", "zero", "bound")
+"""What may become of NaN and Inf; see `Limits`."""
+SUMS = ("squares", "mass", "removed", "by_absolute", "by_spike", "nan", "inf", "largest_ratio")
+"""What a pass adds up, by place; see `bound_`."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK = 1 << 20
+"""Elements that the formula works on at once, so that it needs no second tensor of full size."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large an element may be.
+
+    Args:
+        absolute: theta_abs, above 0; inf: no such limit.
+        spike: theta, above 0; g^2 / V' may not be above it; inf: no such limit.
+        floor: smallest V' there is, at least 0. An element with V' = 0 passes the spike rule, so that none is frozen at
+            zero before it has a history.
+        v_factor: V' = max(V * v_factor, floor); 1 / (1 - beta2^t) is Adam's bias correction, 1 none.
+        scale: loss scale, above 0: what is stored is scale times the gradient.
+        non_finite: ``keep``: NaN and Inf stay; ``zero``: both become 0; ``bound``: Inf becomes its limit with its sign,
+            0 where it has none, and NaN becomes 0.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    absolute: float = math.inf
+    spike: float = math.inf
+    floor: float = 0.0
+    v_factor: float = 1.0
+    scale: float = 1.0
+    non_finite: str = "keep"
+
+    def __post_init__(self) -> None:
+        for name in ("absolute", "spike"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, inf for no limit; got {getattr(self, name)}")
+        for name in ("v_factor", "scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 <= self.floor < math.inf:
+            raise ValueError(f"floor must be at least 0 and finite, got {self.floor}")
+        if self.non_finite not in NON_FINITE:
+            raise ValueError(f"non_finite must be one of {', '.join(NON_FINITE)}; got {self.non_finite!r}")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What every implementation computes limits with, each an fp32 number.
+
+    The limit of an element, in stored units, is min(absolute, spike * q), q = max(sqrt(V) * root_factor, root_floor).
+
+    Args:
+        absolute: limit in stored units; inf: none.
+        spike: sqrt(theta) * scale; inf: none.
+        root_factor: sqrt(v_factor).
+        root_floor: sqrt(floor).
+    """
+
+    absolute: float
+    spike: float
+    root_factor: float
+    root_floor: float
+
+
+@lru_cache(maxsize=64)
+def factors(limits: Limits) -> Factors:
+    """The fp32 numbers of limits."""
+    return Factors(
+        absolute=_fp32(limits.absolute * limits.scale),
+        spike=_fp32(math.sqrt(limits.spike) * limits.scale),
+        root_factor=_fp32(math.sqrt(limits.v_factor)),
+        root_floor=_fp32(math.sqrt(limits.floor)),
+    )
+
+
+def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+    """Bound a gradient in place, by the fastest implementation of its device, and add up what was done.
+
+    Args:
+        gradient: [n] contiguous; fp32, bf16 or fp16; of any device.
+        second_moment: [n] contiguous fp32 on the same device, V from before this step; None: there is none yet.
+        limits: how large an element may be.
+        sums: [8] fp64 on the same device, by `SUMS`. To all but the last is added: ``squares`` of finite stored values
+            afterwards; ``mass`` sum of |g| of finite elements before, and ``removed`` by how much that sum fell, both
+            unscaled; finite elements bounded ``by_absolute`` and ``by_spike``, whichever limit is smaller, the absolute
+            one if they are equal; ``nan`` and ``inf`` found before. The last, ``largest_ratio``, becomes the largest of
+            itself and g^2 / V' of finite unscaled elements before, over those with V' above 0. Where V' is not finite
+            the spike rule bounds nothing and there is no ratio.
+
+    Raises:
+        ValueError: types, shapes or devices are others, or there is a finite spike limit and no second moment.
+
+    Sync: none.
+    """
+    check_arguments(gradient, second_moment, limits, sums)
+    bound_formula_(gradient, second_moment, limits, sums)
+
+
+def check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+    """Refuse what `bound_` cannot work on.
+
+    Raises:
+        ValueError: see there.
+    """
+    if gradient.dtype not in DTYPES or gradient.dim() != 1 or not gradient.is_contiguous():
+        raise ValueError(f"gradient must be [n] contiguous in fp32, bf16 or fp16; got {_describe(gradient)}")
+    if second_moment is None:
+        if limits.spike < math.inf:
+            raise ValueError(f"the spike limit {limits.spike} needs a second moment, got None")
+    elif (
+        second_moment.dtype != torch.float32
+        or second_moment.shape != gradient.shape
+        or second_moment.device != gradient.device
+        or not second_moment.is_contiguous()
+    ):
+        raise ValueError(
+            f"second_moment must be contiguous fp32 of the shape and device of the gradient {_describe(gradient)}; "
+            f"got {_describe(second_moment)}"
+        )
+    if sums.dtype != torch.float64 or sums.shape != (len(SUMS),) or sums.device != gradient.device:
+        raise ValueError(f"sums must be [{len(SUMS)}] in fp64 on {gradient.device}; got {_describe(sums)}")
+
+
+def bound_formula_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+    """What `bound_` does, by torch's operations; what every implementation must agree with.
+
+    Args:
+        gradient: see `bound_`.
+        second_moment: see `bound_`.
+        limits: see `bound_`.
+        sums: see `bound_`; terms are added in fp64.
+
+    Sync: none.
+    """
+    for begin in range(0, gradient.numel(), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        _bound_chunk(gradient[part], None if second_moment is None else second_moment[part], limits, sums)
+
+
+def _bound_chunk(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+    magnitude = gradient.to(torch.float32).abs()
+    finite, infinite = magnitude < math.inf, magnitude == math.inf
+    limit, of_spike, known = _limits_of(magnitude, second_moment, factors(limits))
+    over = finite & (magnitude > limit)
+    bounded = torch.copysign(_towards_zero(limit, gradient.dtype), gradient)
+    after = torch.where(over, bounded, gradient)
+    if limits.non_finite != "keep":
+        after = torch.where(finite, after, 0)
+    if limits.non_finite == "bound":
+        after = torch.where(infinite & (limit < math.inf), bounded, after)
+
+    exact, rest = magnitude.to(torch.float64), after.to(torch.float64).abs()
+    mass = torch.where(finite, exact, 0)
+    sums[:7] += torch.stack(
+        [
+            torch.where(rest < math.inf, rest, 0).square().sum(),
+            mass.sum() / limits.scale,
+            torch.where(finite, mass - rest, 0).sum() / limits.scale,
+            (over & ~of_spike).sum(),
+            (over & of_spike).sum(),
+            gradient.isnan().sum(),
+            infinite.sum(),
+        ]
+    )
+    if second_moment is not None:
+        smoothed = (second_moment.to(torch.float64) * limits.v_factor).clamp(min=limits.floor)
+        ratio = torch.where(finite & known, (exact / limits.scale).square() / smoothed, 0)
+        torch.maximum(sums[7], ratio.max(), out=sums[7])
+    gradient.copy_(after)
+
+
+def _limits_of(magnitude: Tensor, second_moment: Tensor | None, numbers: Factors) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each element: limit in stored units, fp32; whether it is the spike rule's; whether 0 < V' < inf."""
+    absolute = torch.full_like(magnitude, numbers.absolute)
+    if second_moment is None:
+        none = torch.zeros_like(magnitude, dtype=torch.bool)
+        return absolute, none, none
+    root = second_moment.clamp(min=0).sqrt().mul(numbers.root_factor).clamp(min=numbers.root_floor)  # all keep NaN
+    known = (root > 0) & (root < math.inf)
+    spike = torch.where(known, root * numbers.spike, math.inf)
+    return torch.minimum(absolute, spike), spike < absolute, known
+
+
+def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of at least 0 in a narrower type, rounded down."""
+    narrow = values.to(dtype)
+    if dtype == torch.float32:
+        return narrow
+    return (narrow.view(torch.int16) - (narrow.to(torch.float32) > values).to(torch.int16)).view(dtype)
+
+
+def _fp32(value: float) -> float:
+    """The nearest fp32 number, inf if it is larger than all."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
