@@ -21,6 +21,7 @@ from megasdc.config.hook_sections import (
     SPIKE_AWARE,
     ZERO,
     HookSpec,
+    Theta,
 )
 from megasdc.config.problem import Problem
 from megasdc.config.sections import MegasdcSection
@@ -42,7 +43,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
         path = f"megasdc.optimizer_hooks[{place}]"
         yield from _field_problems(spec, path)
         if spec.theta is not None and spec.hook in BOUNDS:
-            yield from _theta_problems(spec, path)
+            yield from _theta_problems(spec.theta, spec, path)
         if spec.hook in BOUNDS:
             yield from _bound_problems(spec, path, deepspeed)
         for pattern in spec.parameters:
@@ -81,22 +82,23 @@ def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
         yield Problem((f"{path}.path",), f"{path}.path: got {spec.path!r}, which is not a file; give a Python file.")
 
 
-def _theta_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
-    theta, smallest = spec.theta, SMALLEST_THETA[spec.hook]
-    points = [[1, theta]] if not isinstance(theta, list) else theta
-    for at, value in points:
-        if float(value) <= smallest:
+def _theta_problems(theta: Theta, spec: HookSpec, path: str) -> Iterator[Problem]:
+    smallest = SMALLEST_THETA[spec.hook]
+    points = [(float(at), float(value)) for at, value in theta] if isinstance(theta, list) else [(1.0, float(theta))]
+    for _, value in points:
+        if value <= smallest:
             reason = "; at 1 and below, bounded elements would freeze" if spec.hook == SPIKE_AWARE else ""
             yield Problem(
                 (f"{path}.theta",),
-                f'{path}.theta: got {value}; a threshold of {spec.hook} is above {smallest:g}, or "inf"{reason}.',
+                f'{path}.theta: got {value:g}; a threshold of {spec.hook} is above {smallest:g}, or "inf"{reason}.',
             )
-        if at == "inf" or float(at) != int(at) or at < 1:
-            yield Problem((f"{path}.theta",), f"{path}.theta: got step {at}; steps are whole numbers from 1 on.")
-            return
     steps = [at for at, _ in points]
-    if steps != sorted(set(steps)):
-        yield Problem((f"{path}.theta",), f"{path}.theta: got steps {steps}; let each be larger than the one before.")
+    if any(at < 1 or not at.is_integer() for at in steps) or steps != sorted(set(steps)):
+        yield Problem(
+            (f"{path}.theta",),
+            f"{path}.theta: got steps {steps}; steps of a schedule are whole numbers from 1 on, each larger than the "
+            "one before.",
+        )
 
 
 def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
@@ -123,8 +125,8 @@ def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Ite
     if spec.where == AFTER_NORM and spec.hook == ABSOLUTE and clipping and _never_reached(spec, clipping):
         yield Problem(
             (f"{path}.theta", "gradient_clipping"),
-            f"{path}.theta: got {spec.theta} after the norm was clipped to {clipping:g}; no element is ever larger than "
-            "that; set a smaller one.",
+            f"{path}.theta: got {spec.theta} after the norm was clipped to {clipping:g}; no element is ever larger "
+            "than that; set a smaller one.",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -100,7 +101,7 @@ def theta_at(theta: Theta, step: int) -> float:
     if not isinstance(theta, list):
         return float(theta)
     points = [(float(at), float(value)) for at, value in theta]
-    for (first, low), (last, high) in zip(points, points[1:], strict=False):
+    for (first, low), (last, high) in pairwise(points):
         if step < last:
             inside = step > first and math.isfinite(low) and math.isfinite(high)
             return low + (high - low) * (step - first) / (last - first) if inside else low

@@ -128,4 +128,3 @@ def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str
                     f"last report, warn_share is {spec.warn_share:.3%}"
                 )
                 yield text, {"entry": number, "submodule": fqn, "share": share, "warn_share": spec.warn_share}
-

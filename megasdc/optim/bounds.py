@@ -115,9 +115,7 @@ class ShardBounds:
         self.counted = [counts_here(one, tp_rank) for one in self._parameters]
         self._counted = chosen(iter(self.counted))
         self._copied = chosen(is_copied(one) for one in self._parameters)
-        self._halting = {
-            place: chosen(rule.policy == HALT for rule in rules) for place, rules in self.rules.items()
-        }
+        self._halting = {place: chosen(rule.policy == HALT for rule in rules) for place, rules in self.rules.items()}
         self._kept = {
             place: chosen(rule.policy in (SKIP_STEP, HALT) for rule in rules) for place, rules in self.rules.items()
         }
@@ -246,7 +244,9 @@ class ShardBounds:
         state = inner.state.get(flat, {})
         if "step" in state:
             return int(state["step"])
-        return next(int(group.get("step", 0)) for group in inner.param_groups if any(one is flat for one in group["params"]))
+        return next(
+            int(group.get("step", 0)) for group in inner.param_groups if any(one is flat for one in group["params"])
+        )
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
@@ -277,9 +277,7 @@ def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
     fitting = [
         spec
         for spec in specs
-        if spec.hook in (ABSOLUTE, SPIKE_AWARE)
-        and spec.where == place
-        and fits(name, spec.parameters)
+        if spec.hook in (ABSOLUTE, SPIKE_AWARE) and spec.where == place and fits(name, spec.parameters)
     ]
     if not fitting:
         return Rule()

@@ -68,9 +68,7 @@ class GradientBounds(StepHook, EngineHook):
         self._carried: Totals = {}
         self._skipped: str | None = None
         if self._bounds.acts(AFTER_NORM):
-            self._inner.register_step_pre_hook(
-                lambda inner, *_: self._bounds.bound_clipped(inner, engine.step_number)
-            )
+            self._inner.register_step_pre_hook(lambda inner, *_: self._bounds.bound_clipped(inner, engine.step_number))
         engine.last_hook = self
 
     # --- in a step ----------------------------------------------------------------------------------------------
@@ -188,9 +186,7 @@ class GradientBounds(StepHook, EngineHook):
 
     def _totals(self) -> Totals:
         data_group = self._run.engine.mpu.get_data_parallel_group()
-        return merge_totals(
-            self._carried, gather_totals(self._bounds, self._dims, data_group, self._run.host_group)
-        )
+        return merge_totals(self._carried, gather_totals(self._bounds, self._dims, data_group, self._run.host_group))
 
     def state_dict(self) -> dict[str, Any]:
         """Counts since the last report, and the states of hooks from files.

@@ -1,0 +1,301 @@
+"""Do bounds cut outliers before they do harm, on the shards of every layout, and change nothing where none is?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_distributed
+from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+BF16 = {"deepspeed__bf16": {"enabled": True}}
+BF16_SMALL = {**BF16, "deepspeed__data_types": {"grad_accum_dtype": "bf16"}}
+OPTIMIZERS = {"fp32": {}, "bf16": BF16, "bf16_accumulated_in_bf16": BF16_SMALL}
+OUTLIER = {"phase": "reduced_grad", "submodule": "2.layer.mlp.linear_fc1", "slot": "weight", "rank": 1, "steps": [3, 3]}
+OUTLIER |= {"kind": "value"}
+ABSOLUTE = {"hook": "absolute", "theta": 1e-3}
+SPIKE = {"hook": "spike_aware", "theta": 50.0, "grace_steps": 1}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _train(folder: Path, data: Path, name: str, ranks: int, *overrides: str, **changes: Any) -> list[Any]:
+    changes = {"training__eval_interval": 0, "training__steps": 4, "checkpoint__interval": 1, **changes}
+    config = write_config(folder / f"{name}.json", data, folder / name, **changes)
+    return train_run(config, ranks, *overrides)
+
+
+def _ok(results: list[Any]) -> None:
+    assert [code for code, _ in results if code] == [], results
+
+
+def _state(folder: Path, name: str, step: int = 4) -> dict[str, str]:
+    """What decides how a run goes on, without what bounds count and the configuration."""
+    state = state_of(folder / name / "checkpoints" / f"step_{step:08d}")
+    return {key: value for key, value in state.items() if "/hooks" not in key and "/config" not in key}
+
+
+def _losses(folder: Path, name: str) -> list[Any]:
+    kept = ("step", "train/loss", "train/grad_norm")
+    return [{key: row[key] for key in kept} for row in metrics_of(folder / name) if "train/loss" in row]
+
+
+NEUTRAL = [((1, 1, 2), optimizer) for optimizer in OPTIMIZERS] + [((2, 2, 2), "bf16")]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), NEUTRAL, ids=str)
+def test_bounds_that_are_infinite_change_no_bit(
+    tmp_path: Path, data: Path, layout: tuple[int, int, int], optimizer: str
+) -> None:
+    """States, losses and norms are those of a run without hooks; what was seen is reported all the same."""
+    tensor, pipeline, replicas = layout
+    common = {"parallel__tensor": tensor, "parallel__pipeline": pipeline, **OPTIMIZERS[optimizer]}
+    hooks = [{**ABSOLUTE, "theta": "inf"}, {**SPIKE, "theta": "inf"}]
+    _ok(_train(tmp_path, data, "plain", tensor * pipeline * replicas, **common))
+    _ok(_train(tmp_path, data, "neutral", tensor * pipeline * replicas, **common, optimizer_hooks=hooks))
+    assert _state(tmp_path, "neutral") == _state(tmp_path, "plain")
+    assert _losses(tmp_path, "neutral") == _losses(tmp_path, "plain")
+    told = events_of(tmp_path / "neutral", "bounds", "statistics")
+    assert [one["step"] for one in told] == [1, 2, 3, 4]
+    rows = told[-1]["submodules"]
+    assert {row["submodule"] for row in rows} >= {"0.word_embeddings", "3.layer.mlp.linear_fc2", "4.norm"}
+    assert all(row["share"] == 0 for row in rows)
+    assert max(row["largest_ratio"] for row in rows) > 1
+
+
+def _updates(folder: Path, name: str) -> torch.Tensor:
+    """What the optimizer added to every shard at step 3."""
+    return _masters(folder, name, 3) - _masters(folder, name, 2)
+
+
+def _masters(folder: Path, name: str, step: int) -> torch.Tensor:
+    files = sorted((folder / name / "checkpoints" / f"step_{step:08d}").glob("*optim_states.pt"))
+    states = [torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"] for file in files]
+    flats = [flat for state in states for flat in state["single_partition_of_fp32_groups"]]
+    return torch.cat([flat.detach().double().flatten() for flat in flats])
+
+
+def _change(folder: Path, name: str) -> float:
+    """Relative change of the updates against the run without an outlier, all elements but the one hit."""
+    clean, harmed = _updates(folder, "clean"), _updates(folder, name)
+    difference = (harmed - clean).abs()
+    difference[difference.nan_to_num(nan=torch.inf).argmax()] = 0
+    return float(difference.norm() / clean.norm())
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_an_outlier_moves_nothing_but_its_own_element(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """With a bound before the norm the other updates of the step stay; without one they are destroyed."""
+    common = {**OPTIMIZERS[optimizer], "checkpoint__interval": 1, "training__steps": 3}
+    bound = {"optimizer_hooks": [{**ABSOLUTE, "non_finite": "bound"}]}
+    _ok(_train(tmp_path, data, "clean", 2, **common, **bound))
+    for value in (1e12, "inf", "nan"):
+        name = f"bounded_{value}"
+        _ok(_train(tmp_path, data, name, 2, **common, **bound, faults=[{**OUTLIER, "value": value}]))
+        assert _change(tmp_path, name) <= 1e-6
+    rows = {row["submodule"]: row for row in events_of(tmp_path / name, "bounds", "statistics")[2]["submodules"]}
+    assert {fqn: row["nan"] for fqn, row in rows.items() if row["nan"]} == {"2.layer.mlp.linear_fc1": 1}
+    _ok(_train(tmp_path, data, "unbounded", 2, **common, faults=[{**OUTLIER, "value": 1e12}]))
+    assert _change(tmp_path, "unbounded") > 0.1
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_all_ranks_skip_a_step_together(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """NaN in the shard of one rank of one stage: no rank takes the step, and its place is told."""
+    layout = {"parallel__tensor": 2, "parallel__pipeline": 2}
+    fault = {**OUTLIER, "submodule": "3.layer.mlp.linear_fc2", "rank": 6, "value": "nan"}
+    hooks = [ABSOLUTE]
+    _ok(_train(tmp_path, data, "a", 8, **layout, **OPTIMIZERS[optimizer], faults=[fault], optimizer_hooks=hooks))
+    (skip,) = {(one["step"], one["place"]) for one in events_of(tmp_path / "a", "skip", "optimizer_step")}
+    assert skip[0] == 3
+    assert skip[1] == "the gradient of 3.layer.mlp.linear_fc2.weight has 1 NaN and 0 Inf in the shard of rank 6"
+    assert _state(tmp_path, "a", 2).keys() == _state(tmp_path, "a", 3).keys()
+    assert torch.equal(_masters(tmp_path, "a", 2), _masters(tmp_path, "a", 3))
+    assert not torch.equal(_masters(tmp_path, "a", 3), _masters(tmp_path, "a", 4))
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_all_ranks_halt_together(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """With policy halt every rank ends with the code for values that are not finite, and nothing of the step is kept."""
+    hooks = [{**ABSOLUTE, "non_finite": "halt"}]
+    fault = {**OUTLIER, "value": "inf"}
+    results = _train(tmp_path, data, "a", 2, **OPTIMIZERS[optimizer], faults=[fault], optimizer_hooks=hooks)
+    assert {code for code, _ in results} == {74}, results
+    assert all("linear_fc1.weight has 0 NaN and 1 Inf in the shard of rank 1" in text for _, text in results)
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "a" / "checkpoints").glob("step_*"))
+    assert steps == [1, 2]
+
+
+def test_a_local_outlier_is_cut_before_it_is_averaged(tmp_path: Path, data: Path) -> None:
+    """One replica's 1e12 is bounded on that replica; with policy zero a NaN of its own leaves the average finite."""
+    hooks = [{**ABSOLUTE, "where": "local", "non_finite": "zero"}]
+    fault = {**OUTLIER, "phase": "collective"}
+    _ok(_train(tmp_path, data, "clean", 2, training__steps=3, optimizer_hooks=hooks))
+    for value in (1e12, "nan"):
+        name = f"harmed_{value}"
+        faults = [{**fault, "value": value}]
+        _ok(_train(tmp_path, data, name, 2, training__steps=3, optimizer_hooks=hooks, faults=faults))
+        assert _change(tmp_path, name) <= 1e-6
+    assert events_of(tmp_path / name, "skip", "optimizer_step") == []
+
+
+RESET = {"hook": "momentum_reset", "interval": 3, "warmup_steps": 2, "restart_bias_correction": True}
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_a_run_with_hooks_goes_on_bit_for_bit(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """Stopped in the warm-up after a reset and resumed, it ends as without a stop, its counts included."""
+    options = {**OPTIMIZERS[optimizer], "optimizer_hooks": [SPIKE, ABSOLUTE, RESET], "training__steps": 6}
+    options["logging__interval"] = 3
+    _ok(_train(tmp_path, data, "whole", 2, **options))
+    _ok(_train(tmp_path, data, "parts", 2, "megasdc.training.stop_step=4", **options))
+    _ok(_train(tmp_path, data, "parts", 2, **options))
+    assert _state(tmp_path, "parts", 6) == _state(tmp_path, "whole", 6)
+    whole, parts = (events_of(tmp_path / name, "bounds", "statistics") for name in ("whole", "parts"))
+    assert [one["step"] for one in whole] == [3, 6]
+    assert [one["step"] for one in events_of(tmp_path / "whole", "bounds", "reset")] == [4]
+    sums = {}
+    for name, told in (("whole", whole), ("parts", parts)):
+        sums[name] = [row["share"] for row in told[0]["submodules"]]
+    assert sums["whole"] == sums["parts"]
+
+
+def test_a_hook_from_a_file(tmp_path: Path, data: Path) -> None:
+    """A class of the user's own changes gradients, keeps a state over a resume, and is refused where it is not one."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from megasdc.optim.hooks import GradientHook\n"
+        "class Halve(GradientHook):\n"
+        "    def __init__(self, factor):\n"
+        "        self.factor, self.calls = factor, 0\n"
+        "    def apply(self, part):\n"
+        "        part.gradient.mul_(self.factor)\n"
+        "        self.calls = part.step\n"
+        "    def state_dict(self):\n"
+        "        return {'calls': self.calls}\n"
+        "    def load_state_dict(self, state):\n"
+        "        assert state['calls'] == 2, state\n"
+    )
+    hook = {"hook": "file", "path": str(file), "name": "Halve", "settings": {"factor": 0.5}}
+    plain = {"training__steps": 3, "deepspeed__gradient_clipping": 0.0}
+    _ok(_train(tmp_path, data, "plain", 2, **plain))
+    _ok(_train(tmp_path, data, "halved", 2, "megasdc.training.stop_step=2", **plain, optimizer_hooks=[hook]))
+    _ok(_train(tmp_path, data, "halved", 2, **plain, optimizer_hooks=[hook]))
+    first, halved = _losses(tmp_path, "plain"), _losses(tmp_path, "halved")
+    assert halved[0]["train/grad_norm"] == pytest.approx(first[0]["train/grad_norm"] / 2, rel=1e-6)
+    results = _train(tmp_path, data, "wrong", 2, **plain, optimizer_hooks=[{**hook, "name": "Absent"}])
+    assert {code for code, _ in results} == {70}
+    assert "has no subclass of megasdc.optim.hooks.GradientHook named 'Absent'" in str(results[0][1])
+
+
+def test_a_warning_where_too_much_is_bounded(tmp_path: Path, data: Path) -> None:
+    """A share above `warn_share` is told by submodule; patterns choose what is bounded."""
+    hooks = [{**ABSOLUTE, "theta": 1e-6, "parameters": ["*.mlp.*"], "warn_share": 0.5}]
+    _ok(_train(tmp_path, data, "a", 1, training__steps=2, optimizer_hooks=hooks))
+    warned = events_of(tmp_path / "a", "bounds", "warning")
+    assert {one["submodule"] for one in warned} == {
+        f"{layer}.layer.mlp.linear_fc{number}" for layer in (2, 3) for number in (1, 2)
+    }
+    rows = events_of(tmp_path / "a", "bounds", "statistics")[0]["submodules"]
+    assert {row["submodule"] for row in rows if row["share"]} == {one["submodule"] for one in warned}
+
+
+def test_gradients_of_copies_that_differ_are_told(tmp_path: Path, data: Path) -> None:
+    """A wrong gradient of a norm on tensor rank 1, which the norm does not count, is bounded there and told."""
+    fault = {**OUTLIER, "submodule": "2.layer.input_layernorm", "value": 1e12}
+    bound = {**ABSOLUTE, "theta": 0.5}
+    _ok(_train(tmp_path, data, "a", 2, parallel__tensor=2, optimizer_hooks=[bound], faults=[fault]))
+    told = events_of(tmp_path / "a", "bounds", "copies_differ")
+    assert [one["step"] for one in told] == [3, 4], "the copies have drifted apart"
+    assert told[0]["norms"][1] > told[0]["norms"][0]
+    assert all(row["train/grad_norm"] < 100 for row in _losses(tmp_path, "a"))
+
+
+def _watched(config: str) -> list[dict[str, Any]]:
+    """Train, and note at each step what the bounds were given: shards, moments, settings; the norm that came out."""
+    from whole_runs import pretrain_rank
+
+    from megasdc.optim.zero1 import counts_here, owned_fragments
+    from megasdc.train.gradient_bounds import GradientBounds
+
+    seen: list[dict[str, Any]] = []
+    original = GradientBounds.before_optimizer_step
+
+    def watch(self: Any, engine: Any) -> None:
+        optimizer, dims = engine.optimizer, engine.dims
+        groups = [dict(group, params=None) for group in optimizer.param_groups]
+        shards = []
+        for fragment in owned_fragments(optimizer):
+            key = (self._names[id(fragment.parameter)], dims.rank, counts_here(fragment.parameter, dims.tp_rank))
+            states = {name: value.clone() for name, value in fragment.states(optimizer).items()}
+            shards.append((key, fragment.gradient.clone(), fragment.master.clone(), states, fragment.group))
+        seen.append({"step": engine.step_number, "groups": groups, "shards": shards})
+        original(self, engine)
+        seen[-1]["norm"] = float(self._control._norm)
+
+    GradientBounds.before_optimizer_step = watch  # type: ignore[method-assign]
+    assert pretrain_rank(config, []) == (0, None)
+    return seen
+
+
+def _expected(shard: Any, group: dict[str, Any], bounded: torch.Tensor, clip: float, step: int) -> torch.Tensor:
+    """AdamW in float64. Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
+    _, _, master, states, _ = shard
+    first, second = group["betas"]
+    gradient = bounded * clip
+    zero = torch.zeros_like(gradient)
+    m = first * states.get("exp_avg", zero).double() + (1 - first) * gradient
+    v = second * states.get("exp_avg_sq", zero).double() + (1 - second) * gradient**2
+    weights = master.double() * (1 - group["lr"] * group["weight_decay"])
+    corrected = (m / (1 - first**step)) / ((v / (1 - second**step)).sqrt() + group["eps"])
+    return weights - group["lr"] * corrected
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_shards_of_eight_ranks_step_as_one_rank_would(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """Gathered from 2x2x2, bounded, normed, clipped and stepped in float64, masters and norm are those of the run."""
+    theta, absolute = 2.0, 0.02
+    hooks = [{**SPIKE, "theta": theta, "grace_steps": 0}, {**ABSOLUTE, "theta": absolute}]
+    config = write_config(
+        tmp_path / "a.json",
+        data,
+        tmp_path / "a",
+        parallel__tensor=2,
+        parallel__pipeline=2,
+        training__eval_interval=0,
+        training__steps=5,
+        checkpoint__interval=0,
+        optimizer_hooks=hooks,
+        **OPTIMIZERS[optimizer],
+    )
+    ranks = run_distributed(_watched, 8, str(config), init=False)
+    bounded_elements = 0
+    for place, step in enumerate(range(1, 5)):
+        clipped: dict[Any, Any] = {}
+        for seen in ranks:
+            assert seen[place]["step"] == step
+            for shard in seen[place]["shards"]:
+                gradient, second = shard[1].double(), shard[3].get("exp_avg_sq", torch.zeros_like(shard[1])).double()
+                limit = torch.where(second > 0, (theta * second).sqrt(), torch.inf).clamp(max=absolute)
+                bounded = gradient.clamp(min=-limit, max=limit)
+                bounded_elements += int((bounded != gradient).sum())
+                clipped[shard[0]] = bounded
+        squares = [one.square().sum() for (_, _, counts), one in clipped.items() if counts]
+        norm = float(torch.stack(squares).sum().sqrt())
+        after = {shard[0]: shard[2] for seen in ranks for shard in seen[place + 1]["shards"]}
+        for seen in ranks:
+            assert seen[place]["norm"] == pytest.approx(norm, rel=1e-6)
+            for shard in seen[place]["shards"]:
+                group = seen[place]["groups"][shard[4]]
+                expected = _expected(shard, group, clipped[shard[0]], min(1.0, 1 / (norm + 1e-6)), step)
+                error = (after[shard[0]].double() - expected).norm()
+                assert float(error) <= 1e-6 * float(expected.norm()), shard[0]
+    assert bounded_elements > 1000
