@@ -124,7 +124,7 @@ def test_all_ranks_skip_a_step_together(tmp_path: Path, data: Path, optimizer: s
 
 @pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
 def test_all_ranks_halt_together(tmp_path: Path, data: Path, optimizer: str) -> None:
-    """With policy halt every rank ends with the code for values that are not finite, and nothing of the step is kept."""
+    """With policy halt every rank ends with the code for what is not finite, and nothing of the step is kept."""
     hooks = [{**ABSOLUTE, "non_finite": "halt"}]
     fault = {**OUTLIER, "value": "inf"}
     results = _train(tmp_path, data, "a", 2, **OPTIMIZERS[optimizer], faults=[fault], optimizer_hooks=hooks)
