@@ -40,7 +40,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
     """
     names = parameter_names(file.model, file.parallel) if file.optimizer_hooks else []
     for place, spec in enumerate(file.optimizer_hooks):
-        path = f"megasdc.optimizer_hooks[{place}]"
+        path = f"megasdc.optimizer_hooks.{place}"
         yield from _field_problems(spec, path)
         if spec.theta is not None and spec.hook in BOUNDS:
             yield from _theta_problems(spec.theta, spec, path)
@@ -62,8 +62,8 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
     resets = [place for place, spec in enumerate(file.optimizer_hooks) if spec.hook == MOMENTUM_RESET]
     if len(resets) > 1:
         yield Problem(
-            (f"megasdc.optimizer_hooks[{resets[1]}].hook",),
-            f"megasdc.optimizer_hooks[{resets[1]}].hook: got a second momentum_reset; keep one.",
+            (f"megasdc.optimizer_hooks.{resets[1]}.hook",),
+            f"megasdc.optimizer_hooks.{resets[1]}.hook: got a second momentum_reset; keep one.",
         )
 
 

@@ -70,6 +70,7 @@ def _by_submodule(rows: dict[str, list[float]]) -> dict[str, list[float]]:
 def _shares(row: Sequence[float]) -> dict[str, float]:
     one = dict(zip(COLUMNS, row, strict=True))
     return {
+        "elements": one["elements"],
         "share": (one["by_absolute"] + one["by_spike"]) / one["elements"],
         "removed_share": one["removed"] / one["mass"] if one["mass"] else 0.0,
         "largest_ratio": one["largest_ratio"],
@@ -81,8 +82,8 @@ def _shares(row: Sequence[float]) -> dict[str, float]:
 def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
     """For each place the submodules in the order of the model.
 
-    Of each: share of elements that were bounded, share of the mass (sum of magnitudes) that was removed, largest
-    g^2 / V, numbers of NaN and Inf.
+    Of each: elements looked at, over all steps; share of them that was bounded, share of the mass (sum of magnitudes)
+    that was removed, largest g^2 / V, numbers of NaN and Inf.
     """
     return {
         place: [
@@ -100,6 +101,7 @@ def metrics_of(totals: Totals) -> dict[str, float]:
     if not rows:
         return {}
     shares = _shares(_sum(rows))
+    del shares["elements"]
     shares["non_finite"] = shares.pop("nan") + shares.pop("inf")
     return {f"bounds/{name}": value for name, value in shares.items()}
 
@@ -124,7 +126,7 @@ def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str
             share = row[column] / row[-1]
             if share > spec.warn_share:
                 text = (
-                    f"optimizer_hooks[{number}] ({spec.hook}) bounded {share:.3%} of the elements of {fqn} since the "
+                    f"optimizer_hooks.{number} ({spec.hook}) bounded {share:.3%} of the elements of {fqn} since the "
                     f"last report, warn_share is {spec.warn_share:.3%}"
                 )
                 yield text, {"entry": number, "submodule": fqn, "share": share, "warn_share": spec.warn_share}

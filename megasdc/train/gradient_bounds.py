@@ -59,7 +59,7 @@ class GradientBounds(StepHook, EngineHook):
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims.tp_rank)
         self._files = [
-            (spec, load_hook(spec.path, spec.name, spec.settings, f"megasdc.optimizer_hooks[{place}]"))
+            (spec, load_hook(spec.path, spec.name, spec.settings, f"megasdc.optimizer_hooks.{place}"))
             for place, spec in enumerate(specs)
             if spec.hook == FILE and spec.path is not None and spec.name is not None
         ]

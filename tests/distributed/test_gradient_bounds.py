@@ -10,6 +10,8 @@ import torch
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.checkpoint.convert import convert_to_universal
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 BF16 = {"deepspeed__bf16": {"enabled": True}}
@@ -299,3 +301,19 @@ def test_shards_of_eight_ranks_step_as_one_rank_would(tmp_path: Path, data: Path
                 error = (after[shard[0]].double() - expected).norm()
                 assert float(error) <= 1e-6 * float(expected.norm()), shard[0]
     assert bounded_elements > 1000
+
+
+def test_bounds_move_to_another_layout(tmp_path: Path, data: Path) -> None:
+    """From TP2 through the universal form to DP2: counts since the last report go on, and the reset comes in time."""
+    hooks = [{**SPIKE, "warn_share": 1e-9}, {**RESET, "interval": 4}]
+    common = {"optimizer_hooks": hooks, "training__steps": 5, "logging__interval": 5}
+    _ok(_train(tmp_path, data, "before", 2, "megasdc.training.stop_step=4", **common, parallel__tensor=2))
+    report = convert_to_universal(tmp_path / "before" / "checkpoints" / "step_00000003", workers=1)
+    start = {"checkpoint__universal": str(report.path)}
+    _ok(_train(tmp_path, data, "after", 2, **common, **start))
+    (after,) = events_of(tmp_path / "after", "bounds", "statistics")
+    assert after["step"] == 5
+    assert [one["step"] for one in events_of(tmp_path / "after", "bounds", "reset")] == [5]
+    rows = {row["submodule"]: row for row in after["submodules"]}
+    assert rows["3.layer.mlp.linear_fc1"]["elements"] == 5 * 4 * 32 * (32 + 1), "five steps, weight and bias"
+    assert all(row["share"] > 0 for fqn, row in rows.items() if "mlp.linear" in fqn)

@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parents[3] / "configs"
 RANKS = {
     "smoke": (2, (1, 1, 2)),
     "blend": (2, (1, 1, 2)),
+    "bounded": (2, (1, 1, 2)),
     "drill": (2, (1, 1, 2)),
     "audited": (3, (1, 1, 3)),
     "smoke_llama_2x2x2": (8, (2, 2, 2)),

@@ -28,13 +28,13 @@ FP16 = {"fp16": {"enabled": True}}
 @pytest.mark.parametrize(
     ("hook", "deepspeed", "parts"),
     [
-        ({**ABSOLUTE, "theta": 0.0}, None, ["optimizer_hooks[0].theta: got 0", "above 0"]),
+        ({**ABSOLUTE, "theta": 0.0}, None, ["optimizer_hooks.0.theta: got 0", "above 0"]),
         ({**ABSOLUTE, "theta": -1e-3}, None, ["theta: got -0.001"]),
         ({**SPIKE, "theta": 1.0}, None, ["theta: got 1;", "above 1", "freeze"]),
         ({**SPIKE, "theta": [[1, "inf"], [50, 0.5]]}, None, ["theta: got 0.5"]),
         ({**SPIKE, "theta": [[5, 10.0], [5, 20.0]]}, None, ["steps [5.0, 5.0]", "larger than the one before"]),
         ({**SPIKE, "theta": [[0, 10.0]]}, None, ["steps [0.0]", "from 1 on"]),
-        ({"hook": "absolute"}, None, ["optimizer_hooks[0].theta: missing", "absolute needs it"]),
+        ({"hook": "absolute"}, None, ["optimizer_hooks.0.theta: missing", "absolute needs it"]),
         ({**ABSOLUTE, "grace_steps": 3}, None, ["grace_steps", "only spike_aware"]),
         ({**ABSOLUTE, "parameters": ["*.mlp.linear_fc3.*"]}, None, ["'*.mlp.linear_fc3.*'", "fits no parameter"]),
         ({**SPIKE, "where": "local"}, None, ['got "local"', "use absolute"]),
