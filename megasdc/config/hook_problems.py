@@ -68,7 +68,9 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
 
 
 def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
-    for field in sorted(spec.model_fields_set - FIELDS_OF[spec.hook] - {"hook"}):
+    for field in sorted(HookSpec.model_fields.keys() - FIELDS_OF[spec.hook] - {"hook"}):
+        if getattr(spec, field) == HookSpec.model_fields[field].default:
+            continue
         users = [hook for hook, fields in FIELDS_OF.items() if field in fields]
         yield Problem(
             (f"{path}.{field}", f"{path}.hook"),
