@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.randomness import DropoutStreams
+from megasdc.optim.step_control import StepControl
 from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale_gradients
 from megasdc.parallel.dims import ParallelDims
 
@@ -75,6 +76,7 @@ class TrainingEngine(PipelineEngine):
         self.hooks = list(hooks)
         self.last_hook = EngineHook()
         """Called after all hooks before the reduction and before the optimizer: the last word on gradients."""
+        self.step_control = StepControl(self.optimizer, self.mpu.get_data_parallel_group())
         self.streams = streams
         self.masks_tokens = masks_tokens
         self._partial_sums = [

@@ -21,7 +21,6 @@ from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metr
 from megasdc.optim.bounds import ShardBounds, fits
 from megasdc.optim.hooks import GradientPart, load_hook
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
-from megasdc.optim.step_control import StepControl
 from megasdc.optim.zero1 import owned_fragments
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.run import Run, StepHook
@@ -63,7 +62,6 @@ class GradientBounds(StepHook, EngineHook):
             for place, spec in enumerate(specs)
             if spec.hook == FILE and spec.path is not None and spec.name is not None
         ]
-        self._control = StepControl(engine.optimizer, engine.mpu.get_data_parallel_group())
         self._warmup = RateWarmup(self._inner) if self._reset is not None else None
         self._carried: Totals = {}
         self._skipped: str | None = None
@@ -108,7 +106,7 @@ class GradientBounds(StepHook, EngineHook):
             self._tell_copies(step, copies)
         own = self._files or self._bounds.changes(step)
         norm = torch.tensor(math.sqrt(squares), dtype=torch.float64, device=engine.device) if own else None
-        self._control.decide(norm, bool(skip))
+        engine.step_control.decide(norm, bool(skip))
 
     def _apply_files(self, engine: TrainingEngine, step: int, scale: float) -> None:
         if not self._files:

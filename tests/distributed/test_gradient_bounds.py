@@ -149,6 +149,43 @@ def test_a_local_outlier_is_cut_before_it_is_averaged(tmp_path: Path, data: Path
     assert events_of(tmp_path / name, "skip", "optimizer_step") == []
 
 
+def _pretrain_with_their_step(config: str) -> None:
+    """Train with DeepSpeed's own step."""
+    from whole_runs import pretrain_rank
+
+    from megasdc.engine import engine
+
+    class Nothing:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+    engine.StepControl = Nothing  # type: ignore[assignment, misc]
+    assert pretrain_rank(config, []) == (0, None)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 2, 2)], ids=str)
+def test_our_step_of_the_bf16_optimizer_is_theirs(tmp_path: Path, data: Path, layout: tuple[int, int, int]) -> None:
+    """On healthy ranks states, losses and norms are those of DeepSpeed's own step, bit for bit."""
+    tensor, pipeline, replicas = layout
+    options = {**BF16, "parallel__tensor": tensor, "parallel__pipeline": pipeline}
+    _ok(_train(tmp_path, data, "ours", tensor * pipeline * replicas, **options))
+    theirs = {**options, "training__eval_interval": 0, "training__steps": 4, "checkpoint__interval": 1}
+    config = write_config(tmp_path / "theirs.json", data, tmp_path / "theirs", **theirs)
+    run_distributed(_pretrain_with_their_step, tensor * pipeline * replicas, str(config), init=False)
+    assert _state(tmp_path, "ours") == _state(tmp_path, "theirs")
+    assert _losses(tmp_path, "ours") == _losses(tmp_path, "theirs")
+
+
+def test_a_wrong_whole_copy_of_a_gradient_parts_nobody(tmp_path: Path, data: Path) -> None:
+    """NaN in one rank's copy of what another rank owns: without hooks too all ranks skip, and nobody waits."""
+    fault = {**OUTLIER, "value": "nan", "rank": 1}
+    for number, submodule in enumerate(("0.word_embeddings", "4.norm")):
+        name = f"run_{number}"
+        _ok(_train(tmp_path, data, name, 2, **BF16, faults=[{**fault, "submodule": submodule}]))
+    skipped = [events_of(tmp_path / f"run_{number}", "skip", "optimizer_step") for number in (0, 1)]
+    assert [one["step"] for one in [*skipped[0], *skipped[1]]].count(3) >= 2
+
+
 RESET = {"hook": "momentum_reset", "interval": 3, "warmup_steps": 2, "restart_bias_correction": True}
 
 
@@ -241,7 +278,7 @@ def _watched(config: str) -> list[dict[str, Any]]:
             shards.append((key, fragment.gradient.clone(), fragment.master.clone(), states, fragment.group))
         seen.append({"step": engine.step_number, "groups": groups, "shards": shards})
         original(self, engine)
-        seen[-1]["norm"] = float(self._control._norm)
+        seen[-1]["norm"] = float(engine.step_control._norm)
 
     GradientBounds.before_optimizer_step = watch  # type: ignore[method-assign]
     assert pretrain_rank(config, []) == (0, None)

@@ -41,6 +41,11 @@ def test_names_of_deepspeed():
     assert "self._config.load_universal_checkpoint" in inspect.getsource(DeepSpeedEngine.load_universal_checkpoint)
     assert "self.optimizer.update_lp_params()" in inspect.getsource(DeepSpeedEngine.load_checkpoint)
     assert "averaged_gradients" in inspect.getsource(DeepSpeedZeroOptimizer)
+    for name in ("scaled_global_norm", "has_overflow"):
+        assert callable(getattr(DeepSpeedZeroOptimizer, name)), name
+    for name in ("_lazy_init_hp_params_optimizer_state", "update_lp_params", "clear_hp_grads", "clear_lp_grads"):
+        assert callable(getattr(BF16_Optimizer, name)), name
+    assert "if self.check_grad_overflow:" in inspect.getsource(DeepSpeedZeroOptimizer.step)
     assert "fp32_groups_gradients_flat" in inspect.getsource(BF16_Optimizer)
     assert "_hp_grad" in inspect.getsource(BF16_Optimizer)
 
