@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -121,7 +121,10 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     drilling: list[StepHook] = []
     if sections.faults or sections.process_faults:
         drilling.append(FaultDrill(injector, process_faults, checkpoint_folder(config), host_group))
-    run.hooks = _build_hooks(config, run, eval_loader, manifest, split, clock, signals, recording, drilling)
+    before_save = None if detection is None else detection.before_save
+    run.hooks = _build_hooks(
+        config, run, eval_loader, manifest, split, clock, signals, recording, drilling, before_save
+    )
     for hook in run.hooks:
         if state := hook_states.get(type(hook).__name__):
             hook.load_state_dict(state)
@@ -138,6 +141,7 @@ def _build_hooks(
     signals: StopSignals,
     recording: list[StepHook],
     drilling: list[StepHook],
+    before_save: Callable[[Run], None] | None,
 ) -> list[StepHook]:
     sections = config.megasdc
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
@@ -176,7 +180,7 @@ def _build_hooks(
             peak=sections.logging.peak_tflops or _known_peak(config.precision),
             progress=sections.logging.progress_bar,
         ),
-        Saver(config, writer, manifest.tokenizer.checksum),
+        Saver(config, writer, manifest.tokenizer.checksum, before_save),
         *drilling,
     ]
 

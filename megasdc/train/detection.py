@@ -263,6 +263,23 @@ class Detection(StepHook, EngineHook):
             if self._requested:
                 run.events.emit("audit", "requested", step=run.step + 1)
 
+    def before_save(self, run: Run) -> None:
+        """Compare the parameters that are about to be saved, since no step follows that would before they are.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt; nothing is saved then.
+
+        Collective: all ranks of the world.
+        """
+        if not (self._always_on.enabled and self._always_on.parameters):
+            return
+        self._parameters.start()
+        own = self._parameters.take()
+        copies = digest(self._parameters.copies(own))
+        agreed = compare_replicas([digest(own)], [], run.dims, self._host_group, [copies])
+        if agreed.differing[0] or agreed.stages[0]:
+            self._disputes.settle_kept(run.engine, own, agreed)
+
     def state_dict(self) -> dict[str, Any]:
         """What was found before, by rank."""
         return self._disputes.state_dict()

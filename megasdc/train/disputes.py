@@ -145,6 +145,22 @@ class Disputes:
             again = self._act(step, self._settle_audit(engine, evidence.audited, rehearse, earlier), repaired)
         return again
 
+    def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed) -> None:
+        """Name whose parameters are wrong before they are saved, and do what the policy says.
+
+        Args:
+            engine: between two steps.
+            own: parameters of this rank.
+            agreed: what all ranks know; something differs.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt.
+
+        Collective: all ranks of the world.
+        """
+        found = self._settle_parameters(engine, own) if agreed.differing[0] else self._settle_copies(own)
+        self._act(engine.step_number, found, repaired=False)
+
     def _settle_audit(
         self, engine: TrainingEngine, own: Trace, rehearse: Rehearse, earlier: Collection[int]
     ) -> Settled:

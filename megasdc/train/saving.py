@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,18 @@ class Saver(StepHook):
         config: the run's configuration; its resolved form is stored in each checkpoint.
         writer: where rank 0 writes metrics; null on other ranks.
         tokenizer_checksum: of the tokenizer that the data were prepared with; stored too.
+        before_save: looks at what is about to be saved, on all ranks; null: nothing does.
     """
 
-    def __init__(self, config: RunConfig, writer: MetricsWriter | None, tokenizer_checksum: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        writer: MetricsWriter | None,
+        tokenizer_checksum: str,
+        before_save: Callable[[Run], None] | None = None,
+    ) -> None:
         self.config = config
+        self.before_save = before_save
         self.tokenizer_checksum = tokenizer_checksum
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
@@ -54,6 +63,8 @@ class Saver(StepHook):
         due = self.section.interval and run.step % self.section.interval == 0
         if not due and not run.is_last_step:
             return
+        if self.before_save is not None:
+            self.before_save(run)
         saved = save_checkpoint(
             run.engine,
             self.folder,

@@ -272,3 +272,38 @@ def test_a_wrong_update_of_a_copy_shows_between_tensor_ranks(tmp_path: Path, dat
     results = train_run(harmed, 4)
     assert [code for code, _ in results] == [73, 73, 73, 73], results
     assert _verdicts(tmp_path / "run") == [(3, "copies", None, "inconclusive", "copies on tensor ranks", "halt")]
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 6)])
+def test_wrong_parameters_are_not_saved(tmp_path: Path, data: Path, rank: int, step: int) -> None:
+    """Parameters that changed just before a save, also the last one, are gathered again and saved as in a clean run."""
+    options = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}}}
+    fault = {"submodule": "*.linear_fc1", "phase": "parameter", "rank": rank, "steps": [step, step]}
+    clean = _write(tmp_path, data, "clean", 2, **options)
+    harmed = _write(tmp_path, data, "harmed", 2, **options, faults=[fault])
+    for config in (clean, harmed):
+        results = train_run(config, 2)
+        assert [code for code, _ in results] == [0, 0], results
+    assert _verdicts(tmp_path / "harmed") == [
+        (step + 1, "parameters", rank, "not_reproduced", "master shard", "repair")
+    ]
+    for saved in (3, 6):
+        name = f"step_{saved:08d}"
+        states = [state_of(tmp_path / run / "checkpoints" / name) for run in ("clean", "harmed")]
+        assert _without_hooks(states[0]) == _without_hooks(states[1])
+
+
+def _without_hooks(state: dict[str, str]) -> dict[str, str]:
+    """What is saved of the model and its optimizer; who was found wrong before is part of the hooks' states."""
+    return {key: value for key, value in state.items() if "/hooks/" not in key and "/config/" not in key}
+
+
+def test_wrong_parameters_halt_before_a_save(tmp_path: Path, data: Path) -> None:
+    """With policy halt nothing of that step is kept."""
+    options = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}, "policy": {}}}
+    options["sdc"]["policy"] = {"not_reproduced": "halt"}
+    fault = {"submodule": "*.linear_fc1", "phase": "parameter", "rank": 1, "steps": [3, 3]}
+    harmed = _write(tmp_path, data, "harmed", 2, **options, faults=[fault])
+    results = train_run(harmed, 2)
+    assert [code for code, _ in results] == [73, 73], results
+    assert list((tmp_path / "harmed" / "checkpoints").glob("step_*")) == []
