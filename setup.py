@@ -11,7 +11,12 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megasdc", "megasdc.*"]),
-    package_data={"megasdc.config": ["profiles/*.json"], "megasdc.sdc": ["templates/*.html"]},
+    package_data={
+        "megasdc.bench": ["*.c"],
+        "megasdc.config": ["profiles/*.json"],
+        "megasdc.sdc": ["templates/*.html"],
+        "megasdc.tensors": ["*.c"],
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",

@@ -122,16 +122,16 @@ def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums:
 
     Sync: none.
     """
-    check_arguments(gradient, second_moment, limits, sums)
-    bound_formula_(gradient, second_moment, limits, sums)
+    _check_arguments(gradient, second_moment, limits, sums)
+    if gradient.device.type == "cpu":
+        from megasdc.tensors.bound_host import bound_on_host_ as chosen
+    else:
+        chosen = bound_formula_
+    chosen(gradient, second_moment, limits, sums)
 
 
-def check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """Refuse what `bound_` cannot work on.
-
-    Raises:
-        ValueError: see there.
-    """
+def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+    """Refuse what no implementation can work on."""
     if gradient.dtype not in DTYPES or gradient.dim() != 1 or not gradient.is_contiguous():
         raise ValueError(f"gradient must be [n] contiguous in fp32, bf16 or fp16; got {_describe(gradient)}")
     if second_moment is None:
@@ -205,7 +205,8 @@ def _limits_of(magnitude: Tensor, second_moment: Tensor | None, numbers: Factors
     if second_moment is None:
         none = torch.zeros_like(magnitude, dtype=torch.bool)
         return absolute, none, none
-    root = second_moment.clamp(min=0).sqrt().mul(numbers.root_factor).clamp(min=numbers.root_floor)  # all keep NaN
+    exact = second_moment.clamp(min=0).to(torch.float64).sqrt()  # torch 2.13 rounds fp32 roots wrongly on the host
+    root = exact.to(torch.float32).mul(numbers.root_factor).clamp(min=numbers.root_floor)  # NaN is kept throughout
     known = (root > 0) & (root < math.inf)
     spike = torch.where(known, root * numbers.spike, math.inf)
     return torch.minimum(absolute, spike), spike < absolute, known

@@ -1,0 +1,153 @@
+"""How is a gradient bounded on the host? By one fused pass in C, compiled once for this processor.
+
+The machine's own C compiler makes the library at first use, since what is fast depends on the processor. It is kept in
+the user's cache folder under a name made of source, compiler options and processor, so that a new version or another
+kind of node makes its own. Ranks that start at once may each compile; each writes under a name of its own and renames,
+so that none loads half a library. Where that is not possible the formula in torch's operations is used, several times
+slower, and one line of the log says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from megasdc.tensors.bound import DTYPES, NON_FINITE, Limits, bound_formula_, factors
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("bound_host.c")
+OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+"""Not -ffast-math, which knows no NaN and makes the whole process flush subnormal numbers; without contraction, so that
+limits are rounded as the formula's are."""
+COMPILERS = ("cc", "gcc", "clang")
+_COMPILE_S = 120
+
+
+class _Limits(ctypes.Structure):
+    """`struct limits` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("absolute", "spike", "root_factor", "root_floor")),
+        *((name, ctypes.c_double) for name in ("theta", "floor", "v_factor", "scale")),
+        ("non_finite", ctypes.c_int32),
+    ]
+
+
+class LibraryError(Exception):
+    """The library could not be made or loaded; caught where the formula takes its place."""
+
+
+def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+    """Do what `megasdc.tensors.bound.bound_` does, in one thread, or by the formula where there is no compiler.
+
+    Args:
+        gradient: see there; on the host.
+        second_moment: see there.
+        limits: see there.
+        sums: see there; ``squares`` and ``mass`` are taken by blocks of 1024 in fp32, and those in fp64.
+    """
+    library = fused_library()
+    if library is None:
+        bound_formula_(gradient, second_moment, limits, sums)
+        return
+    numbers = factors(limits)
+    library.megasdc_bound(
+        gradient.data_ptr(),
+        None if second_moment is None else second_moment.data_ptr(),
+        gradient.numel(),
+        DTYPES.index(gradient.dtype),
+        _Limits(
+            numbers.absolute,
+            numbers.spike,
+            numbers.root_factor,
+            numbers.root_floor,
+            limits.spike,
+            limits.floor,
+            limits.v_factor,
+            limits.scale,
+            NON_FINITE.index(limits.non_finite),
+        ),
+        sums.data_ptr(),
+    )
+
+
+@cache
+def fused_library() -> ctypes.CDLL | None:
+    """The compiled pass; None where it cannot be made, which the first call logs."""
+    try:
+        library = load_library(SOURCE)
+    except LibraryError as error:
+        logger.warning(
+            "gradient bounds run by torch's operations, several times slower than compiled: %s; install gcc, or name a "
+            "C compiler in CC",
+            error,
+        )
+        return None
+    pointer = ctypes.c_void_p
+    library.megasdc_bound.argtypes = [
+        pointer, pointer, ctypes.c_int64, ctypes.c_int32, ctypes.POINTER(_Limits), pointer
+    ]  # fmt: skip
+    library.megasdc_bound.restype = None
+    return library
+
+
+def load_library(source: Path) -> ctypes.CDLL:
+    """Compile a C file for this processor, unless that was done before, and load it.
+
+    Args:
+        source: needs nothing but the C library.
+
+    Raises:
+        LibraryError: there is no compiler, it fails, or the cache folder cannot be used.
+    """
+    text = source.read_bytes()
+    key = hashlib.sha256(b"\0".join([text, " ".join(OPTIONS).encode(), _processor().encode()])).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megasdc" / "compiled"
+    library = folder / f"{source.stem}-{key}.so"
+    try:
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _compile(source, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise LibraryError(f"{library}: {error}") from error
+
+
+def _compile(source: Path, library: Path) -> None:
+    names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise LibraryError(f"there is no C compiler {' or '.join(names)} on PATH")
+    with tempfile.TemporaryDirectory(dir=library.parent) as own:
+        made = Path(own) / library.name
+        command = [compiler, *OPTIONS, "-o", str(made), str(source), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        except subprocess.CalledProcessError as error:
+            raise LibraryError(f"{' '.join(command)} ended with {error.returncode}: {error.stderr.strip()}") from error
+        except subprocess.TimeoutExpired as error:
+            raise LibraryError(f"{' '.join(command)} was not done after {_COMPILE_S} s") from error
+        made.replace(library)
+
+
+def _processor() -> str:
+    """What instructions this processor has, as far as Linux tells, and its name."""
+    wanted, found = ("vendor_id", "model name", "flags", "Features", "CPU part"), {platform.machine()}
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                found.add(value.strip())
+    return "\n".join(sorted(found))
