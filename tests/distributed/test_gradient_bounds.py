@@ -354,3 +354,29 @@ def test_bounds_move_to_another_layout(tmp_path: Path, data: Path) -> None:
     rows = {row["submodule"]: row for row in after["submodules"]}
     assert rows["3.layer.mlp.linear_fc1"]["elements"] == 5 * 4 * 32 * (32 + 1), "five steps, weight and bias"
     assert all(row["share"] > 0 for fqn, row in rows.items() if "mlp.linear" in fqn)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_bound_after_the_norm(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """The norm is that of a run without bounds; what the optimizer takes is not larger than the threshold."""
+    theta, clip = 1e-4, 0.5
+    options = {**OPTIMIZERS[optimizer], "training__steps": 1, "deepspeed__gradient_clipping": clip}
+    hook = {**ABSOLUTE, "theta": theta, "where": "after_norm"}
+    _ok(_train(tmp_path, data, "plain", 2, **options))
+    _ok(_train(tmp_path, data, "bounded", 2, **options, optimizer_hooks=[hook]))
+    assert _losses(tmp_path, "bounded") == _losses(tmp_path, "plain")
+    first_moments = {name: _first_moments(tmp_path, name) for name in ("plain", "bounded")}
+    limit = (1 - 0.9) * theta * (1 + 1e-6)
+    assert float(first_moments["plain"].abs().max()) > limit
+    assert float(first_moments["bounded"].abs().max()) <= limit
+    within = first_moments["plain"].abs() < (1 - 0.9) * theta * 0.999
+    assert torch.equal(first_moments["plain"][within], first_moments["bounded"][within])
+    (told,) = events_of(tmp_path / "bounded", "bounds", "statistics")[-1:]
+    assert told["where"] == "after_norm" and any(row["share"] > 0 for row in told["submodules"])
+
+
+def _first_moments(folder: Path, name: str) -> torch.Tensor:
+    files = sorted((folder / name / "checkpoints" / "step_00000001").glob("*optim_states.pt"))
+    states = [torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"] for file in files]
+    moments = [one["exp_avg"] for state in states for one in state["base_optimizer_state"]["state"].values()]
+    return torch.cat([moment.flatten() for moment in moments])
