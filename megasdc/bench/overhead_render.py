@@ -1,0 +1,132 @@
+"""How does a result of ``megasdc bench detection-overhead`` look, on a terminal and as a figure?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megasdc.bench.overhead import BARS, ModelCost, OverheadResult, TierCost
+from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED
+from megasdc.bench.statistics import Estimate
+from megasdc.errors import StorageError
+
+SHOWN = {ALWAYS_ON: "#1f77b4", ALWAYS_ON_ALL: "#7f7f7f", AMORTISED: "#d62728"}
+"""What the figure shows, in which colour."""
+
+
+def render_overhead(result: OverheadResult, console: Console) -> None:
+    """Print a result.
+
+    Args:
+        result: what was measured and predicted.
+        console: where.
+    """
+    sizes, machine = result.options.sizes, result.machine
+    console.print(f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']}")
+    console.print(
+        f"{sizes.ranks} gloo ranks x {sizes.threads} thread(s), DP{sizes.ranks}, {sizes.precision}; Llama-like "
+        f"L={sizes.layers} S={sizes.sequence} vocabulary {sizes.vocab}; {sizes.accumulation} micro-batches of "
+        f"{sizes.micro_batch}; activations recomputed; audits every {result.options.interval} steps; "
+        f"{sizes.blocks} steps of each kind; medians with the interval of the median, of the rank that pays more"
+    )
+    for model in result.models:
+        _render_model(model, console)
+    _render_extrapolated(result, console)
+
+
+def _render_model(model: ModelCost, console: Console) -> None:
+    table = Table(title=f"H={model.hidden}: cost of checks, % of the step without ({model.step_s.median:.3f} s)")
+    table.add_column("check")
+    for column in ("inside our calls", "alternating steps", "predicted", "bar"):
+        table.add_column(column, justify="right")
+    for name, tier in model.tiers.items():
+        predicted = "-" if tier.predicted is None else f"{100 * tier.predicted:.3f}"
+        table.add_row(name, _percent(tier.own), _percent(tier.slower), predicted, _verdict(tier))
+    console.print(table)
+    rates = model.rates
+    console.print(
+        f"{model.flop_per_s / 1e9:.1f} GFLOP/s; checksums {rates.checksum_bytes_per_s / 1e9:.1f} GB/s and "
+        f"{rates.checksum_s * 1e6:.1f} us each, look for NaN and Inf {rates.extremes_bytes_per_s / 1e9:.1f} GB/s and "
+        f"{rates.extremes_s * 1e6:.1f} us each, reduction over ranks {rates.exchange_s * 1e6:.0f} us"
+    )
+    for name, tier in model.tiers.items():
+        largest = sorted(tier.parts.items(), key=lambda item: -item[1])[:4]
+        console.print(f"{name}: " + ", ".join(f"{part} {100 * share:.3f}" for part, share in largest))
+
+
+def _verdict(tier: TierCost) -> str:
+    return "none" if tier.bar is None else f"{100 * tier.bar:g} {'pass' if tier.passed else 'FAIL'}"
+
+
+def _render_extrapolated(result: OverheadResult, console: Console) -> None:
+    assumed = result.options.accelerator
+    table = Table(title="predicted for an accelerator, % of the step without")
+    table.add_column("check")
+    for width in next(iter(result.extrapolated.values())):
+        table.add_column(f"H={width}", justify="right")
+    for name, shares in result.extrapolated.items():
+        table.add_row(name, *(f"{100 * share:.3f}" for share in shares.values()))
+    console.print(table)
+    console.print(
+        f"assumed: reads {assumed.bytes_per_s / 1e12:.2f} TB/s, {assumed.call_s * 1e6:g} us a call, "
+        f"{result.options.exchange_s * 1e3:g} ms a reduction over hosts; training {assumed.flop_per_s / 1e12:.0f} "
+        f"TFLOP/s in bf16, activations recomputed; TP{assumed.tensor} DP{assumed.data}, {assumed.layers} layers with "
+        f"embedding and output, S={assumed.sequence}, {assumed.accumulation} micro-batches of one sample; launches "
+        "that overlap with arithmetic cost less, the wait for the device before the reduction is not counted"
+    )
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.median:.3f} ({100 * estimate.low:.3f} to {100 * estimate.high:.3f})"
+
+
+def write_figure(result: OverheadResult, path: Path) -> None:
+    """Write cost against width as one HTML page that needs no network: measured and predicted, and the accelerator's.
+
+    Args:
+        result: what was measured and predicted.
+        path: the file; replaced.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    from plotly.subplots import make_subplots
+
+    titles = (f"this machine: {result.machine['cpu']}", "an accelerator, predicted")
+    figure = make_subplots(rows=1, cols=2, subplot_titles=titles, shared_yaxes=True)
+    models = sorted(result.models, key=lambda model: model.hidden)
+    for name, colour in SHOWN.items():
+        _draw(figure, name, colour, models, result.extrapolated[name])
+    widths = [model.hidden for model in models]
+    for column, ticks in ((1, widths), (2, list(result.extrapolated[ALWAYS_ON]))):
+        figure.update_xaxes(title_text="hidden size", type="log", tickvals=ticks, row=1, col=column)
+    figure.update_yaxes(title_text="% of the step without checks", type="log", row=1, col=1)
+    figure.update_yaxes(type="log", row=1, col=2)
+    figure.update_layout(title_text="Cost of detection", height=560)
+    try:
+        path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --figure") from error
+
+
+def _draw(figure: Any, name: str, colour: str, models: list[ModelCost], extrapolated: dict[int, float]) -> None:
+    """What a check costs in the models on the left, in those of an accelerator on the right, and its bar."""
+    widths, costs = [model.hidden for model in models], [model.tiers[name] for model in models]
+    middle = [100 * cost.own.median for cost in costs]
+    spread = {
+        "array": [100 * (cost.own.high - cost.own.median) for cost in costs],
+        "arrayminus": [100 * (cost.own.median - cost.own.low) for cost in costs],
+    }
+    expected = [100 * cost.predicted for cost in costs if cost.predicted is not None]
+    left: dict[str, Any] = {"x": widths, "row": 1, "col": 1, "legendgroup": name}
+    right: dict[str, Any] = {"x": list(extrapolated), "row": 1, "col": 2, "legendgroup": name, "showlegend": False}
+    solid, dotted = {"color": colour}, {"color": colour, "dash": "dot"}
+    figure.add_scatter(y=middle, error_y=spread, mode="markers", marker=solid, name=f"{name}, measured", **left)
+    figure.add_scatter(y=expected, mode="lines", line=solid, name=f"{name}, predicted", **left)
+    figure.add_scatter(y=[100 * share for share in extrapolated.values()], mode="lines+markers", line=solid, **right)
+    for place in (left, right) if name in BARS else ():
+        bar = [100 * BARS[name]] * len(place["x"])
+        figure.add_scatter(y=bar, mode="lines", line=dotted, name=f"{name}, bar", **place)

@@ -1,0 +1,47 @@
+"""A sample of `megasdc bench detection-overhead`: two ranks, every kind of check, and a figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megasdc.bench.overhead import ACCELERATOR_SIZES
+from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED, AUDIT, BETWEEN, TOLERANCED
+from megasdc.cli import app
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+SMALL = ["--blocks", "2", "--hidden", "128", "--other", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
+COMPARED = {"before_step", "after_micro_batches"}
+
+
+def test_a_sample(tmp_path: Path) -> None:
+    """Every kind of check costs time in the calls that make it up; the exit code says whether the bars are met."""
+    out, page = tmp_path / "result.json", tmp_path / "figure.html"
+    done = CliRunner().invoke(app, ["bench", "detection-overhead", *SMALL, "--out", str(out), "--figure", str(page)])
+    found = json.loads(out.read_text())
+    assert done.exit_code == int(not found["passed"]), done.output
+    assert [model["hidden"] for model in found["models"]] == [128, 64]
+    parts = {
+        ALWAYS_ON: {*COMPARED, "results"},
+        ALWAYS_ON_ALL: {*COMPARED, "results"},
+        AUDIT: {*COMPARED, "results", "attach", "before_optimizer_step", "after_step"},
+        BETWEEN: {*COMPARED, "before_optimizer_step", "after_step"},
+        AMORTISED: {*COMPARED, "results", "attach", "before_optimizer_step", "after_step"},
+        TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
+    }
+    for model in found["models"]:
+        assert model["tiers"].keys() == parts.keys()
+        for name, tier in model["tiers"].items():
+            assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
+            assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
+            assert (tier["predicted"] is None) == (name == TOLERANCED)
+    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.01, 0.005]
+    assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
+    assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)
+    text = page.read_text()
+    assert "always on, measured" in text and "audit, predicted" in text
+    assert "<script src=" not in text
