@@ -83,7 +83,7 @@ def verify_as_launched(
 
 
 def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any]:
-    """What rank 0 says to all: layout of a cell, cases, drill. Hosts' golden files may differ, but not in layout."""
+    """What rank 0 says to all: layout of a cell, workload, cases, drill. Hosts' files may differ, but not in layout."""
     try:
         header = load_header(choose_golden(golden, board.world) if golden.is_dir() else golden)
         if board.world % layout_size(header):
@@ -92,7 +92,7 @@ def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any
                 f"({header['layout']}); start a multiple, or record one for another layout"
             )
         drill = None if faults is None else load_drill(faults, header)
-        plan = {"layout": header["layout"], "cases": len(header["cases"]), "drill": drill}
+        plan = {"layout": header["layout"], "config": header["config"], "cases": len(header["cases"]), "drill": drill}
     except MegasdcError as error:
         board.tell("plan", {"failed": str(error), "exit_code": error.exit_code})
         board.leave(board.world)

@@ -7,6 +7,7 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.coverage import describe_checks
 from megasdc.train.detection import Detection
 from megasdc.train.disputes import Disputes
 from megasdc.train.golden_key import golden_key
@@ -59,6 +60,7 @@ def build_detection(
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
         signals=signals,
+        coverage=describe_checks(config, run.engine, run.loader.dataset.vocab_size),
     )
 
 

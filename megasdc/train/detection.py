@@ -7,7 +7,7 @@ over replicas. A finding is no error: all ranks know of it at the same point and
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class Detection(StepHook, EngineHook):
         recomputes: whether activations are recomputed.
         save_interval: steps between checkpoints; 0: none.
         signals: of this process; SIGUSR2 asks for an audit.
+        coverage: what is checked and what it reads, a line a tier; told at the start.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Detection(StepHook, EngineHook):
         recomputes: bool,
         save_interval: int,
         signals: StopSignals,
+        coverage: Sequence[str] = (),
     ) -> None:
         self._audit = audit
         self._always_on = always_on
@@ -94,6 +96,7 @@ class Detection(StepHook, EngineHook):
         self._disputes = disputes
         self._save_interval = save_interval
         self._signals = signals
+        self._coverage = tuple(coverage)
         self._host_group = run.host_group
         self._requested = False
         self._auditing = False
@@ -163,6 +166,10 @@ class Detection(StepHook, EngineHook):
         """Look in while the engine runs a step; learn which positions can be compared."""
         run.engine.hooks.append(self)
         self._disputes.on_start(run)
+        if run.dims.rank == 0:
+            for line in self._coverage:
+                logger.info("%s", line)
+            run.events.emit("start", "checks", step=run.step, coverage=self._coverage)
 
     def before_step(self, run: Run) -> None:
         """Decide what this step checks."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
+from harness import run_distributed
+from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.checkpoint.marks import find_standing
 from megasdc.config import load_config
@@ -199,3 +202,58 @@ def test_a_warning_of_one_check_hides_no_finding_of_another(tmp_path: Path, data
     assert ("recompute", 0) in found and ("audit", 2) in found
     agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
     assert agreed == [4, 6], "a step that was committed although it is wrong verifies nothing"
+
+
+def test_what_is_covered_is_told_at_the_start(tmp_path: Path, data: Path) -> None:
+    """Micro-batches, what is read, and the price in samples; the parameters' bytes are those of the model."""
+    config = _write(tmp_path, data, "run", 2, sdc={"always_on": {"enabled": True}}, training={"steps": 1})
+    results = train_run(config, 2)
+    assert [code for code, _ in results] == [0, 0], results
+    ((audit, always_on),) = [one["coverage"] for one in events_of(tmp_path / "run", "start", "checks")]
+    assert "every 2 steps: 1 of 2 micro-batches on 2 replicas" in audit and "25.00% of the independent samples" in audit
+    h, layers, vocab, positions = 32, 2, 512, 64
+    numel = vocab * h + positions * h + layers * (12 * h * h + 13 * h) + 2 * h
+    assert f"parameters of 2 replicas (28 results, {4 * numel / 1e6:.3g} MB)" in always_on
+
+
+def _asked_for_an_audit(config: str, overrides: list[str]) -> tuple[int, str | None]:
+    """A rank; the second one is sent SIGUSR2 when its first step has ended."""
+    from megasdc.train.stop import StopWatch
+
+    if os.environ["RANK"] == "1":
+        after = StopWatch.after_step
+
+        def once(self: Any, run: Any, result: Any) -> None:
+            if result.step == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            after(self, run, result)
+
+        StopWatch.after_step = once  # type: ignore[method-assign]
+    return pretrain_rank(config, overrides)
+
+
+def test_a_signal_asks_for_an_audit(tmp_path: Path, data: Path) -> None:
+    """SIGUSR2 to any rank has all ranks audit the step after the one in which they tell each other."""
+    config = _write(tmp_path, data, "run", 2, audit={"enabled": True, "interval": 100})
+    results = run_distributed(_asked_for_an_audit, 2, str(config), [], init=False)
+    assert [code for code, _ in results] == [0, 0], results
+    assert [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")] == [3]
+
+
+def test_a_rank_that_dies_while_it_repeats_the_work_leaves_nobody_waiting(tmp_path: Path, data: Path) -> None:
+    """The flagged rank is killed in its first repeat: the others end with the code for a lost peer; no save."""
+    fault = {"submodule": "*.linear_fc1", "rank": 1, "steps": [2, 2], "micro_batches": [0], "same_elements": True}
+    config = _write(tmp_path, data, "run", 3, faults=[fault], parallel={"timeout_s": 20.0})
+    results = run_distributed(_dies_in_replay, 3, str(config), [], init=False, expect_exit={1: -9}, grace_s=40.0)
+    assert results[1] is None and {results[rank][0] for rank in (0, 2)} <= {75, 79}, results
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*")) == []
+    assert [one["rank"] for one in events_of(tmp_path / "run", "sdc", "finding")] == [1], "told before the repeats"
+
+
+def _dies_in_replay(config: str, overrides: list[str]) -> tuple[int, str | None]:
+    """A rank; the second one is killed when it computes a micro-batch again."""
+    from megasdc.engine.engine import TrainingEngine
+
+    if os.environ["RANK"] == "1":
+        TrainingEngine.rehearse = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    return pretrain_rank(config, overrides)

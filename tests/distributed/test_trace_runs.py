@@ -66,8 +66,9 @@ def test_off_attaches_nothing_and_on_changes_nothing(tmp_path: Path, data: Path)
     assert not (tmp_path / "off" / "trace").exists()
     traces = _traces(tmp_path / "on")
     assert all({address.step for address in trace.addresses} == {1, 2, 3, 4} for trace in traces.values())
-    refused = run_distributed(_pretrain_without_observers, 2, str(on), init=False)
-    assert all(code == 1 and "something was attached" in text for code, text in refused)
+    again = _config(tmp_path, "again", data, trace__enabled=True, **common)  # the first has no step left to observe
+    refused = run_distributed(_pretrain_without_observers, 2, str(again), init=False)
+    assert all(code == 1 and "something was attached" in text for code, text in refused), refused
 
 
 def test_the_section_chooses_what_is_recorded(tmp_path: Path, data: Path) -> None:
