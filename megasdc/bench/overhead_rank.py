@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from megasdc.addresses import Address
 from megasdc.bench.loops import DISTINCT_STEPS, MemoryStream
 from megasdc.bench.options import TrainBenchOptions, run_config
 from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
@@ -75,6 +77,22 @@ class Clock:
             self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - began
 
 
+class PhaseObserver(TimedObserver):
+    """Also says how much of that time the results of each phase took."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._clock = Clock()
+        super().__init__(*arguments)
+
+    def _emit(self, address: Address, result: Tensor) -> Tensor | None:
+        return self._clock.timed(address.phase, super()._emit, address, result)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Time of listening by phase, and of the observer itself."""
+        return {**self._clock.parts, "observer": self.own_s - sum(self._clock.parts.values())}
+
+
 class Timed:
     """Stands for a hook, and adds up the time inside its methods.
 
@@ -122,6 +140,7 @@ class OverheadRank:
         self.engine = build_training_engine(
             self._config, layout, self.dims, options.vocab, StartClock(time.monotonic())
         )
+        self._submodules = list_submodules(self.engine.module)
         steps = (options.blocks + 1) * len(STEPS)
         stream = MemoryStream(
             options.vocab, options.sequence, DISTINCT_STEPS * layout.train_batch_size, steps * layout.train_batch_size
@@ -168,11 +187,11 @@ class OverheadRank:
         clock = Clock()
         if name == TOLERANCED:
             with self._tolerance(clock) as checks:
-                wall_s = self._wall(checks, clock)
+                wall_s = self._wall(checks)
         elif name in self._detections:
             wall_s = self._detecting_step(name, clock)
         else:
-            wall_s = self._wall(None, clock)
+            wall_s = self._wall(None)
         found = gather_objects((wall_s, clock.parts))
         wall_s, parts = max(found, key=lambda one: sum(one[1].values()) / one[0])
         return {"wall_s": wall_s, "parts": parts}
@@ -181,41 +200,39 @@ class OverheadRank:
         detection = self._detections[name]
         hook: Any = Timed(detection, clock)
         self.engine.hooks.append(hook)
-        if name == AUDIT:
-            return self._wall(hook, clock, lambda: self._observe(detection))
-        observer = self._observe(detection)  # as before the first step of a run
-        wall_s = self._wall(hook, clock)
+        attaching = Clock()
+        observer = attaching.timed("attach", self._observe, detection)
+        wall_s = self._wall(hook)
         if observer is not None:
-            clock.parts["results"] = observer.own_s
-            observer.close()
-        return wall_s
+            attaching.timed("attach", observer.close)
+            clock.parts |= observer.parts
+        if name != AUDIT:
+            return wall_s
+        clock.parts |= attaching.parts
+        return wall_s + attaching.parts["attach"]
 
-    def _wall(self, hook: Any, clock: Clock, observe: Callable[[], TimedObserver | None] = lambda: None) -> float:
+    def _wall(self, hook: Any) -> float:
         """Seconds of a step, from before it is decided what is checked until it is judged."""
         dist.barrier()
         began = time.perf_counter()
-        observer = clock.timed("attach", observe)
         if hook is not None:
             hook.before_step(self._run)
         result = self.engine.train_step(self._batches)
         self._run.step = result.step
         if hook is not None:
             hook.after_step(self._run, result)
-        if observer is not None:
-            clock.parts["results"] = observer.own_s
-            clock.timed("attach", observer.close)
         return time.perf_counter() - began
 
-    def _observe(self, detection: Detection) -> TimedObserver | None:
+    def _observe(self, detection: Detection) -> PhaseObserver | None:
         """Attach what this step needs, as ``Observation`` does."""
         step = self.engine.step_number
         wanting = [watch for watch in watches_of(detection) if watch.wanted(step)]
         names = {name for watch in wanting for name in watch.wanted(step)}
         if not names:
             return None
-        chosen = [one for one in list_submodules(self.engine.module) if one.fqn in names]
+        chosen = [one for one in self._submodules if one.fqn in names]
         gradients = any(watch.gradients for watch in wanting)
-        return TimedObserver(self.engine, chosen, [watch.listener for watch in wanting], gradients)
+        return PhaseObserver(self.engine, chosen, [watch.listener for watch in wanting], gradients)
 
     @contextmanager
     def _tolerance(self, clock: Clock) -> Iterator[Any]:
@@ -259,7 +276,8 @@ def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> Non
         rank.step(name)
     for block in range(options.blocks):
         first = block % len(STEPS)
-        for name in (*STEPS[first:], *STEPS[:first]):
+        names = (*STEPS[first:], *STEPS[:first])
+        for name in reversed(names) if block % 2 else names:  # none always follows the same other
             messages.send(kind="step", name=name, **rank.step(name))
     messages.send(kind="rates", **asdict(measure_rates(rank.engine.device, rank.dims)))
     rank.close()

@@ -16,6 +16,9 @@ from megasdc.errors import StorageError
 SHOWN = {ALWAYS_ON: "#1f77b4", ALWAYS_ON_ALL: "#7f7f7f", AMORTISED: "#d62728"}
 """What the figure shows, in which colour."""
 
+SMALLEST = 5e-6
+"""Smallest share that is worth a row."""
+
 
 def render_overhead(result: OverheadResult, console: Console) -> None:
     """Print a result.
@@ -34,6 +37,7 @@ def render_overhead(result: OverheadResult, console: Console) -> None:
     )
     for model in result.models:
         _render_model(model, console)
+    _render_parts(result.models[0], console)
     _render_extrapolated(result, console)
 
 
@@ -52,9 +56,31 @@ def _render_model(model: ModelCost, console: Console) -> None:
         f"{rates.checksum_s * 1e6:.1f} us each, look for NaN and Inf {rates.extremes_bytes_per_s / 1e9:.1f} GB/s and "
         f"{rates.extremes_s * 1e6:.1f} us each, reduction over ranks {rates.exchange_s * 1e6:.0f} us"
     )
-    for name, tier in model.tiers.items():
-        largest = sorted(tier.parts.items(), key=lambda item: -item[1])[:4]
-        console.print(f"{name}: " + ", ".join(f"{part} {100 * share:.3f}" for part, share in largest))
+
+
+def _render_parts(model: ModelCost, console: Console) -> None:
+    """Where the time inside our calls goes, the largest part first."""
+    largest: dict[str, float] = {}
+    for tier in model.tiers.values():
+        for part, share in tier.parts.items():
+            largest[part] = max(share, largest.get(part, 0.0))
+    table = Table(title=f"H={model.hidden}: parts of the time inside our calls, % of the rest of the step")
+    table.add_column("part")
+    for name in model.tiers:
+        table.add_column(name, justify="right")
+    for part in sorted(largest, key=lambda part: -largest[part]):
+        if largest[part] >= SMALLEST:
+            shares = (tier.parts.get(part) for tier in model.tiers.values())
+            table.add_row(part, *("" if share is None else f"{100 * share:.3f}" for share in shares))
+    console.print(table)
+    console.print(
+        "forward, recompute, backward, weight_grad: listening to these results; observer: the rest of what calls the "
+        "listeners; attach: hooks put on and taken off; before_step: parameters are read, replicas agree on the shared "
+        "samples; after_micro_batches: what was seen is compared, over the ranks too; before_optimizer_step, "
+        "after_step: ranks learn whether an audit was asked for; of toleranced checks before_reduction: sums and "
+        "features of gradients, before_optimizer_step: sums of the shards, update: a slice of it is computed again, "
+        "after_step: all is judged"
+    )
 
 
 def _verdict(tier: TierCost) -> str:

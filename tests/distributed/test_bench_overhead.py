@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 SMALL = ["--blocks", "2", "--hidden", "128", "--other", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
 COMPARED = {"before_step", "after_micro_batches"}
+AUDITED = {"attach", "forward", "backward", "recompute", "weight_grad"}
+EACH_STEP = {"before_optimizer_step", "after_step"}
 
 
 def test_a_sample(tmp_path: Path) -> None:
@@ -26,11 +28,11 @@ def test_a_sample(tmp_path: Path) -> None:
     assert done.exit_code == int(not found["passed"]), done.output
     assert [model["hidden"] for model in found["models"]] == [128, 64]
     parts = {
-        ALWAYS_ON: {*COMPARED, "results"},
-        ALWAYS_ON_ALL: {*COMPARED, "results"},
-        AUDIT: {*COMPARED, "results", "attach", "before_optimizer_step", "after_step"},
-        BETWEEN: {*COMPARED, "before_optimizer_step", "after_step"},
-        AMORTISED: {*COMPARED, "results", "attach", "before_optimizer_step", "after_step"},
+        ALWAYS_ON: {*COMPARED, "forward", "backward", "recompute"},
+        ALWAYS_ON_ALL: {*COMPARED, "forward", "backward", "recompute"},
+        AUDIT: {*COMPARED, *AUDITED, *EACH_STEP},
+        BETWEEN: {*COMPARED, *EACH_STEP},
+        AMORTISED: {*COMPARED, *AUDITED, *EACH_STEP},
         TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
     }
     for model in found["models"]:
@@ -42,6 +44,7 @@ def test_a_sample(tmp_path: Path) -> None:
     assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.01, 0.005]
     assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
     assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)
+    assert "weight_grad" in done.output and "after_micro_batches" in done.output
     text = page.read_text()
     assert "always on, measured" in text and "audit, predicted" in text
     assert "<script src=" not in text
