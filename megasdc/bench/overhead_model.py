@@ -24,7 +24,7 @@ class Rates:
     Args:
         checksum_bytes_per_s: of a large checksum.
         extremes_bytes_per_s: of a look for NaN and Inf in a large tensor.
-        checksum_s: of recording and comparing one checksum that reads next to nothing.
+        checksum_s: of recording and comparing one checksum that reads next to nothing, between arithmetic.
         extremes_s: the same of a look for NaN and Inf.
         exchange_s: of one reduction of constant size over all ranks.
     """

@@ -51,6 +51,7 @@ def test_a_sample(tmp_path: Path) -> None:
     }
     for model in found["models"]:
         assert model["tiers"].keys() == parts.keys()
+        assert all(rate > 0 for rate in model["rates"].values())
         for name, tier in model["tiers"].items():
             assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
             assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
