@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from megasdc.bench.overhead import BARS, ModelCost, OverheadResult, TierCost
-from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED
+from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED, AUDIT, BETWEEN, TOLERANCED
 from megasdc.bench.statistics import Estimate
 from megasdc.errors import StorageError
 
 SHOWN = {ALWAYS_ON: "#1f77b4", ALWAYS_ON_ALL: "#7f7f7f", AMORTISED: "#d62728"}
 """What the figure shows, in which colour."""
-
-SMALLEST = 5e-6
+BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, TOLERANCED)
+"""Kinds of steps whose parts are printed."""
+SMALLEST = 1e-5
 """Smallest share that is worth a row."""
 
 
@@ -27,18 +28,42 @@ def render_overhead(result: OverheadResult, console: Console) -> None:
         result: what was measured and predicted.
         console: where.
     """
-    sizes, machine = result.options.sizes, result.machine
+    machine = result.machine
     console.print(f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']}")
     console.print(
-        f"{sizes.ranks} gloo ranks x {sizes.threads} thread(s), DP{sizes.ranks}, {sizes.precision}; Llama-like "
-        f"L={sizes.layers} S={sizes.sequence} vocabulary {sizes.vocab}; {sizes.accumulation} micro-batches of "
-        f"{sizes.micro_batch}; activations recomputed; audits every {result.options.interval} steps; "
-        f"{sizes.blocks} steps of each kind; medians with the interval of the median, of the rank that pays more"
+        f"{describe_work(result)}; {result.options.sizes.blocks} steps of each kind; medians with the interval of the "
+        "median, of the rank that pays more"
     )
     for model in result.models:
         _render_model(model, console)
     _render_parts(result.models[0], console)
+    sizes, interval = result.options.sizes, result.options.interval
+    console.print(
+        f"besides, audits take at most 1 / ({sizes.accumulation} micro-batches x {interval} steps) = "
+        f"{1 / (sizes.accumulation * interval):.2%} of the independent samples"
+    )
     _render_extrapolated(result, console)
+
+
+def describe_work(result: OverheadResult) -> str:
+    """What the ranks of this machine ran."""
+    sizes = result.options.sizes
+    return (
+        f"{sizes.ranks} gloo ranks x {sizes.threads} thread(s), DP{sizes.ranks}, {sizes.precision}; Llama-like "
+        f"L={sizes.layers} S={sizes.sequence} vocabulary {sizes.vocab}; {sizes.accumulation} micro-batches of "
+        f"{sizes.micro_batch}; activations recomputed; audits every {result.options.interval} steps"
+    )
+
+
+def describe_accelerator(result: OverheadResult) -> str:
+    """What the extrapolation assumes."""
+    assumed = result.options.accelerator
+    return (
+        f"assumed: reads {assumed.bytes_per_s / 1e12:.2f} TB/s, {assumed.call_s * 1e6:g} us a call, "
+        f"{result.options.exchange_s * 1e3:g} ms a reduction over hosts; training {assumed.flop_per_s / 1e12:.0f} "
+        f"TFLOP/s in bf16, activations recomputed; TP{assumed.tensor} DP{assumed.data}, {assumed.layers} layers with "
+        f"embedding and output, S={assumed.sequence}, {assumed.accumulation} micro-batches of one sample"
+    )
 
 
 def _render_model(model: ModelCost, console: Console) -> None:
@@ -60,17 +85,15 @@ def _render_model(model: ModelCost, console: Console) -> None:
 
 def _render_parts(model: ModelCost, console: Console) -> None:
     """Where the time inside our calls goes, the largest part first."""
-    largest: dict[str, float] = {}
-    for tier in model.tiers.values():
-        for part, share in tier.parts.items():
-            largest[part] = max(share, largest.get(part, 0.0))
+    tiers = {name: model.tiers[name].parts for name in BROKEN_DOWN}
+    largest = {part: max(one.get(part, 0.0) for one in tiers.values()) for parts in tiers.values() for part in parts}
     table = Table(title=f"H={model.hidden}: parts of the time inside our calls, % of the rest of the step")
-    table.add_column("part")
-    for name in model.tiers:
+    table.add_column("part", no_wrap=True)
+    for name in tiers:
         table.add_column(name, justify="right")
     for part in sorted(largest, key=lambda part: -largest[part]):
         if largest[part] >= SMALLEST:
-            shares = (tier.parts.get(part) for tier in model.tiers.values())
+            shares = (parts.get(part) for parts in tiers.values())
             table.add_row(part, *("" if share is None else f"{100 * share:.3f}" for share in shares))
     console.print(table)
     console.print(
@@ -88,7 +111,6 @@ def _verdict(tier: TierCost) -> str:
 
 
 def _render_extrapolated(result: OverheadResult, console: Console) -> None:
-    assumed = result.options.accelerator
     table = Table(title="predicted for an accelerator, % of the step without")
     table.add_column("check")
     for width in next(iter(result.extrapolated.values())):
@@ -97,11 +119,8 @@ def _render_extrapolated(result: OverheadResult, console: Console) -> None:
         table.add_row(name, *(f"{100 * share:.3f}" for share in shares.values()))
     console.print(table)
     console.print(
-        f"assumed: reads {assumed.bytes_per_s / 1e12:.2f} TB/s, {assumed.call_s * 1e6:g} us a call, "
-        f"{result.options.exchange_s * 1e3:g} ms a reduction over hosts; training {assumed.flop_per_s / 1e12:.0f} "
-        f"TFLOP/s in bf16, activations recomputed; TP{assumed.tensor} DP{assumed.data}, {assumed.layers} layers with "
-        f"embedding and output, S={assumed.sequence}, {assumed.accumulation} micro-batches of one sample; launches "
-        "that overlap with arithmetic cost less, the wait for the device before the reduction is not counted"
+        f"{describe_accelerator(result)}; launches that overlap with arithmetic cost less, the wait for the device "
+        "before the reduction is not counted"
     )
 
 
@@ -131,7 +150,9 @@ def write_figure(result: OverheadResult, path: Path) -> None:
         figure.update_xaxes(title_text="hidden size", type="log", tickvals=ticks, row=1, col=column)
     figure.update_yaxes(title_text="% of the step without checks", type="log", row=1, col=1)
     figure.update_yaxes(type="log", row=1, col=2)
-    figure.update_layout(title_text="Cost of detection", height=560)
+    lines = (describe_work(result), describe_accelerator(result))
+    title = "Cost of detection" + "".join(f"<br><sup>{line}</sup>" for line in lines)
+    figure.update_layout(title_text=title, margin_t=130, height=620)
     try:
         path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
     except OSError as error:
@@ -152,7 +173,8 @@ def _draw(figure: Any, name: str, colour: str, models: list[ModelCost], extrapol
     solid, dotted = {"color": colour}, {"color": colour, "dash": "dot"}
     figure.add_scatter(y=middle, error_y=spread, mode="markers", marker=solid, name=f"{name}, measured", **left)
     figure.add_scatter(y=expected, mode="lines", line=solid, name=f"{name}, predicted", **left)
-    figure.add_scatter(y=[100 * share for share in extrapolated.values()], mode="lines+markers", line=solid, **right)
+    predicted = [100 * share for share in extrapolated.values()]
+    figure.add_scatter(y=predicted, mode="lines+markers", line=solid, name=f"{name}, predicted", **right)
     for place in (left, right) if name in BARS else ():
         bar = [100 * BARS[name]] * len(place["x"])
         figure.add_scatter(y=bar, mode="lines", line=dotted, name=f"{name}, bar", **place)
