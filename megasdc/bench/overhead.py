@@ -18,6 +18,7 @@ from megasdc.bench.overhead_model import (
     STEPS,
     Rates,
     amortised,
+    median_rates,
     predict,
 )
 from megasdc.bench.ranks import run_ranks
@@ -158,7 +159,7 @@ def _measure(sizes: TrainBenchOptions, interval: int, bars: dict[str, float], on
     with tempfile.TemporaryDirectory(prefix="bench_overhead_") as folder:
         request = {"options": asdict(sizes), "folder": folder}
         run_ranks("megasdc.bench.overhead_rank", request, sizes.ranks, sizes.threads, Path(folder), on_message)
-    return judge(sizes, steps, rates[0], interval, bars)
+    return judge(sizes, steps, median_rates(rates), interval, bars)
 
 
 def work_of(sizes: TrainBenchOptions) -> Work:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, RECOMPUTE
 from megasdc.config import AlwaysOnSection, AuditSection
@@ -34,6 +36,15 @@ class Rates:
     checksum_s: float
     extremes_s: float
     exchange_s: float
+
+
+def median_rates(measured: Sequence[Rates]) -> Rates:
+    """The median of each rate, so that a slow moment of the machine does not stand for all.
+
+    Args:
+        measured: at least one.
+    """
+    return Rates(*(statistics.median(values) for values in zip(*map(astuple, measured), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class OverheadRank:
 
 
 def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> None:
-    """Take steps of each kind in turn and report what each took, and the rates.
+    """Take steps of each kind in turn and report what each took, and after each block the rates.
 
     Args:
         options: sizes.
@@ -279,7 +279,7 @@ def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> Non
         names = (*STEPS[first:], *STEPS[:first])
         for name in reversed(names) if block % 2 else names:  # none always follows the same other
             messages.send(kind="step", name=name, **rank.step(name))
-    messages.send(kind="rates", **asdict(measure_rates(rank.engine.device, rank.dims)))
+        messages.send(kind="rates", **asdict(measure_rates(rank.engine.device, rank.dims)))
     rank.close()
     groups.shutdown()
 

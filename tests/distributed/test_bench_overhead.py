@@ -1,17 +1,36 @@
-"""A sample of `megasdc bench detection-overhead`: two ranks, every kind of check, and a figure."""
+"""Does `megasdc bench detection-overhead` run every kind of check, and do these read what the model says they read?"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from harness import run_distributed
+from torch import Tensor
 from typer.testing import CliRunner
 
-from megasdc.bench.overhead import ACCELERATOR_SIZES
-from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED, AUDIT, BETWEEN, TOLERANCED
+from megasdc.bench.options import TrainBenchOptions
+from megasdc.bench.overhead import ACCELERATOR_SIZES, work_of
+from megasdc.bench.overhead_model import (
+    ALWAYS_ON,
+    ALWAYS_ON_ALL,
+    AMORTISED,
+    AUDIT,
+    BETWEEN,
+    OFF,
+    TOLERANCED,
+    asked_by,
+)
+from megasdc.bench.overhead_rank import OverheadRank
 from megasdc.cli import app
+from megasdc.sdc import finite
+from megasdc.tensors.checksum import Xxh3
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -65,3 +84,55 @@ def test_a_sample(tmp_path: Path) -> None:
     tags = Tags(text)
     assert "script" in dict(tags.found)
     assert not [(tag, given) for tag, given in tags.found if given.keys() & {"src", "href"}], "needs the network"
+
+
+def _counted(counts: Counter[str], name: str, call: Callable[..., Any], tensor_at: int) -> Callable[..., Any]:
+    """The same call, which also counts itself and the bytes of one of its arguments."""
+
+    def counting(*args: Any, **options: Any) -> Any:
+        tensor: Tensor = args[tensor_at] if len(args) > tensor_at else options["tensor"]
+        counts[name] += 1
+        counts[f"{name} bytes"] += tensor.numel() * tensor.element_size()
+        return call(*args, **options)
+
+    return counting
+
+
+def _counts(options: TrainBenchOptions, folder: Path, names: tuple[str, ...]) -> dict[str, Counter[str]]:
+    """What one step of each kind really reads and exchanges on this rank."""
+    rank = OverheadRank(options, folder)
+    counts: Counter[str] = Counter()
+    Xxh3.start = _counted(counts, "checksums", Xxh3.start, 1)  # type: ignore[method-assign]
+    finite.start_extremes = _counted(counts, "extremes", finite.start_extremes, 0)
+    dist.all_reduce = _counted(counts, "exchanges", dist.all_reduce, 0)
+    found = {}
+    for name in names:
+        counts.clear()
+        rank.step(name)
+        found[name] = counts.copy()
+    rank.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checks_read_what_the_model_says(precision: str, tmp_path: Path) -> None:
+    """Results, bytes and reductions of each kind of step, counted in the calls, are those that are predicted."""
+    options = TrainBenchOptions(
+        blocks=1,
+        steps_per_block=1,
+        hidden=128,
+        layers=2,
+        sequence=32,
+        vocab=500,
+        micro_batch=2,
+        accumulation=3,
+        precision=precision,
+    )
+    names = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN)
+    for found in run_distributed(_counts, options.ranks, options, tmp_path, names, init=False):
+        for name in names:
+            asked = asked_by(work_of(options), name)
+            for what, reads in (("checksums", asked.checksums), ("extremes", asked.extremes)):
+                assert found[name][what] == pytest.approx(reads.count), (name, what)
+                assert found[name][f"{what} bytes"] == pytest.approx(reads.bytes), (name, what)
+            assert found[name]["exchanges"] - found[OFF]["exchanges"] == asked.exchanges, name

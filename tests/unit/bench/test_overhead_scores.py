@@ -18,6 +18,7 @@ from megasdc.bench.overhead_model import (
     TOLERANCED,
     Rates,
     asked_by,
+    median_rates,
     predict,
 )
 from megasdc.config import ffn_width
@@ -93,6 +94,12 @@ def test_every_rate_matters() -> None:
         assert predict(work, replace(RATES, **{name: 1e-3}), 1e11, 50)[ALWAYS_ON] > base[ALWAYS_ON], name
     assert base[BETWEEN] == pytest.approx(RATES.exchange_s * 1e11 / work.flops)
     assert base[AMORTISED] == pytest.approx((base[AUDIT] + 49 * base[BETWEEN]) / 50)
+
+
+def test_a_slow_moment_is_no_rate() -> None:
+    """Each rate is the median of its own measurements, in whichever of them it was disturbed."""
+    calls, reads = replace(RATES, checksum_s=1.0, exchange_s=9.0), replace(RATES, checksum_bytes_per_s=1.0)
+    assert median_rates([calls, RATES, reads]) == RATES
 
 
 def test_wider_models_pay_less() -> None:
