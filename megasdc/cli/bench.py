@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result
+from megasdc.cli.app import Json, Out, bench_app, print_result, writable
 
 
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
@@ -226,3 +227,77 @@ def bench_tracing(
     with progress_bar(Console(stderr=True)) as on_progress:
         result = bench_trace(options, accelerator, on_progress)
     print_result(result, render, out=out, as_json=as_json)
+
+
+@bench_app.command(
+    "detection-overhead", epilog="Example: megasdc bench detection-overhead --blocks 8 --figure overhead.html"
+)
+def bench_overheads(
+    blocks: Annotated[int, typer.Option("--blocks", help="Steps of each kind.")] = 8,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h of the model with bars; a multiple of 64.")] = 1024,
+    others: Annotated[
+        list[int] | None, typer.Option("--other", help="Width of a model without; may be repeated; default: 256, 512.")
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 512,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary.")] = 8192,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Data-parallel ranks on this machine.")] = 2,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads of a rank.")] = 1,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision", help="Type of parameters.")] = "fp32",
+    interval: Annotated[int, typer.Option("--interval", min=1, help="Steps from one audit to the next.")] = 50,
+    bandwidth: Annotated[
+        float, typer.Option("--bandwidth", min=1.0, help="Accelerator: GB/s at which checks read; 0.8 of an H100's.")
+    ] = 2680.0,
+    tflops: Annotated[
+        float, typer.Option("--tflops", min=0.1, help="Accelerator: TFLOP/s that training reaches; 40 % of an H100's.")
+    ] = 395.6,
+    call_us: Annotated[
+        float, typer.Option("--call-us", min=0.0, help="Accelerator: microseconds to launch one check of a result.")
+    ] = 10.0,
+    exchange_ms: Annotated[
+        float, typer.Option("--exchange-ms", min=0.0, help="Accelerator: milliseconds of a reduction over all hosts.")
+    ] = 1.0,
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="Draw cost against width as an HTML page.", callback=writable)
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what the checks of a run cost by tier, and predict it for an accelerator; exit code 1 if a bar is missed.
+
+    Cost is time inside our own calls over the rest of the step, reductions over the ranks included, and, noisier,
+    alternating steps with and without. Bars: checks of every step at their defaults 1 %, audits 0.5 % over all steps.
+    Run it on a machine that does nothing else.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.options import TrainBenchOptions
+    from megasdc.bench.overhead import OverheadOptions, bench_overhead
+    from megasdc.bench.overhead_render import render_overhead, write_figure
+    from megasdc.bench.render import progress_bar
+    from megasdc.bench.trace import Accelerator
+
+    sizes = TrainBenchOptions(
+        blocks=blocks,
+        steps_per_block=1,
+        hidden=hidden,
+        layers=layers,
+        sequence=sequence,
+        vocab=vocab,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        ranks=ranks,
+        threads=threads,
+        precision=precision,
+    )
+    accelerator = Accelerator(bytes_per_s=bandwidth * 1e9, flop_per_s=tflops * 1e12, call_s=call_us * 1e-6)
+    widths = (256, 512) if others is None else tuple(others)
+    options = OverheadOptions(sizes, widths, interval, accelerator, exchange_ms * 1e-3)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_overhead(options, on_progress)
+    print_result(result, render_overhead, out=out, as_json=as_json)
+    if figure is not None:
+        write_figure(result, figure)
+    raise typer.Exit(int(not result.passed))

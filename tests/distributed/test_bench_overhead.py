@@ -1,0 +1,138 @@
+"""Does `megasdc bench detection-overhead` run every kind of check, and do these read what the model says they read?"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import run_distributed
+from torch import Tensor
+from typer.testing import CliRunner
+
+from megasdc.bench.options import TrainBenchOptions
+from megasdc.bench.overhead import ACCELERATOR_SIZES, work_of
+from megasdc.bench.overhead_model import (
+    ALWAYS_ON,
+    ALWAYS_ON_ALL,
+    AMORTISED,
+    AUDIT,
+    BETWEEN,
+    OFF,
+    TOLERANCED,
+    asked_by,
+)
+from megasdc.bench.overhead_rank import OverheadRank
+from megasdc.cli import app
+from megasdc.sdc import finite
+from megasdc.tensors.checksum import Xxh3
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+SMALL = ["--blocks", "2", "--hidden", "128", "--other", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
+COMPARED = {"before_step", "after_micro_batches"}
+AUDITED = {"attach", "forward", "backward", "recompute", "weight_grad"}
+EACH_STEP = {"before_optimizer_step", "after_step"}
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes; text inside scripts is none."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep it."""
+        self.found.append((tag, dict(attrs)))
+
+
+def test_a_sample(tmp_path: Path) -> None:
+    """Every kind of check costs time in the calls that make it up; the exit code says whether the bars are met."""
+    out, page = tmp_path / "result.json", tmp_path / "figure.html"
+    done = CliRunner().invoke(app, ["bench", "detection-overhead", *SMALL, "--out", str(out), "--figure", str(page)])
+    found = json.loads(out.read_text())
+    assert done.exit_code == int(not found["passed"]), done.output
+    assert [model["hidden"] for model in found["models"]] == [128, 64]
+    parts = {
+        ALWAYS_ON: {*COMPARED, "forward", "backward", "recompute"},
+        ALWAYS_ON_ALL: {*COMPARED, "forward", "backward", "recompute"},
+        AUDIT: {*COMPARED, *AUDITED, *EACH_STEP},
+        BETWEEN: {*COMPARED, *EACH_STEP},
+        AMORTISED: {*COMPARED, *AUDITED, *EACH_STEP},
+        TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
+    }
+    for model in found["models"]:
+        assert model["tiers"].keys() == parts.keys()
+        assert all(rate > 0 for rate in model["rates"].values())
+        for name, tier in model["tiers"].items():
+            assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
+            assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
+            assert (tier["predicted"] is None) == (name == TOLERANCED)
+    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.01, 0.005]
+    assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
+    assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)
+    assert "weight_grad" in done.output and "after_micro_batches" in done.output
+    text = page.read_text()
+    assert "always on, measured" in text and "audit, predicted" in text
+    tags = Tags(text)
+    assert "script" in dict(tags.found)
+    assert not [(tag, given) for tag, given in tags.found if given.keys() & {"src", "href"}], "needs the network"
+
+
+def _counted(counts: Counter[str], name: str, call: Callable[..., Any], tensor_at: int) -> Callable[..., Any]:
+    """The same call, which also counts itself and the bytes of one of its arguments."""
+
+    def counting(*args: Any, **options: Any) -> Any:
+        tensor: Tensor = args[tensor_at] if len(args) > tensor_at else options["tensor"]
+        counts[name] += 1
+        counts[f"{name} bytes"] += tensor.numel() * tensor.element_size()
+        return call(*args, **options)
+
+    return counting
+
+
+def _counts(options: TrainBenchOptions, folder: Path, names: tuple[str, ...]) -> dict[str, Counter[str]]:
+    """What one step of each kind really reads and exchanges on this rank."""
+    rank = OverheadRank(options, folder)
+    counts: Counter[str] = Counter()
+    Xxh3.start = _counted(counts, "checksums", Xxh3.start, 1)  # type: ignore[method-assign]
+    finite.start_extremes = _counted(counts, "extremes", finite.start_extremes, 0)
+    dist.all_reduce = _counted(counts, "exchanges", dist.all_reduce, 0)
+    found = {}
+    for name in names:
+        counts.clear()
+        rank.step(name)
+        found[name] = counts.copy()
+    rank.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checks_read_what_the_model_says(precision: str, tmp_path: Path) -> None:
+    """Results, bytes and reductions of each kind of step, counted in the calls, are those that are predicted."""
+    options = TrainBenchOptions(
+        blocks=1,
+        steps_per_block=1,
+        hidden=128,
+        layers=2,
+        sequence=32,
+        vocab=500,
+        micro_batch=2,
+        accumulation=3,
+        precision=precision,
+    )
+    names = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN)
+    for found in run_distributed(_counts, options.ranks, options, tmp_path, names, init=False):
+        for name in names:
+            asked = asked_by(work_of(options), name)
+            for what, reads in (("checksums", asked.checksums), ("extremes", asked.extremes)):
+                assert found[name][what] == pytest.approx(reads.count), (name, what)
+                assert found[name][f"{what} bytes"] == pytest.approx(reads.bytes), (name, what)
+            assert found[name]["exchanges"] - found[OFF]["exchanges"] == asked.exchanges, name

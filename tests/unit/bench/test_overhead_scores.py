@@ -1,0 +1,112 @@
+"""Are shares, bars and predictions of the overhead benchmark what their definitions say?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megasdc.bench.options import TrainBenchOptions
+from megasdc.bench.overhead import ModelCost, OverheadOptions, OverheadResult, extrapolate, judge, work_of
+from megasdc.bench.overhead_model import (
+    ALWAYS_ON,
+    ALWAYS_ON_ALL,
+    AMORTISED,
+    AUDIT,
+    BETWEEN,
+    OFF,
+    TOLERANCED,
+    Rates,
+    asked_by,
+    median_rates,
+    predict,
+)
+from megasdc.config import ffn_width
+
+SIZES = TrainBenchOptions(
+    blocks=6, hidden=128, layers=2, sequence=64, vocab=500, micro_batch=1, accumulation=4, ranks=2
+)
+RATES = Rates(1e10, 5e9, 1e-6, 2e-6, 1e-4)
+BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}
+
+
+def judged(always_on_s: float, audit_s: float, between_s: float = 0.001, bars: dict[str, float] = BARS) -> ModelCost:
+    """Six steps of each kind of a model whose step without checks takes 10 s and whose other calls take 1 ms."""
+
+    def step(own_s: float) -> dict:
+        return {"wall_s": 10 + own_s, "parts": {"results": own_s / 2, "after_micro_batches": own_s / 2}}
+
+    own = {OFF: 0.0, ALWAYS_ON: always_on_s, AUDIT: audit_s, BETWEEN: between_s}
+    steps = {name: [step(own.get(name, 0.001))] * 6 for name in (*own, ALWAYS_ON_ALL, TOLERANCED)}
+    return judge(SIZES, steps, RATES, 50, bars)
+
+
+def test_shares_are_of_the_rest_of_the_step() -> None:
+    """80 ms of our calls in a step of 10.08 s are 0.8 %, both by our calls and against the step without."""
+    tier = judged(always_on_s=0.08, audit_s=1.0).tiers[ALWAYS_ON]
+    assert tier.own.median == pytest.approx(0.008)
+    assert tier.slower.median == pytest.approx(0.008)
+    assert tier.parts == pytest.approx({"results": 0.004, "after_micro_batches": 0.004})
+
+
+def test_an_audit_is_spread_over_its_interval() -> None:
+    """An audited step of 10 % and 49 others of 0.01 % are 0.2098 % of 50 steps."""
+    tiers = judged(always_on_s=0.01, audit_s=1.0, between_s=0.001).tiers
+    assert tiers[AUDIT].own.median == pytest.approx(0.1)
+    assert tiers[AMORTISED].own.median == pytest.approx((0.1 + 49 * 0.0001) / 50)
+    assert tiers[AMORTISED].slower.median == pytest.approx((0.1 + 49 * 0.0001) / 50)
+
+
+@pytest.mark.parametrize(
+    ("always_on_s", "audit_s", "passed"), [(0.09, 2.4, True), (0.11, 2.4, False), (0.09, 2.6, False)]
+)
+def test_bars(always_on_s: float, audit_s: float, passed: bool) -> None:
+    """0.9 % and 0.49 % pass; 1.1 % of checks in every step or 0.52 % of audits fail; without a bar all pass."""
+    options = OverheadOptions(SIZES)
+    limited = judged(always_on_s, audit_s)
+    free = judged(1.0, 10.0, bars={})
+    result = OverheadResult(options, {}, [limited, free], {})
+    assert result.passed is passed
+    assert result.as_dict()["models"][1]["tiers"][ALWAYS_ON]["passed"] is True
+
+
+def test_prediction_counts_what_is_asked_for() -> None:
+    """Coverage of one of four micro-batches reads a quarter of the results, and all parameters either way."""
+    work = work_of(SIZES)
+    one, whole = asked_by(work, ALWAYS_ON), asked_by(work, ALWAYS_ON_ALL)
+    assert whole.extremes.bytes == 4 * one.extremes.bytes
+    ffn = ffn_width(work.model)
+    parameters = 128 * 512 * 2 + 2 * (4 * 128 * 128 + 3 * 128 * ffn + 2 * 128) + 128
+    quarter = (whole.checksums.bytes - one.checksums.bytes) / 3
+    assert one.checksums.bytes - quarter == pytest.approx(4 * parameters)
+    assert (one.exchanges, asked_by(work, AUDIT).exchanges, asked_by(work, OFF).exchanges) == (1, 3, 0)
+    with pytest.raises(ValueError, match="has no model"):
+        asked_by(work, TOLERANCED)
+
+
+def test_every_rate_matters() -> None:
+    """Each rate changes the checks of every step; only the reduction is left of a step between audits."""
+    work = work_of(SIZES)
+    base = predict(work, RATES, 1e11, 50)
+    for name in ("checksum_bytes_per_s", "extremes_bytes_per_s"):
+        assert predict(work, replace(RATES, **{name: 1e9}), 1e11, 50)[ALWAYS_ON] > base[ALWAYS_ON], name
+    for name in ("checksum_s", "extremes_s", "exchange_s"):
+        assert predict(work, replace(RATES, **{name: 1e-3}), 1e11, 50)[ALWAYS_ON] > base[ALWAYS_ON], name
+    assert base[BETWEEN] == pytest.approx(RATES.exchange_s * 1e11 / work.flops)
+    assert base[AMORTISED] == pytest.approx((base[AUDIT] + 49 * base[BETWEEN]) / 50)
+
+
+def test_a_slow_moment_is_no_rate() -> None:
+    """Each rate is the median of its own measurements, in whichever of them it was disturbed."""
+    calls, reads = replace(RATES, checksum_s=1.0, exchange_s=9.0), replace(RATES, checksum_bytes_per_s=1.0)
+    assert median_rates([calls, RATES, reads]) == RATES
+
+
+def test_wider_models_pay_less() -> None:
+    """Every check is a smaller share of a wider model's step, and half of it where arithmetic is half as fast."""
+    options = OverheadOptions(SIZES)
+    found = extrapolate(options)
+    slow = replace(options, accelerator=replace(options.accelerator, flop_per_s=options.accelerator.flop_per_s / 2))
+    for tier, shares in found.items():
+        assert list(shares.values()) == sorted(shares.values(), reverse=True), tier
+        assert extrapolate(slow)[tier][4096] == pytest.approx(shares[4096] / 2)
