@@ -51,6 +51,7 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import set_threads
 from megasdc.train.build_detection import build_detection, watches_of
+from megasdc.train.coverage import plan_checks
 from megasdc.train.disputes import EVENT_KIND
 from megasdc.train.faults import build_injector
 from megasdc.train.golden_key import golden_key
@@ -146,7 +147,8 @@ class LiveCampaign:
         injector = build_injector(sections, run)
         gradients = Tracer(self._algorithm, TraceSection(phases=[WEIGHT_GRAD], micro_batches=[0]))
         results = KeptResults()
-        detection = build_detection(config, run, kept, self._signals, injector)
+        plan = plan_checks(config, self._engine, VOCABULARY)
+        detection = build_detection(config, run, kept, self._signals, injector, plan)
         watches = [] if injector is None else [watch_for_faults(injector, self._engine)]
         if case.mode in (AUDITED, GOLDEN):
             watches.append(Watch(gradients, detection.audited_submodules))

@@ -16,9 +16,7 @@ from megasdc.bench.overhead_model import (
     BETWEEN,
     OFF,
     STEPS,
-    Rates,
     amortised,
-    median_rates,
     predict,
 )
 from megasdc.bench.ranks import run_ranks
@@ -26,6 +24,7 @@ from megasdc.bench.result import Progress
 from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.bench.trace import Accelerator
 from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.sdc.check_cost import Rates, median_rates
 from megasdc.sdc.cost import FP32_BYTES, Work
 
 BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}

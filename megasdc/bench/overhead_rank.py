@@ -27,7 +27,6 @@ from megasdc.addresses import Address
 from megasdc.bench.loops import DISTINCT_STEPS, MemoryStream
 from megasdc.bench.options import TrainBenchOptions, run_config
 from megasdc.bench.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
-from megasdc.bench.overhead_rates import measure_rates
 from megasdc.bench.ranks import Messages
 from megasdc.bench.trace_rank import TimedObserver
 from megasdc.config import AuditSection, DeterminismSection, RunConfig, SdcSection, check_layout
@@ -43,6 +42,8 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.train.build import set_threads
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.build_engine import build_training_engine
+from megasdc.train.check_rates import measure_rates
+from megasdc.train.coverage import plan_checks
 from megasdc.train.detection import Detection
 from megasdc.train.main import set_up_logging
 from megasdc.train.observe import Observation
@@ -53,7 +54,7 @@ from megasdc.train.startup import StartClock
 NEVER = 1 << 40
 """Interval of audits that comes to none."""
 SECTIONS: dict[str, dict[str, Any]] = {
-    ALWAYS_ON: {"sdc": {"always_on": {"enabled": True}}},
+    ALWAYS_ON: {"sdc": {"always_on": {"enabled": True, "coverage": "one"}}},
     ALWAYS_ON_ALL: {"sdc": {"always_on": {"enabled": True, "coverage": "all"}}},
     AUDIT: {"audit": {"enabled": True, "interval": 1}},
     BETWEEN: {"audit": {"enabled": True, "interval": NEVER}},
@@ -166,7 +167,8 @@ class OverheadRank:
         return replace(self._config, megasdc=self._config.megasdc.model_copy(update=update))
 
     def _build(self, config: RunConfig) -> Detection:
-        detection = build_detection(config, self._run, self._batches, self._signals, None)
+        plan = plan_checks(config, self.engine, self._run.loader.dataset.vocab_size)
+        detection = build_detection(config, self._run, self._batches, self._signals, None, plan)
         always_on = config.megasdc.sdc.always_on
         detection.search = build_search(always_on, detection, self._run, Observation(self.engine, []))
         detection.on_start(self._run)

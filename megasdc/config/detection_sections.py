@@ -48,8 +48,10 @@ class AlwaysOnSection(Section):
         description="Check gradient reduction, updates and gradient features within tolerances that are measured in "
         "the run; warns and may call an audit, never accuses.",
     )
-    coverage: Literal["one", "all"] = Field(
-        "one", description="Micro-batches of a step whose results are checked: one, another each step; or all."
+    coverage: Literal["auto", "one", "all"] = Field(
+        "auto",
+        description="Micro-batches of a step whose results are checked: one, another each step; all; auto: all where "
+        "that is expected to cost at most 1 % of a step on every rank, else one; told at the start.",
     )
     granularity: Granularity = Field("submodule", description="Which submodules are checked; see `trace.granularity`.")
 

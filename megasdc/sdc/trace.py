@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import xxhash
+
 from megasdc.addresses import Address
 
 
@@ -29,3 +31,11 @@ class Trace:
         """Append what came later."""
         self.addresses += other.addresses
         self.checksums += other.checksums
+
+
+def digest(trace: Trace) -> int:
+    """One number for a trace, addresses and checksums, that differs if any of them does."""
+    state = xxhash.xxh3_64()
+    for address, value in zip(trace.addresses, trace.checksums, strict=True):
+        state.update(f"{address.micro_batch} {address.phase} {address.fqn} {address.slot} {value:x}\n".encode())
+    return state.intdigest()

@@ -21,6 +21,7 @@ from megasdc.determinism import set_deterministic
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
 from megasdc.events import EventLog
+from megasdc.faults.injector import Injector
 from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import model_sizes
@@ -28,6 +29,8 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel import ParallelDims, groups
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, detects, watches_of
 from megasdc.train.build_engine import build_training_engine
+from megasdc.train.coverage import measure_speed, plan_checks
+from megasdc.train.detection import Detection
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
 from megasdc.train.gradient_bounds import GradientBounds
@@ -103,7 +106,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     watches = [] if injector is None else [watch_for_faults(injector, engine)]
     if tracer is not None:
         watches.append(watch_for_trace(tracer))
-    detection = None if kept is None else build_detection(config, run, kept, signals, injector)
+    detection = None if kept is None else _build_detection(config, run, kept, signals, injector)
     if detection is not None:
         watches += watches_of(detection)
     recording: list[StepHook] = []
@@ -183,6 +186,14 @@ def _build_hooks(
         Saver(config, writer, manifest.tokenizer.checksum, before_save),
         *drilling,
     ]
+
+
+def _build_detection(
+    config: RunConfig, run: Run, kept: StepBatches, signals: StopSignals, injector: Injector | None
+) -> Detection:
+    speed = measure_speed(config, run.engine)
+    plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
+    return build_detection(config, run, kept, signals, injector, plan)
 
 
 def _build_loaders(

@@ -7,7 +7,7 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.coverage import describe_checks
+from megasdc.train.coverage import CheckPlan
 from megasdc.train.detection import Detection
 from megasdc.train.disputes import Disputes
 from megasdc.train.golden_key import golden_key
@@ -26,7 +26,12 @@ def detects(sections: MegasdcSection) -> bool:
 
 
 def build_detection(
-    config: RunConfig, run: Run, batches: StepBatches, signals: StopSignals, injector: Injector | None
+    config: RunConfig,
+    run: Run,
+    batches: StepBatches,
+    signals: StopSignals,
+    injector: Injector | None,
+    plan: CheckPlan,
 ) -> Detection:
     """Make what checks each step of a run.
 
@@ -36,6 +41,7 @@ def build_detection(
         batches: this replica's micro-batches.
         signals: of this process.
         injector: harms this run on purpose; null: nothing does.
+        plan: what is covered.
     """
     sections, dims = config.megasdc, run.dims
     algorithm = default_algorithm(run.engine.device)
@@ -60,7 +66,7 @@ def build_detection(
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
         signals=signals,
-        coverage=describe_checks(config, run.engine, run.loader.dataset.vocab_size),
+        plan=plan,
     )
 
 

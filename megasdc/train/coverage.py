@@ -1,19 +1,81 @@
-"""What do the checks of a run cover, and what do they read? Lines for the start of a run; formulas alone."""
+"""What do the checks of a run cover, what do they read, and what should that cost? Told at the start of a run."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
 from megasdc.config import RunConfig
 from megasdc.config.detection_problems import samples_lost
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
+from megasdc.train.build_engine import DTYPES
+from megasdc.train.check_rates import measure_products, measure_rates
+
+MOST_COST = 0.01
+"""Share of a step up to which every micro-batch is checked by default."""
+PROBE_BYTES = 64 << 20
+"""Of the tensor at which the start measures how fast checks read."""
+_NOTHING = Reads(0, 0)
+_ALL_PARAMETERS = "gemm"
+"""Granularity whose submodules hold every parameter."""
 
 
-def describe_checks(config: RunConfig, engine: TrainingEngine, vocab_size: int) -> list[str]:
-    """Say for each tier what it covers, what it reads on a rank, and what an audit takes of the samples.
+@dataclass(frozen=True)
+class Speed:
+    """How fast a rank is.
+
+    Args:
+        rates: at what checks consist of.
+        flop_per_s: at a matrix product; a step reaches less, so that a share computed with it is an upper bound.
+    """
+
+    rates: Rates
+    flop_per_s: float
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """What is checked.
+
+    Args:
+        all_micro_batches: whether results of every micro-batch of a step are checked, or of one, another each step.
+        lines: what is covered, a line a tier.
+    """
+
+    all_micro_batches: bool
+    lines: tuple[str, ...]
+
+
+def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
+    """Measure how fast this rank is, in less than a second.
+
+    Args:
+        config: the run's configuration.
+        engine: of this rank.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    sections = config.megasdc
+    tokens = sections.data.sequence_length * engine.train_micro_batch_size_per_gpu()
+    dtype = DTYPES[config.precision]
+    return Speed(
+        measure_rates(engine.device, engine.dims, PROBE_BYTES),
+        measure_products(engine.device, dtype, tokens, sections.model.hidden_size),
+    )
+
+
+def plan_checks(
+    config: RunConfig, engine: TrainingEngine, vocab_size: int, speed: Speed | None = None, group: Any = None
+) -> CheckPlan:
+    """Choose what is covered, and say for each tier what it covers, reads, costs, and takes of the samples.
 
     What is read is that of a rank without pipeline parallelism divided by the stages.
 
@@ -21,53 +83,123 @@ def describe_checks(config: RunConfig, engine: TrainingEngine, vocab_size: int) 
         config: the run's configuration.
         engine: of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
+        speed: of this rank; null: costs are not told, and coverage "auto" is one micro-batch.
+        group: a group of all ranks on the host.
+
+    Collective: all ranks of the world, where ``speed`` is given.
     """
-    sections, dims = config.megasdc, engine.dims
-    audit, always_on = sections.audit, sections.sdc.always_on
-    micro_batches = engine.micro_batches
-    recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
-    work = Work(
-        sections.model,
-        vocab=padded_vocab_size(vocab_size, sections.model.vocab_multiple),
-        sequence=sections.data.sequence_length,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        accumulation=micro_batches,
-        tensor=dims.tensor,
-        data=dims.data,
-        width_bytes=FP32_BYTES if config.precision == "fp32" else 2,
-        recompute=recomputes,
+    tiers = _Tiers(config, engine, vocab_size)
+    every, one, audit = tiers.always_on(engine.micro_batches), tiers.always_on(1), tiers.audit()
+    section = config.megasdc.sdc.always_on
+    if speed is None:
+        whole = section.coverage == "all"
+        return CheckPlan(whole, tuple(tiers.describe(engine.micro_batches if whole else 1)))
+    step_s = tiers.flops / speed.flop_per_s
+    shares = [asked.seconds(speed.rates) / step_s for asked in (every, one, audit)]
+    largest = torch.tensor(shares, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    of_all, of_one, of_audit = largest.tolist()
+    whole = section.coverage == "all" or (section.coverage == "auto" and of_all <= MOST_COST)
+    told = [f"checks of every step {of_all if whole else of_one:.2%} of it"] if section.enabled else []
+    if config.megasdc.audit.enabled:
+        interval = config.megasdc.audit.interval
+        told.append(f"an audit {of_audit:.2%} of its step, {of_audit / interval:.3%} of all steps")
+    rates = speed.rates
+    cost = (
+        f"expected cost, at most: {'; '.join(told)} (measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
+        f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
+        + ("; without the toleranced checks)" if section.toleranced else ")")
     )
-    one = replace(work, accumulation=1)
-    lines = []
-    if audit.enabled:
-        reads = reads_of_step(one, audit.granularity)
-        read = _sum(reads, (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD), dims.pipeline)
-        lines.append(
-            f"audit every {audit.interval} steps: 1 of {micro_batches} micro-batches on {dims.data} replicas, about "
-            f"{_size(read)} a rank; at most {samples_lost(sections, micro_batches):.2%} of the independent samples"
+    return CheckPlan(whole, (*tiers.describe(engine.micro_batches if whole else 1), cost))
+
+
+class _Tiers:
+    """What each tier asks for in a step of this rank."""
+
+    def __init__(self, config: RunConfig, engine: TrainingEngine, vocab_size: int) -> None:
+        sections, self._dims = config.megasdc, engine.dims
+        self._sections = sections
+        self._micro_batches = engine.micro_batches
+        recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+        always_on = sections.sdc.always_on
+        self._compares_recompute = always_on.enabled and recomputes and always_on.recompute is not False
+        work = Work(
+            sections.model,
+            vocab=padded_vocab_size(vocab_size, sections.model.vocab_multiple),
+            sequence=sections.data.sequence_length,
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            accumulation=engine.micro_batches,
+            tensor=self._dims.tensor,
+            data=self._dims.data,
+            width_bytes=FP32_BYTES if config.precision == "fp32" else 2,
+            recompute=recomputes,
         )
-    if always_on.enabled:
-        covered = micro_batches if always_on.coverage == "all" else 1
-        reads = reads_of_step(one, always_on.granularity)
+        self.flops = work.flops / self._dims.pipeline
+        one = replace(work, accumulation=1)
+        self._checked = reads_of_step(one, always_on.granularity)
+        self._audited = reads_of_step(one, sections.audit.granularity)
+        self._parameters = reads_of_step(one, _ALL_PARAMETERS)[PARAMETER] * (1 / self._dims.pipeline)
+
+    def always_on(self, covered: int) -> Asked:
+        """What the checks of a step ask for.
+
+        Args:
+            covered: micro-batches whose results are checked.
+        """
+        section = self._sections.sdc.always_on
+        checksums = self._recomputed() * covered if self._compares_recompute else _NOTHING
+        extremes = self._finite() * covered if section.enabled and section.finite else _NOTHING
+        if section.enabled and section.parameters:
+            checksums += self._parameters
+        return Asked(checksums, extremes, int(section.enabled))
+
+    def audit(self) -> Asked:
+        """What an audited step asks for: whose samples, do all agree, is an audit asked for."""
+        if not self._sections.audit.enabled:
+            return Asked(_NOTHING, _NOTHING, 0)
+        return Asked(self._audit_reads() + self._parameters, _NOTHING, 3)
+
+    def describe(self, covered: int) -> list[str]:
+        """A line a tier.
+
+        Args:
+            covered: micro-batches of a step whose results are checked.
+        """
+        audit, section, total = self._sections.audit, self._sections.sdc.always_on, self._micro_batches
+        lines = []
+        if audit.enabled:
+            lines.append(
+                f"audit every {audit.interval} steps: 1 of {total} micro-batches on {self._dims.data} replicas, about "
+                f"{_size(self._audit_reads())} a rank; at most {samples_lost(self._sections, total):.2%} of the "
+                "independent samples"
+            )
+        if not section.enabled:
+            return lines
         parts = []
-        if recomputes and always_on.recompute is not False:
-            read = _sum(reads, (FORWARD, RECOMPUTE), dims.pipeline) * covered
-            parts.append(f"forward against recompute in {covered} of {micro_batches} micro-batches ({_size(read)})")
-        if always_on.finite:
-            read = _sum(reads, (FORWARD, BACKWARD), dims.pipeline) * covered
-            parts.append(f"NaN and Inf in {covered} of {micro_batches} micro-batches ({_size(read)})")
-        if always_on.parameters:
-            gemm = reads_of_step(one, "gemm")
-            parts.append(f"parameters of {dims.data} replicas ({_size(_sum(gemm, (PARAMETER,), dims.pipeline))})")
-        if always_on.toleranced:
+        if self._compares_recompute:
+            read = self._recomputed() * covered
+            parts.append(f"forward against recompute in {covered} of {total} micro-batches ({_size(read)})")
+        if section.finite:
+            parts.append(f"NaN and Inf in {covered} of {total} micro-batches ({_size(self._finite() * covered)})")
+        if section.parameters:
+            parts.append(f"parameters of {self._dims.data} replicas ({_size(self._parameters)})")
+        if section.toleranced:
             parts.append("toleranced checks that only warn")
-        arithmetic = work.flops / dims.pipeline / 1e12
-        lines.append(f"every step, a rank: {', '.join(parts)}; arithmetic of the step {arithmetic:.3g} TFLOP")
-    return lines
+        lines.append(f"every step, a rank: {', '.join(parts)}; arithmetic of the step {self.flops / 1e12:.3g} TFLOP")
+        return lines
+
+    def _recomputed(self) -> Reads:
+        return _sum(self._checked, (FORWARD, RECOMPUTE), self._dims.pipeline)
+
+    def _finite(self) -> Reads:
+        return _sum(self._checked, (FORWARD, BACKWARD), self._dims.pipeline)
+
+    def _audit_reads(self) -> Reads:
+        return _sum(self._audited, (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD), self._dims.pipeline)
 
 
 def _sum(reads: dict[str, Reads], phases: tuple[str, ...], stages: int) -> Reads:
-    return sum((reads[phase] for phase in phases), Reads(0, 0)) * (1 / stages)
+    return sum((reads[phase] for phase in phases), _NOTHING) * (1 / stages)
 
 
 def _size(reads: Reads) -> str:

@@ -7,13 +7,12 @@ over replicas. A finding is no error: all ranks know of it at the same point and
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
@@ -25,9 +24,10 @@ from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.recompute import Repeats, compare_recomputed
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
+from megasdc.train.coverage import CheckPlan
 from megasdc.train.disputes import Disputes
 from megasdc.train.nonfinite import NonFiniteSearch
 from megasdc.train.parameters import ParameterReader
@@ -72,7 +72,7 @@ class Detection(StepHook, EngineHook):
         recomputes: whether activations are recomputed.
         save_interval: steps between checkpoints; 0: none.
         signals: of this process; SIGUSR2 asks for an audit.
-        coverage: what is checked and what it reads, a line a tier; told at the start.
+        plan: what is covered; told at the start.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Detection(StepHook, EngineHook):
         recomputes: bool,
         save_interval: int,
         signals: StopSignals,
-        coverage: Sequence[str] = (),
+        plan: CheckPlan,
     ) -> None:
         self._audit = audit
         self._always_on = always_on
@@ -96,7 +96,7 @@ class Detection(StepHook, EngineHook):
         self._disputes = disputes
         self._save_interval = save_interval
         self._signals = signals
-        self._coverage = tuple(coverage)
+        self._plan = plan
         self._host_group = run.host_group
         self._requested = False
         self._auditing = False
@@ -167,9 +167,9 @@ class Detection(StepHook, EngineHook):
         run.engine.hooks.append(self)
         self._disputes.on_start(run)
         if run.dims.rank == 0:
-            for line in self._coverage:
+            for line in self._plan.lines:
                 logger.info("%s", line)
-            run.events.emit("start", "checks", step=run.step, coverage=self._coverage)
+            run.events.emit("start", "checks", step=run.step, coverage=self._plan.lines)
 
     def before_step(self, run: Run) -> None:
         """Decide what this step checks."""
@@ -179,7 +179,7 @@ class Detection(StepHook, EngineHook):
         if self.search is not None:
             self.search.begin()
         number = run.engine.micro_batches
-        self._covered = range(number) if self._always_on.coverage == "all" else (step % number,)
+        self._covered = range(number) if self._plan.all_micro_batches else (step % number,)
         shared = self._share(run, step) if self._auditing else None
         run.engine.shared_source = None if shared is None else shared.source
         self._batches.begin(shared)
@@ -295,11 +295,3 @@ def loss_is_finite(engine: TrainingEngine) -> bool:
     Sync: waits for the device.
     """
     return not isinstance(engine.total_loss, Tensor) or bool(torch.isfinite(engine.total_loss).all())
-
-
-def digest(trace: Trace) -> int:
-    """One number for a trace, addresses and checksums, that differs if any of them does."""
-    state = xxhash.xxh3_64()
-    for address, value in zip(trace.addresses, trace.checksums, strict=True):
-        state.update(f"{address.micro_batch} {address.phase} {address.fqn} {address.slot} {value:x}\n".encode())
-    return state.intdigest()

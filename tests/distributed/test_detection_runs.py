@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -209,11 +210,14 @@ def test_what_is_covered_is_told_at_the_start(tmp_path: Path, data: Path) -> Non
     config = _write(tmp_path, data, "run", 2, sdc={"always_on": {"enabled": True}}, training={"steps": 1})
     results = train_run(config, 2)
     assert [code for code, _ in results] == [0, 0], results
-    ((audit, always_on),) = [one["coverage"] for one in events_of(tmp_path / "run", "start", "checks")]
+    ((audit, always_on, cost),) = [one["coverage"] for one in events_of(tmp_path / "run", "start", "checks")]
     assert "every 2 steps: 1 of 2 micro-batches on 2 replicas" in audit and "25.00% of the independent samples" in audit
     h, layers, vocab, positions = 32, 2, 512, 64
     numel = vocab * h + positions * h + layers * (12 * h * h + 13 * h) + 2 * h
     assert f"parameters of 2 replicas (28 results, {4 * numel / 1e6:.3g} MB)" in always_on
+    assert "NaN and Inf in 1 of 2 micro-batches" in always_on, "checks of a tiny model cost more than 1 % of a step"
+    shares = [float(share) for share in re.findall(r"([0-9.]+)%", cost)]
+    assert len(shares) == 3 and shares[0] > 1 and shares[2] == pytest.approx(shares[1] / 2, rel=0.01)
 
 
 def _asked_for_an_audit(config: str, overrides: list[str]) -> tuple[int, str | None]:

@@ -16,12 +16,11 @@ from megasdc.bench.overhead_model import (
     BETWEEN,
     OFF,
     TOLERANCED,
-    Rates,
     asked_by,
-    median_rates,
     predict,
 )
 from megasdc.config import ffn_width
+from megasdc.sdc.check_cost import Rates, median_rates
 
 SIZES = TrainBenchOptions(
     blocks=6, hidden=128, layers=2, sequence=64, vocab=500, micro_batch=1, accumulation=4, ranks=2

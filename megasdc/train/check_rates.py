@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,32 +11,34 @@ import torch
 import torch.distributed as dist
 
 from megasdc.addresses import FORWARD, Address
-from megasdc.bench.overhead_model import Rates
-from megasdc.bench.statistics import estimate_median
 from megasdc.config import TraceSection
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.check_cost import Rates
 from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.trace import digest
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back
-from megasdc.train.detection import digest
 
 RATE_BYTES = 256 << 20
 """Larger than the caches of a processor."""
+MOST_TOKENS = 4096
+"""Rows of the matrix product that stands for a step's arithmetic, at most."""
 CALLS, EXCHANGES, READS = 20, 20, 3
 
 
-def measure_rates(device: torch.device, dims: ParallelDims) -> Rates:
+def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RATE_BYTES) -> Rates:
     """How fast this rank is at what checks consist of, while the others do the same.
 
     Args:
         device: of the tensors.
         dims: layout and place of this rank.
+        num_bytes: of the large tensor.
 
     Collective: all ranks of the world.
     """
     algorithm = default_algorithm(device)
-    large, small = torch.ones(RATE_BYTES // 4, device=device), torch.zeros(1, device=device)
+    large, small = torch.ones(num_bytes // 4, device=device), torch.zeros(1, device=device)
     tracer, finite = Tracer(algorithm, TraceSection()), FiniteRecorder()
     address = Address(1, 0, FORWARD, "loss", "output")
 
@@ -44,12 +47,34 @@ def measure_rates(device: torch.device, dims: ParallelDims) -> Rates:
         finite.take(dims)
 
     return Rates(
-        checksum_bytes_per_s=RATE_BYTES / _median_s(lambda: read_back([algorithm.start(large)]), READS),
-        extremes_bytes_per_s=RATE_BYTES / _median_s(look, READS),
+        checksum_bytes_per_s=num_bytes / _median_s(lambda: read_back([algorithm.start(large)]), READS),
+        extremes_bytes_per_s=num_bytes / _median_s(look, READS),
         checksum_s=_recording_s(lambda: tracer(address, small), lambda: digest(tracer.take()), large),
         extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.take(dims), large),
         exchange_s=_median_s(lambda: compare_replicas([1, 2], [False] * 3, dims, dist.group.WORLD), EXCHANGES),
     )
+
+
+def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> float:
+    """Arithmetic a second in the matrix product of an MLP; a whole step reaches less.
+
+    Args:
+        device: of the tensors.
+        dtype: of the model.
+        tokens: of a micro-batch.
+        hidden: width of the model.
+
+    Sync: waits for the device.
+    """
+    rows = min(tokens, MOST_TOKENS)
+    left = torch.randn(rows, hidden, dtype=dtype, device=device)
+    right = torch.randn(hidden, 4 * hidden, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        float((left @ right)[0, 0])
+
+    multiply()
+    return 8 * rows * hidden * hidden / _median_s(multiply, READS)
 
 
 def _recording_s(record: Callable[[], Any], take: Callable[[], Any], large: torch.Tensor) -> float:
@@ -62,11 +87,11 @@ def _recording_s(record: Callable[[], Any], take: Callable[[], Any], large: torc
     for _ in range(CALLS):
         large.sum()
         times.append(_seconds(record))
-    return estimate_median(times).median + _seconds(take) / CALLS
+    return statistics.median(times) + _seconds(take) / CALLS
 
 
 def _median_s(call: Callable[[], Any], count: int) -> float:
-    return estimate_median([_seconds(call) for _ in range(count)]).median
+    return statistics.median(_seconds(call) for _ in range(count))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
