@@ -119,8 +119,8 @@ def _render_extrapolated(result: OverheadResult, console: Console) -> None:
         table.add_row(name, *(f"{100 * share:.3f}" for share in shares.values()))
     console.print(table)
     console.print(
-        f"{describe_accelerator(result)}; launches that overlap with arithmetic cost less, the wait for the device "
-        "before the reduction is not counted"
+        f"{describe_accelerator(result)}; what overlaps with other work costs less: launches, and the reduction that "
+        "tells of requests for an audit; the wait for the device before a comparison is not counted"
     )
 
 
