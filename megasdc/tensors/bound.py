@@ -18,14 +18,22 @@ and that elements without a V pass are ours.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megasdc.errors import LaunchError
+
+logger = logging.getLogger(__name__)
+
+COMPILED, TRITON, FORMULA = "fused C pass", "fused Triton kernel", "formula in torch's operations"
+"""Implementations; see `implementation`."""
 NON_FINITE = ("keep", "zero", "bound")
 """What may become of NaN and Inf; see `Limits`."""
 SUMS = ("squares", "mass", "removed", "by_absolute", "by_spike", "nan", "inf", "largest_ratio")
@@ -123,11 +131,42 @@ def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums:
     Sync: none.
     """
     _check_arguments(gradient, second_moment, limits, sums)
-    if gradient.device.type == "cpu":
-        from megasdc.tensors.bound_host import bound_on_host_ as chosen
-    else:
-        chosen = bound_formula_
-    chosen(gradient, second_moment, limits, sums)
+    _function(implementation(gradient.device))(gradient, second_moment, limits, sums)
+
+
+def _function(name: str) -> Callable[[Tensor, Tensor | None, Limits, Tensor], None]:
+    if name == COMPILED:
+        from megasdc.tensors.bound_host import bound_on_host_
+
+        return bound_on_host_
+    if name == TRITON:
+        from megasdc.tensors.bound_kernel import bound_on_gpu_
+
+        return bound_on_gpu_
+    return bound_formula_
+
+
+@cache
+def implementation(device: torch.device) -> str:
+    """Which implementation `bound_` uses for tensors of a device; the first call may compile, for some seconds.
+
+    Returns:
+        `COMPILED`, `TRITON` or `FORMULA`. The last is several times slower, and used only where the device's own cannot
+        be, which the first call logs.
+    """
+    try:
+        if device.type == "cpu":
+            from megasdc.tensors.bound_host import fused_library
+
+            fused_library()
+            return COMPILED
+        if device.type == "cuda":
+            import megasdc.tensors.bound_kernel  # noqa: F401
+
+            return TRITON
+    except LaunchError as error:
+        logger.warning("gradient bounds on %s run by torch's operations, several times slower: %s", device, error)
+    return FORMULA
 
 
 def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:

@@ -3,15 +3,13 @@
 The machine's own C compiler makes the library at first use, since what is fast depends on the processor. It is kept in
 the user's cache folder under a name made of source, compiler options and processor, so that a new version or another
 kind of node makes its own. Ranks that start at once may each compile; each writes under a name of its own and renames,
-so that none loads half a library. Where that is not possible the formula in torch's operations is used, several times
-slower, and one line of the log says why.
+so that none loads half a library.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -22,9 +20,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megasdc.tensors.bound import DTYPES, NON_FINITE, Limits, bound_formula_, factors
-
-logger = logging.getLogger(__name__)
+from megasdc.errors import LaunchError
+from megasdc.tensors.bound import DTYPES, NON_FINITE, Limits, factors
 
 SOURCE = Path(__file__).with_name("bound_host.c")
 OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -44,25 +41,20 @@ class _Limits(ctypes.Structure):
     ]
 
 
-class LibraryError(Exception):
-    """The library could not be made or loaded; caught where the formula takes its place."""
-
-
 def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """Do what `megasdc.tensors.bound.bound_` does, in one thread, or by the formula where there is no compiler.
+    """Do what `megasdc.tensors.bound.bound_` does, in one thread.
 
     Args:
         gradient: see there; on the host.
         second_moment: see there.
         limits: see there.
         sums: see there; ``squares`` and ``mass`` are taken by blocks of 1024 in fp32, and those in fp64.
+
+    Raises:
+        LaunchError: see `fused_library`.
     """
-    library = fused_library()
-    if library is None:
-        bound_formula_(gradient, second_moment, limits, sums)
-        return
     numbers = factors(limits)
-    library.megasdc_bound(
+    fused_library().megasdc_bound(
         gradient.data_ptr(),
         None if second_moment is None else second_moment.data_ptr(),
         gradient.numel(),
@@ -83,21 +75,21 @@ def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limit
 
 
 @cache
-def fused_library() -> ctypes.CDLL | None:
-    """The compiled pass; None where it cannot be made, which the first call logs."""
-    try:
-        library = load_library(SOURCE)
-    except LibraryError as error:
-        logger.warning(
-            "gradient bounds run by torch's operations, several times slower than compiled: %s; install gcc, or name a "
-            "C compiler in CC",
-            error,
-        )
-        return None
-    pointer = ctypes.c_void_p
-    library.megasdc_bound.argtypes = [
-        pointer, pointer, ctypes.c_int64, ctypes.c_int32, ctypes.POINTER(_Limits), pointer
-    ]  # fmt: skip
+def fused_library() -> ctypes.CDLL:
+    """The compiled pass.
+
+    Raises:
+        LaunchError: see `load_library`.
+    """
+    library, pointer = load_library(SOURCE), ctypes.c_void_p
+    library.megasdc_bound.argtypes = (
+        pointer,
+        pointer,
+        ctypes.c_int64,
+        ctypes.c_int32,
+        ctypes.POINTER(_Limits),
+        pointer,
+    )
     library.megasdc_bound.restype = None
     return library
 
@@ -109,7 +101,7 @@ def load_library(source: Path) -> ctypes.CDLL:
         source: needs nothing but the C library.
 
     Raises:
-        LibraryError: there is no compiler, it fails, or the cache folder cannot be used.
+        LaunchError: there is no compiler, it fails, or the cache folder cannot be used.
     """
     text = source.read_bytes()
     key = hashlib.sha256(b"\0".join([text, " ".join(OPTIONS).encode(), _processor().encode()])).hexdigest()[:24]
@@ -121,23 +113,24 @@ def load_library(source: Path) -> ctypes.CDLL:
             _compile(source, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise LibraryError(f"{library}: {error}") from error
+        raise LaunchError(f"{library} cannot be made or loaded: {error}; XDG_CACHE_HOME names its folder") from error
 
 
 def _compile(source: Path, library: Path) -> None:
     names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
-        raise LibraryError(f"there is no C compiler {' or '.join(names)} on PATH")
+        raise LaunchError(f"no C compiler {', '.join(names)} is on PATH; install gcc, or name one in CC")
     with tempfile.TemporaryDirectory(dir=library.parent) as own:
         made = Path(own) / library.name
         command = [compiler, *OPTIONS, "-o", str(made), str(source), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         except subprocess.CalledProcessError as error:
-            raise LibraryError(f"{' '.join(command)} ended with {error.returncode}: {error.stderr.strip()}") from error
+            said = error.stderr.strip()[-1000:]
+            raise LaunchError(f"{' '.join(command)} ended with {error.returncode}; install gcc: {said}") from error
         except subprocess.TimeoutExpired as error:
-            raise LibraryError(f"{' '.join(command)} was not done after {_COMPILE_S} s") from error
+            raise LaunchError(f"{' '.join(command)} was not done after {_COMPILE_S} s") from error
         made.replace(library)
 
 
