@@ -15,8 +15,8 @@ def percent(share: float) -> str:
 def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
     """Say what faults do without a bound, which bound does best against them, and at what price.
 
-    The best bound is the one with the fewest failed runs and, of those, the smallest loss against the healthy run
-    without a bound: a bound that makes every run equally bad has not helped.
+    The best bound is the one with the fewest failed runs and, of those, the smallest worst loss against the healthy run
+    without a bound: a bound that makes every run equally bad has not helped. Less than ``EPSILON`` is taken for noise.
 
     Args:
         scores: of all settings, that without a bound among them.
@@ -34,14 +34,14 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
         return f"{text}; no bound was tried."
     if not _is_harmed(none):
         return f"{text}, so these runs cannot show what a bound is worth; {_prices(bounded)}."
-    helpful = [one for one in bounded if _rank(one) < _rank(none)]
+    helpful = [one for one in bounded if _helps(one, none)]
     if not helpful:
         return f"{text}; none of the {len(bounded)} bounds does better; {_prices(bounded)}."
     best = min(helpful, key=_rank)
     return (
-        f"{text}; {len(helpful)} of the {len(bounded)} bounds end nearer to the healthy runs without one, the best of "
-        f"them, {best.setting.name}, with {_end(best)}, at a price of {_price(best)} on healthy runs; "
-        f"{_prices(bounded)}; {seeds} seeds of one small model."
+        f"{text}; {len(helpful)} of the {len(bounded)} bounds do better, the best of them, {best.setting.name}, has "
+        f"its worst run at {_end(best)} over the healthy one without a bound, at a price of {_price(best)} on healthy "
+        f"runs; {_prices(bounded)}; {seeds} seeds of one small model."
     )
 
 
@@ -52,6 +52,12 @@ def failed(one: SettingScore) -> int:
 
 def _is_harmed(one: SettingScore) -> bool:
     return failed(one) > 0 or one.worse > 0
+
+
+def _helps(one: SettingScore, none: SettingScore) -> bool:
+    """Whether a bound loses fewer runs than none does, or ends nearer to the healthy runs by more than noise."""
+    (lost, end), (lost_without, end_without) = _rank(one), _rank(none)
+    return lost < lost_without or (lost == lost_without and end < end_without - EPSILON)
 
 
 def _rank(one: SettingScore) -> tuple[int, float]:
@@ -73,7 +79,7 @@ def _harm(one: SettingScore, seeds: int) -> str:
 
 def _end(one: SettingScore) -> str:
     assert one.over_unbounded is not None, "of the settings that rank before another, each has a loss"
-    return f"at most {percent(one.over_unbounded)}" + (f" and {failed(one)} failed runs" if failed(one) else "")
+    return percent(one.over_unbounded) + (f", {failed(one)} failed runs apart," if failed(one) else "")
 
 
 def _price(one: SettingScore) -> str:

@@ -251,7 +251,8 @@ def bench_bounded_training(
         Path | None, typer.Option("--data", help="Folder of prepared data; default: the standard library's modules.")
     ] = None,
     absolute: Annotated[
-        str | None, typer.Option("--absolute", help="Thresholds, with commas between; default: three are chosen.")
+        str | None,
+        typer.Option("--absolute", help="Thresholds, commas between, empty: none; default: three are chosen."),
     ] = None,
     spike_aware: Annotated[str | None, typer.Option("--spike-aware", help="Likewise.")] = None,
     out: Out = None,
