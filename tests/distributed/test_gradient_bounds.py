@@ -99,9 +99,11 @@ def test_an_outlier_moves_nothing_but_its_own_element(tmp_path: Path, data: Path
     common = {**OPTIMIZERS[optimizer], "checkpoint__interval": 1, "training__steps": 3}
     bound = {"optimizer_hooks": [{**ABSOLUTE, "non_finite": "bound"}]}
     _ok(_train(tmp_path, data, "clean", 2, **common, **bound))
-    for value in (1e12, "inf", "nan"):
-        name = f"bounded_{value}"
-        _ok(_train(tmp_path, data, name, 2, **common, **bound, faults=[{**OUTLIER, "value": value}]))
+    for value, policy in ((1e12, "bound"), ("inf", "bound"), ("inf", "zero"), ("nan", "zero"), ("nan", "bound")):
+        name = f"bounded_{value}_{policy}"
+        hooks = [{**ABSOLUTE, "non_finite": policy}]
+        faults = [{**OUTLIER, "value": value}]
+        _ok(_train(tmp_path, data, name, 2, **common, optimizer_hooks=hooks, faults=faults))
         assert _change(tmp_path, name) <= 1e-6
     rows = {row["submodule"]: row for row in events_of(tmp_path / name, "bounds", "statistics")[2]["submodules"]}
     assert {fqn: row["nan"] for fqn, row in rows.items() if row["nan"]} == {"2.layer.mlp.linear_fc1": 1}

@@ -37,6 +37,28 @@ def test_moments_become_zero(restart: bool) -> None:
         assert float(state["step"]) == (0 if restart else 3)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("restart", [True, False])
+def test_deepspeeds_cpu_adam(restart: bool) -> None:
+    """Its states are reset and its learning rate lowered like those of PyTorch's optimizer; it is compiled first."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    weights = {name: torch.ones(64, requires_grad=True) for name in ("theirs", "pytorch")}
+    optimizers = {
+        "theirs": DeepSpeedCPUAdam([weights["theirs"]], lr=0.1, weight_decay=0.01, adamw_mode=True),
+        "pytorch": torch.optim.AdamW([weights["pytorch"]], lr=0.1, weight_decay=0.01),
+    }
+    for name, inner in optimizers.items():
+        warmup = RateWarmup(inner)
+        for step in range(6):
+            if step == 3:
+                MomentumReset(10, 0, 1.0, restart).reset(inner)
+            warmup.factor = 0.5 if step > 3 else 1.0
+            weights[name].grad = torch.linspace(-1, 1, 64) * (step + 1)
+            inner.step()
+    assert torch.allclose(weights["theirs"], weights["pytorch"], rtol=1e-5, atol=1e-6)
+
+
 def test_the_scheduled_rate_is_there_again_after_each_step() -> None:
     """The factor holds inside the optimizer's step alone, so a scheduler sees its own values."""
     weight = torch.zeros(1, requires_grad=True)

@@ -1,0 +1,98 @@
+"""What do the numbers of a campaign on gradient bounds show? One sentence, made from them and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megasdc.bench.bound_training_scores import EPSILON, SettingScore
+
+
+def percent(share: float) -> str:
+    """A relative increase with its sign."""
+    return f"{100 * share:+.2f} %"
+
+
+def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
+    """Say what faults do without a bound, which bound does best against them, and at what price.
+
+    The best bound is the one with the fewest failed runs and, of those, the smallest worst loss against the healthy run
+    without a bound: a bound that makes every run equally bad has not helped. Less than ``EPSILON`` is taken for noise.
+
+    Args:
+        scores: of all settings, that without a bound among them.
+        seeds: runs of each kind.
+    """
+    (none,) = [one for one in scores if one.setting.theta is None]
+    bounded = [one for one in scores if one.setting.theta is not None]
+    if none.failed_healthy:
+        return (
+            f"Nothing is shown: {none.failed_healthy} of {seeds} healthy runs without a bound end above the entropy of "
+            "token frequencies; take more steps or another learning rate."
+        )
+    text = f"Without a bound, faults {_harm(none, seeds)}"
+    if not bounded:
+        return f"{text}; no bound was tried."
+    if not _is_harmed(none):
+        return f"{text}, so these runs cannot show what a bound is worth; {_prices(bounded)}."
+    helpful = [one for one in bounded if _helps(one, none)]
+    if not helpful:
+        return f"{text}; none of the {len(bounded)} bounds does better; {_prices(bounded)}."
+    best = min(helpful, key=_rank)
+    return (
+        f"{text}; {len(helpful)} of the {len(bounded)} bounds do better, the best of them, {best.setting.name}, has "
+        f"its worst run at {_end(best)} over the healthy one without a bound, at a price of {_price(best)} on healthy "
+        f"runs; {_prices(bounded)}; {seeds} seeds of one small model."
+    )
+
+
+def failed(one: SettingScore) -> int:
+    """Faulty runs that diverged or are not finite."""
+    return one.diverged + one.not_finite
+
+
+def _is_harmed(one: SettingScore) -> bool:
+    return failed(one) > 0 or one.worse > 0
+
+
+def _helps(one: SettingScore, none: SettingScore) -> bool:
+    """Whether a bound loses fewer runs than none does, or ends nearer to the healthy runs by more than noise."""
+    (lost, end), (lost_without, end_without) = _rank(one), _rank(none)
+    return lost < lost_without or (lost == lost_without and end < end_without - EPSILON)
+
+
+def _rank(one: SettingScore) -> tuple[int, float]:
+    """The smaller, the better."""
+    return failed(one) + one.failed_healthy, float("inf") if one.over_unbounded is None else one.over_unbounded
+
+
+def _harm(one: SettingScore, seeds: int) -> str:
+    said = []
+    if one.increase is not None:
+        said.append(
+            f"change the final loss by at most {percent(one.increase)}, with {one.worse} of {seeds} runs worse by more "
+            f"than {100 * EPSILON:g} %"
+        )
+    if failed(one):
+        said.append(f"have {failed(one)} of {seeds} runs diverge or end without a finite loss")
+    return " and ".join(said)
+
+
+def _end(one: SettingScore) -> str:
+    assert one.over_unbounded is not None, "of the settings that rank before another, each has a loss"
+    return percent(one.over_unbounded) + (f", {failed(one)} failed runs apart," if failed(one) else "")
+
+
+def _price(one: SettingScore) -> str:
+    return "-" if one.price is None else percent(one.price)
+
+
+def _prices(bounded: Sequence[SettingScore]) -> str:
+    """What bounds cost without faults."""
+    prices = [one.price for one in bounded if one.price is not None]
+    lost = sum(one.failed_healthy for one in bounded)
+    said = (
+        f"prices of all bounds on healthy runs are {percent(min(prices))} to {percent(max(prices))}" if prices else ""
+    )
+    if lost:
+        said += f"{', and ' if said else ''}{lost} healthy runs with a bound failed"
+    return said
