@@ -16,7 +16,7 @@ def _parse(always_on, deepspeed=None, deterministic=True):
 def test_finite_is_on_and_toleranced_is_off_unless_asked_for():
     """With the checks of every step enabled, NaN and Inf are looked for, and nothing is toleranced."""
     found = _parse({}).megasdc.sdc.always_on
-    assert (found.finite, found.toleranced, found.coverage) == (True, False, "one")
+    assert (found.finite, found.toleranced, found.coverage) == (True, False, "auto")
 
 
 @pytest.mark.parametrize("kept", ["parameters", "finite", "toleranced"])
