@@ -10,7 +10,7 @@ what a user waits for: torch's AdamW, DeepSpeed's CPU Adam; and against the form
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -80,10 +80,12 @@ class BoundsBenchResult(BenchResult):
     """Everything that was measured.
 
     Args:
+        comparisons: one a device, size, case and other operation.
         implementations: which one ran, by device.
         not_run: what could not be measured here, and why.
     """
 
+    comparisons: Sequence[BoundsComparison]
     implementations: dict[str, str]
     not_run: list[str]
 

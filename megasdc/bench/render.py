@@ -45,7 +45,7 @@ def render(result: TrainBenchResult, console: Console) -> None:
         console: where.
     """
     options = result.options
-    _render_machine(result.machine, console)
+    render_machine(result.machine, console)
     console.print(
         f"{options.ranks} gloo ranks x {options.threads} thread(s), DP{options.ranks}, ZeRO-1, {options.precision}; "
         f"Llama-like H={options.hidden} L={options.layers} S={options.sequence} vocabulary {options.vocab}; "
@@ -66,7 +66,7 @@ def render_data(result: DataBenchResult, console: Console) -> None:
         console: where.
     """
     options = result.options
-    _render_machine(result.machine, console)
+    render_machine(result.machine, console)
     console.print(
         f"{result.num_documents:,} documents, {result.num_characters:,} characters of the standard library as JSONL; "
         f"{options.workers} worker process(es); vocabulary {options.vocab}"
@@ -88,7 +88,7 @@ def render_checksum(result: ChecksumBenchResult, console: Console) -> None:
         console: where.
     """
     options = result.options
-    _render_machine(result.machine, console)
+    render_machine(result.machine, console)
     console.print(
         f"GPU: {result.machine.get('gpu', 'none')}; on the host XXH3 in 1 thread, tensor.sum() in {options.threads}; "
         f"a rate of at least {1 / CHECKSUM_BAR:.2f} of the other's is a time of at most {CHECKSUM_BAR} of its"
@@ -126,7 +126,13 @@ def _render_trials(result: ChecksumBenchResult, console: Console) -> None:
     console.print(table)
 
 
-def _render_machine(machine: dict[str, Any], console: Console) -> None:
+def render_machine(machine: dict[str, Any], console: Console) -> None:
+    """Print where and with what something was measured.
+
+    Args:
+        machine: from `describe_machine`.
+        console: where.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(
         f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before"

@@ -178,6 +178,38 @@ def bench_checksums(
     raise typer.Exit(int(not result.passed))
 
 
+@bench_app.command("bounds", epilog="Example: megasdc bench bounds --blocks 30 --sizes 4 --sizes 64")
+def bench_bounding(
+    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each side.")] = 30,
+    sizes: Annotated[
+        list[int] | None,
+        typer.Option("--sizes", help="Elements of a shard in units of 2^20; may be repeated; default: 1, 4, 16, 64."),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", help="CPU threads of torch's operations and optimizers; the pass has one.")
+    ] = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compare gradient bounds with reading g and V once, and with optimizer steps; exit code 1 if a bar is missed.
+
+    The pass bounds elements and sums squares for the norm. Read once is the faster of a compiled loop that adds both up
+    and g.sum(), V.sum(). Ratios are our time over theirs in alternating blocks, with an exact interval of the median.
+    Run it on a machine that does nothing else; the first run compiles DeepSpeed's CPU Adam, for a minute or more.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.bounds import BoundsBenchOptions, bench_bounds
+    from megasdc.bench.bounds_render import render_bounds
+    from megasdc.bench.render import progress_bar
+
+    options = BoundsBenchOptions(blocks=blocks, sizes_million=tuple(sizes or (1, 4, 16, 64)), threads=threads)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_bounds(options, on_progress)
+    print_result(result, render_bounds, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
 @bench_app.command("trace", epilog="Example: megasdc bench trace --blocks 10 --tflops 400 --bandwidth 2680")
 def bench_tracing(
     blocks: Annotated[int, typer.Option("--blocks", help="Steps of each kind.")] = 10,

@@ -1,15 +1,16 @@
 /* Bounds a gradient in place on the host, in one pass; megasdc.tensors.bound has the formula and says what each sum is.
 
-   Blocks are first checked for anything to do, without a square root or a branch, while their sums are taken. The check
-   compares squares: y^2 with the smallest limit's, where y is the element times SHIFT. It may raise a false alarm but
-   misses nothing:
+   Blocks are first checked for anything to do, without a square root or a branch, while their sums are taken; then, if
+   there was an alarm, vectors of the block; only those with an alarm of their own follow the formula. Both checks compare
+   squares: y^2 with the smallest limit's, where y is the element times SHIFT. They may raise a false alarm but miss
+   nothing:
    - An element of over 2^23, NaN or Inf makes the block's sum of y^2 reach LARGEST, so that y^2 never overflows unseen;
      a limit that overflows is above every y^2.
    - Where y^2 underflows (|element| < 2^-100) nothing has to be found, because limits are larger: V is 0, and the
      element passes, or at least 2^-149, and sqrt(LEAST_RATIO 2^-149) > 2^-86. A pass with smaller limits is not sure.
    - MARGIN covers the rounding of products and limits.
-   Only a block that raised an alarm is worked on exactly. The largest ratio comes out of the same check: a ratio above
-   the largest so far is an alarm, and these become rare after the first block.
+   The largest ratio comes out of the same checks: a ratio above the largest so far is an alarm, and these become rare
+   after the first block.
 
    The sums of a block depend on its elements and limits alone and not on the largest ratio so far, so that a repeated
    step has the same norm, bit by bit. Measured: fetching ahead by hand gains nothing beyond the processor's own. */
@@ -26,7 +27,7 @@
 #else
 #define VECTOR_BYTES 16
 #endif
-#if defined(__F16C__)
+#if defined(__AVX__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -76,10 +77,17 @@ INLINE floats choose(ints condition, floats yes, floats no) {
     return (floats)((condition & (ints)yes) | (~condition & (ints)no));
 }
 
+/* Whether a lane is negative, as those of a true condition are. */
 INLINE int any(ints condition) {
+#if defined(__AVX512F__)
+    return _mm512_cmplt_epi32_mask((__m512i)condition, _mm512_setzero_si512()) != 0;
+#elif defined(__AVX__)
+    return _mm256_movemask_ps((__m256)condition) != 0;
+#else
     int32_t found = 0;
     for (int lane = 0; lane < LANES; lane++) found |= condition[lane];
-    return found != 0;
+    return found < 0;
+#endif
 }
 
 INLINE int32_t count(ints condition) {
@@ -168,30 +176,27 @@ static void prepare(struct pass *pass) {
     pass->candidate = (float)fmin(candidate, FLT_MAX);
 }
 
-/* Takes the sums of a block and tells whether it may need anything else. */
+/* Takes the sums of a block and tells whether it may need anything else, at the least cost: the floor of V is left out,
+   and sums of squares stand for the largest of them. `treat` looks closer. */
 INLINE int check(const void *gradient, const float *second_moment, const struct pass *pass, int type, floats *squares,
                  floats *mass) {
-    const floats of_v = all(pass->of_v), of_floor = all(pass->of_floor), of_absolute = all(pass->of_absolute);
     floats squares_of[UNROLL] = {0}, mass_of[UNROLL] = {0};
     ints alarms[UNROLL] = {0};
     for (int64_t i = 0; i < BLOCK; i += UNROLL * LANES) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int u = 0; u < UNROLL; u++) {
             const int64_t element = i + u * LANES;
-            const floats x = read_gradient(gradient, element, type);
-            const floats y = x * SHIFT, square = y * y;
+            const floats x = read_gradient(gradient, element, type), y = x * SHIFT, square = y * y;
             squares_of[u] += square;
             mass_of[u] += magnitude(x);
-            alarms[u] |= (ints)(of_absolute - square); /* the sign of a difference is an alarm */
-            if (second_moment)
-                alarms[u] |= (ints)(load(second_moment + element) * of_v - square) & (ints)(of_floor - square);
+            if (second_moment) /* the sign of a difference is an alarm */
+                alarms[u] |= (ints)(load(second_moment + element) * pass->of_v - square);
         }
     }
-    ints alarm = alarms[0];
-    for (int u = 1; u < UNROLL; u++) alarm |= alarms[u];
+    for (int u = 0; u < UNROLL; u++) alarms[0] |= alarms[u] | (ints)(pass->of_absolute - squares_of[u]);
     *squares = tree(squares_of);
     *mass = tree(mass_of);
-    return any(alarm < 0);
+    return any(alarms[0]);
 }
 
 /* A block's sums are good if no y^2 has overflowed and those that underflowed do not matter. */
@@ -216,17 +221,24 @@ static void update_ratio(struct pass *pass, ints candidates, floats m, floats v)
     prepare(pass);
 }
 
-/* Follows the formula for one vector of elements; tells whether it changed any. */
+/* Follows the formula for one vector of elements, if it may need anything; tells whether it changed any. */
 INLINE int treat(void *gradient, const float *second_moment, int64_t element, struct pass *pass, int type,
                  double *added) {
     const struct limits *limits = &pass->limits;
     const floats infinity = all(INFINITY), x = read_gradient(gradient, element, type), m = magnitude(x);
+    const floats y = x * SHIFT, square = y * y;
+    ints alarm = (ints)(pass->of_absolute - square) | ~(square < LARGEST);
+    if (second_moment) {
+        const floats of_v = load(second_moment + element) * pass->of_v;
+        alarm |= (ints)(of_v - square) & (ints)(pass->of_floor - square);
+    }
+    if (pass->sure && !any(alarm)) return 0;
     const ints finite = m < infinity, infinite = m == infinity, nan = ~(finite | infinite);
     floats limit = all(limits->absolute);
     ints of_spike = {0};
     if (second_moment) {
         const floats v = load(second_moment + element), positive = (floats)((ints)v & ~(v < 0));
-        floats root;
+        floats root = positive;
         for (int lane = 0; lane < LANES; lane++) root[lane] = sqrtf(positive[lane]);
         root *= limits->root_factor;
         root = choose(root < limits->root_floor, all(limits->root_floor), root);
