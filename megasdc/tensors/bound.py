@@ -39,8 +39,8 @@ NON_FINITE = ("keep", "zero", "bound")
 SUMS = ("squares", "mass", "removed", "by_absolute", "by_spike", "nan", "inf", "largest_ratio")
 """What a pass adds up, by place; see `bound_`."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CHUNK = 1 << 20
-"""Elements that the formula works on at once, so that it needs no second tensor of full size."""
+CHUNK = 1 << 16
+"""Elements that the formula works on at once, so that it needs little memory and stays in a CPU's cache."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasdc.tensors import bound_host
 from megasdc.tensors.bound import CHUNK, DTYPES, NON_FINITE, SUMS, Limits, bound_, bound_formula_
 from megasdc.tensors.bound_host import bound_on_host_
 
@@ -181,6 +184,27 @@ def test_the_host_follows_the_formula(
         assert got[name] == pytest.approx(wanted[name], rel=1e-6), name
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86_64")
+@pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_other_processors_give_the_same_bits(monkeypatch, tmp_path, instructions):
+    """Narrower vectors, and no conversion of fp16 in hardware, change no gradient and no count."""
+    needed = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}[instructions]
+    if needed not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip(f"this processor has no {needed}")
+    options = [f"-march={instructions}" if one == "-march=native" else one for one in bound_host.OPTIONS]
+    monkeypatch.setattr(bound_host, "OPTIONS", options)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bound_host, "fused_library", bound_host.fused_library.__wrapped__)
+    limits = [*RULES.values(), *(Limits(0.03, 4.0, scale=3.7, non_finite=name) for name in NON_FINITE)]
+    for dtype, make, one in itertools.product(DTYPES, (heavy_tailed, any_bits), limits):
+        gradient, moment = make(4097, dtype)
+        (expected, wanted), (after, sums) = (
+            run(function, gradient, moment, one) for function in IMPLEMENTATIONS.values()
+        )
+        assert torch.equal(bits(after), bits(expected))
+        assert list(sums.values()) == pytest.approx(list(wanted.values()), rel=1e-6)
+
+
 def test_stated_cases(implementation):
     """Ties and signs stay, V of 0, Inf and NaN bounds nothing, subnormal V and gradients of 1e38 are decided right."""
     limits = Limits(absolute=8.0, spike=4.0)
@@ -209,6 +233,30 @@ def test_stated_cases(implementation):
     assert torch.equal(after.signbit(), wanted.signbit()) and after[0] == 2 and after[15] == 8
     assert (sums["by_absolute"], sums["by_spike"]) == (4, 4)  # 16 is over both limits, which are equal
     assert sums["largest_ratio"] == pytest.approx(1e76 / 1e36, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "moment", "limits", "wanted"),
+    [
+        (1e-36, None, Limits(absolute=1e-38), 1e-38),
+        (1e-36, 2.0**-143, Limits(spike=1e-30), math.sqrt(1e-30 * 2.0**-143)),
+        (1e-36, 0.0, Limits(spike=1.0, floor=1e-76), 1e-38),
+        (1e-36, 1e-20, Limits(spike=1.0), 1e-36),
+        (1e-42, None, Limits(absolute=1e-43), 1e-43),
+    ],
+)
+def test_tiny_elements_are_decided_right(implementation, size, moment, limits, wanted):
+    """Where squares underflow in fp32, limits and the sum of squares still hold."""
+    gradient = torch.full((3000,), size)
+    given = None if moment is None else torch.full((3000,), moment)
+    gradient[0] = size / 16
+    after, sums = run(implementation, gradient, given, limits)
+    torch.testing.assert_close(after[1:], torch.full((2999,), wanted), rtol=1e-5, atol=1e-45)
+    assert (
+        sums["squares"] == pytest.approx(after.double().square().sum().item(), rel=1e-6, abs=0) and sums["squares"] > 0
+    )
+    if moment:
+        assert sums["largest_ratio"] == pytest.approx(size**2 / given[0].item(), rel=1e-4, abs=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
@@ -272,13 +320,15 @@ def test_sums_are_added_to(implementation):
 def test_a_repeated_pass_has_the_same_sums(implementation, dtype):
     """Bits of the squares depend on the fragment alone, not on the largest ratio of fragments before it."""
     gradient, moment = heavy_tailed(20_000, dtype)
-    results = set()
-    for before in (0.0, 1.0, 50.0, 1e9):
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        sums[7] = before
-        implementation(gradient.clone(), moment, Limits(spike=20.0), sums)
-        results.add(tuple(sums[:7].tolist()))
-    assert len(results) == 1 and results.pop()[4] > 0
+    moment = moment.clamp(min=1e-6)  # a V of 0 has every block looked at closely
+    for spike in (20.0, INF):
+        results = set()
+        for before in (0.0, 1.0, 50.0, 1e9):
+            sums = torch.zeros(len(SUMS), dtype=torch.float64)
+            sums[7] = before
+            implementation(gradient.clone(), moment, Limits(spike=spike), sums)
+            results.add(tuple(sums[:7].tolist()))
+        assert len(results) == 1 and (results.pop()[4] > 0) == (spike < INF)
 
 
 def test_the_largest_ratio_is_found_anywhere(implementation):
