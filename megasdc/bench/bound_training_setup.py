@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.config import DataSection, RunConfig, parse_config
+from megasdc.config import DataSection, HookSpec, RunConfig, parse_config
 from megasdc.config.fault_sections import COLLECTIVE
 from megasdc.config.hook_sections import ABSOLUTE, BOUNDS, SPIKE_AWARE
 from megasdc.errors import ConfigError
 
 REPLICAS = 2
 HARMED_REPLICA = 1
-GRACE_STEPS = 20
-"""Steps before a spike-aware bound acts, and before gradients are measured: the default of ``optimizer_hooks``."""
+GRACE_STEPS: int = HookSpec.model_fields["grace_steps"].default
+"""First steps, in which a spike-aware bound does not act yet, and no gradient is measured."""
 HEAD_WIDTH = 32
 DECADES = range(1, 13)
 FALL = 0.7

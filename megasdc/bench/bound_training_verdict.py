@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from megasdc.bench.bound_training_scores import EPSILON, SettingScore
+
+_EPSILON = f"{100 * EPSILON:g} %"
 
 
 def percent(share: float) -> str:
@@ -16,7 +19,7 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
     """Say what faults do without a bound, which bound does best against them, and at what price.
 
     The best bound is the one with the fewest failed runs and, of those, the smallest worst loss against the healthy run
-    without a bound: a bound that makes every run equally bad has not helped. Less than ``EPSILON`` is taken for noise.
+    without a bound: a bound that makes every run equally bad has not helped. Less than ``noise`` is no difference.
 
     Args:
         scores: of all settings, that without a bound among them.
@@ -35,14 +38,20 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
     if not _is_harmed(none):
         return f"{text}, so these runs cannot show what a bound is worth; {_prices(bounded)}."
     helpful = [one for one in bounded if _helps(one, none)]
+    more = f"better by more than {100 * noise(none):.2f} % (spread of healthy losses over seeds, at least {_EPSILON})"
     if not helpful:
-        return f"{text}; none of the {len(bounded)} bounds does better; {_prices(bounded)}."
+        return f"{text}; none of the {len(bounded)} bounds does {more}; {_prices(bounded)}."
     best = min(helpful, key=_rank)
     return (
-        f"{text}; {len(helpful)} of the {len(bounded)} bounds do better, the best of them, {best.setting.name}, has "
+        f"{text}; {len(helpful)} of the {len(bounded)} bounds do {more}, the best of them, {best.setting.name}, has "
         f"its worst run at {_end(best)} over the healthy one without a bound, at a price of {_price(best)} on healthy "
         f"runs; {_prices(bounded)}; {seeds} seeds of one small model."
     )
+
+
+def noise(none: SettingScore) -> float:
+    """Relative difference of losses that may be chance: between healthy runs of different seeds without a bound."""
+    return max(EPSILON, (max(none.healthy) - min(none.healthy)) / fmean(none.healthy))
 
 
 def failed(one: SettingScore) -> int:
@@ -55,9 +64,9 @@ def _is_harmed(one: SettingScore) -> bool:
 
 
 def _helps(one: SettingScore, none: SettingScore) -> bool:
-    """Whether a bound loses fewer runs than none does, or ends nearer to the healthy runs by more than noise."""
+    """Whether a bound loses fewer runs than none does, or has a better worst run by more than noise."""
     (lost, end), (lost_without, end_without) = _rank(one), _rank(none)
-    return lost < lost_without or (lost == lost_without and end < end_without - EPSILON)
+    return lost < lost_without or (lost == lost_without and end < end_without - noise(none))
 
 
 def _rank(one: SettingScore) -> tuple[int, float]:
@@ -70,7 +79,7 @@ def _harm(one: SettingScore, seeds: int) -> str:
     if one.increase is not None:
         said.append(
             f"change the final loss by at most {percent(one.increase)}, with {one.worse} of {seeds} runs worse by more "
-            f"than {100 * EPSILON:g} %"
+            f"than {_EPSILON}"
         )
     if failed(one):
         said.append(f"have {failed(one)} of {seeds} runs diverge or end without a finite loss")
