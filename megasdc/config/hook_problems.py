@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -11,15 +12,14 @@ from typing import Any
 from megasdc.config.hook_sections import (
     ABSOLUTE,
     AFTER_NORM,
-    BOUND,
     BOUNDS,
     FIELDS_OF,
     FILE,
     LOCAL,
     MOMENTUM_RESET,
     NEEDED,
+    SKIP_STEP,
     SPIKE_AWARE,
-    ZERO,
     HookSpec,
     Theta,
 )
@@ -27,8 +27,9 @@ from megasdc.config.problem import Problem
 from megasdc.config.sections import MegasdcSection
 from megasdc.config.submodule_names import parameter_names
 
-SMALLEST_THETA = {ABSOLUTE: 0.0, SPIKE_AWARE: 1.0}
-"""Thresholds lie above. At 1 and below a bounded element's V would shrink for ever, and the element freeze."""
+SMALLEST_THETA = {ABSOLUTE: 1.1754944e-38, SPIKE_AWARE: 1.0}
+"""Thresholds lie above: the smallest normal fp32 number; and 1, at and below which a bounded element's V would shrink
+for ever, and the element freeze."""
 
 
 def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
@@ -59,12 +60,80 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
             f'megasdc.optimizer_hooks: got entries with megasdc.model.backend "{file.model.backend}", whose parameters '
             'have no full names; set the backend to "torch".',
         )
+    yield from _deepspeed_problems(deepspeed) if file.optimizer_hooks else ()
+    yield from _idle_problems(file, names)
     resets = [place for place, spec in enumerate(file.optimizer_hooks) if spec.hook == MOMENTUM_RESET]
     if len(resets) > 1:
         yield Problem(
             (f"megasdc.optimizer_hooks.{resets[1]}.hook",),
             f"megasdc.optimizer_hooks.{resets[1]}.hook: got a second momentum_reset; keep one.",
         )
+
+
+UNSUPPORTED = {
+    ("zero_optimization", "offload_optimizer"): "gradients then lie where no hook sees them",
+    ("zero_optimization", "round_robin_gradients"): "shards are then dealt out otherwise",
+    ("zero_optimization", "parameter_alignment"): "shards then hold paddings between parameters",
+    ("bf16", "bf16_optimizer_states"): "the second moment must be fp32",
+    ("fp16", "fp16_master_weights_and_grads"): "the second moment must be fp32",
+}
+"""DeepSpeed's keys that hooks cannot work with, and why."""
+
+
+def _deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    for (section, key), reason in UNSUPPORTED.items():
+        value = deepspeed.get(section, {}).get(key)
+        if value and not (isinstance(value, dict) and value.get("device") in (None, "none")):
+            yield Problem(
+                (f"{section}.{key}", "megasdc.optimizer_hooks"),
+                f"{section}.{key}: got {json.dumps(value)} with megasdc.optimizer_hooks; {reason}; remove one of them.",
+            )
+
+
+def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
+    """Entries that would never act, or that make another check useless."""
+    taken: set[tuple[str, str, str]] = set()
+    resets = [spec for spec in file.optimizer_hooks if spec.hook == MOMENTUM_RESET]
+    for place, spec in enumerate(file.optimizer_hooks):
+        path = f"megasdc.optimizer_hooks.{place}"
+        if spec.hook in BOUNDS:
+            fitting = {
+                (spec.hook, spec.where, name)
+                for name in names
+                if any(fnmatchcase(name, pattern) for pattern in spec.parameters)
+            }
+            if fitting and fitting <= taken:
+                yield Problem(
+                    (f"{path}.parameters",),
+                    f"{path}.parameters: got {spec.parameters}, but earlier entries of hook {spec.hook} and the same "
+                    "place fit all of these parameters, and the first that fits counts; put this entry before them.",
+                )
+            taken |= fitting
+        if spec.hook == SPIKE_AWARE:
+            most = min([file.training.steps, *(reset.interval for reset in resets)])
+            if spec.grace_steps >= most:
+                yield Problem(
+                    (f"{path}.grace_steps",),
+                    f"{path}.grace_steps: got {spec.grace_steps}; with {most} steps to the end or the next reset it "
+                    "would never bound anything; set a smaller one.",
+                )
+        if spec.hook == MOMENTUM_RESET and spec.warmup_steps >= spec.interval:
+            yield Problem(
+                (f"{path}.warmup_steps", f"{path}.interval"),
+                f"{path}.warmup_steps: got {spec.warmup_steps} with interval {spec.interval}; the learning rate would "
+                "never reach its schedule; set fewer.",
+            )
+        if (
+            spec.hook == ABSOLUTE
+            and spec.where == LOCAL
+            and file.sdc.always_on.enabled
+            and file.sdc.always_on.toleranced
+        ):
+            yield Problem(
+                (f"{path}.where", "megasdc.sdc.always_on.toleranced"),
+                f'{path}.where: got "local" with megasdc.sdc.always_on.toleranced; the check of the reduction would '
+                'take what is cut for an error; use "before_norm", or set toleranced false.',
+            )
 
 
 def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
@@ -111,13 +180,13 @@ def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Ite
             'absolute, or "before_norm".',
         )
     fp16 = deepspeed.get("fp16", {})
-    if fp16.get("enabled") and not fp16.get("loss_scale") and spec.non_finite in (ZERO, BOUND):
+    if fp16.get("enabled") and not fp16.get("loss_scale") and spec.non_finite != SKIP_STEP:
         yield Problem(
             (f"{path}.non_finite", "fp16.loss_scale"),
-            f'{path}.non_finite: got "{spec.non_finite}" with a dynamic loss scale, which falls only where it sees an '
-            'overflow; use "skip_step" or "halt", or a constant fp16.loss_scale.',
+            f'{path}.non_finite: got "{spec.non_finite}" with a dynamic loss scale, which finds its value by '
+            'overflows; use "skip_step", or a constant fp16.loss_scale.',
         )
-    if spec.where == AFTER_NORM and spec.non_finite != "skip_step":
+    if spec.where == AFTER_NORM and spec.non_finite != SKIP_STEP:
         yield Problem(
             (f"{path}.non_finite", f"{path}.where"),
             f'{path}.non_finite: got "{spec.non_finite}" with where "after_norm", where gradients are finite already; '

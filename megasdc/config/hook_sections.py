@@ -57,7 +57,9 @@ class HookSpec(Section):
     )
     bias_corrected: bool = Field(False, description="spike_aware: V / (1 - beta2^t) instead of V.")
     floor: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="spike_aware: smallest V; without one, elements that have no history (V = 0) are not bounded."
+        0.0,
+        description="spike_aware: smallest V; without one, elements with V = 0 are not bounded, and elements with rare "
+        "gradients, whose V decays in between, are bounded ever more.",
     )
     interval: PositiveInt = Field(500, description="momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")
     warmup_steps: NonNegativeInt = Field(

@@ -54,13 +54,14 @@ def submodule_slots(model: ModelSection, parallel: ParallelSection) -> dict[str,
 
 
 def parameter_names(model: ModelSection, parallel: ParallelSection) -> list[str]:
-    """Full name of every parameter of the model, in forward order.
+    """Full name of every parameter of the model, in forward order; a tied one has the name of the embedding only.
 
     Args:
         model: the resolved section.
         parallel: with how many stages.
     """
-    return [f"{fqn}.{name}" for fqn in _names(model) for name in _parameters(fqn, model, parallel)]
+    own = [fqn for fqn in _names(model) if not (model.tie_embeddings and fqn.endswith(".output"))]
+    return [f"{fqn}.{name}" for fqn in own for name in _parameters(fqn, model, parallel)]
 
 
 def _names(model: ModelSection) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megasdc.config import HookSpec
-from megasdc.optim.bounds import COLUMNS, PLACES, ShardBounds, rule_of
+from megasdc.config.hook_sections import BEFORE_NORM
+from megasdc.optim.bounds import COLUMNS, PLACES, Rule, ShardBounds, rule_of
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 
@@ -18,7 +19,7 @@ _RATIO = COLUMNS.index("largest_ratio")
 
 
 def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host_group: Any) -> Totals:
-    """What all ranks have counted, every parameter once; empty on ranks other than 0.
+    """What all ranks have counted, every parameter once; the same on all ranks.
 
     Args:
         bounds: of this rank.
@@ -41,7 +42,7 @@ def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host
     found: Totals = {}
     for one in gather_objects(own, host_group):
         found = merge_totals(found, one)
-    return found if dims.rank == 0 else {}
+    return found
 
 
 def merge_totals(one: Totals, other: Totals) -> Totals:
@@ -95,15 +96,28 @@ def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def metrics_of(totals: Totals) -> dict[str, float]:
-    """Shares over all parameters and places."""
-    rows = [row for of_place in totals.values() for row in of_place.values()]
-    if not rows:
-        return {}
-    shares = _shares(_sum(rows))
-    del shares["elements"]
-    shares["non_finite"] = shares.pop("nan") + shares.pop("inf")
-    return {f"bounds/{name}": value for name, value in shares.items()}
+def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
+    """Shares over the parameters that some entry bounds, at the places where it does; NaN and Inf before the norm.
+
+    Args:
+        totals: of all ranks.
+        specs: the entries of the configuration.
+    """
+    rows = [
+        row
+        for place, of_place in totals.items()
+        for name, row in of_place.items()
+        if rule_of(name, specs, place) != Rule()
+    ]
+    seen = [row for row in totals.get(BEFORE_NORM, {}).values()]
+    found = {}
+    if rows:
+        shares = _shares(_sum(rows))
+        found = {f"bounds/{name}": shares[name] for name in ("share", "removed_share", "largest_ratio")}
+    if seen:
+        shares = _shares(_sum(seen))
+        found["bounds/non_finite"] = shares["nan"] + shares["inf"]
+    return found
 
 
 def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,7 +134,10 @@ def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str
         fitting = {
             name: row
             for name, row in totals.get(spec.where, {}).items()
-            if spec in (rule_of(name, specs, spec.where).absolute, rule_of(name, specs, spec.where).spike)
+            if any(
+                one is spec
+                for one in (rule_of(name, specs, spec.where).absolute, rule_of(name, specs, spec.where).spike)
+            )
         }
         for fqn, row in _by_submodule(fitting).items():
             share = row[column] / row[-1]

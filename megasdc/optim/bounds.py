@@ -21,6 +21,7 @@ from megasdc.config.hook_sections import (
     AFTER_NORM,
     BEFORE_NORM,
     BOUND,
+    BOUNDS,
     HALT,
     LOCAL,
     SKIP_STEP,
@@ -51,12 +52,6 @@ class Rule:
     absolute: HookSpec | None = None
     spike: HookSpec | None = None
     policy: str = SKIP_STEP
-
-    def changes(self, step: int) -> bool:
-        """Whether it may change an element at this step."""
-        specs = [spec for spec in (self.absolute, self.spike) if spec is not None and spec.theta is not None]
-        finite = any(math.isfinite(theta_at(spec.theta, step)) for spec in specs if spec.theta is not None)
-        return finite or (bool(specs) and self.policy in (ZERO, BOUND))
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,7 @@ class ShardBounds:
         tp_rank: int,
     ) -> None:
         self._optimizer = optimizer
+        self._specs = [spec for spec in specs if spec.hook in BOUNDS and spec.where == BEFORE_NORM]
         self._reset = reset
         self.names = list(names.values())
         self._parameters = list(names)
@@ -104,6 +100,7 @@ class ShardBounds:
         device = self._parameters[0].device
         self.table = torch.zeros(len(PLACES), len(self.names), len(COLUMNS), dtype=torch.float64, device=device)
         self.last_pass = torch.zeros(len(self.names), len(SUMS), dtype=torch.float64, device=device)
+        self.local_pass = self.last_pass
 
         def chosen(wanted: Iterator[bool]) -> Tensor:
             return torch.tensor(list(wanted), dtype=torch.float64, device=device)
@@ -128,8 +125,8 @@ class ShardBounds:
         return any(rule != Rule() for rule in self.rules[place])
 
     def changes(self, step: int) -> bool:
-        """Whether gradients before the norm may be changed at this step."""
-        return any(rule.changes(step) for rule in self.rules[BEFORE_NORM])
+        """Whether any rank may change gradients before the norm at this step; the same on all ranks."""
+        return any(_may_act(spec, step) for spec in self._specs)
 
     @torch.no_grad()
     def bound_local(self, step: int, scale: float) -> None:
@@ -147,6 +144,7 @@ class ShardBounds:
             gradient = accumulated_gradient(self._optimizer, parameter).view(-1)
             bound_(gradient, None, _limits(rule, step, scale, spikes=False), sums[place])
         self._end(LOCAL, sums)
+        self.local_pass = sums
 
     @torch.no_grad()
     def bound_reduced(self, step: int, scale: float) -> Seen:
@@ -159,14 +157,16 @@ class ShardBounds:
         Returns:
             What was seen, NaN and Inf of the local gradients too.
 
+        Raises:
+            RuntimeError: a parameter has no reduced gradient, which would go unbounded and uncounted.
+
         Sync: none.
         """
-        own = self.last_pass[:, _NAN] + self.last_pass[:, _INF] if self.acts(LOCAL) else None
         sums = self._begin()
         for fragment in owned_fragments(self._optimizer):
-            if fragment.gradient is None:
-                continue
             place = self._places[id(fragment.parameter)]
+            if fragment.gradient is None:
+                raise RuntimeError(f"{self.names[place]} has no reduced gradient in {type(self._optimizer).__name__}")
             moment = fragment.states(self._optimizer).get("exp_avg_sq")
             limits = self._limits_of(self.rules[BEFORE_NORM][place], fragment.flat, step, scale, moment is not None)
             bound_(fragment.gradient, moment, limits, sums[place])
@@ -174,8 +174,10 @@ class ShardBounds:
         bad = (sums[:, _NAN] + sums[:, _INF]) * self._kept[BEFORE_NORM]
         halting = bad * self._halting[BEFORE_NORM]
         skipping = bad - halting
-        if own is not None:
-            halting = halting + own * self._halting[LOCAL]
+        if self.acts(LOCAL):
+            bad = (self.local_pass[:, _NAN] + self.local_pass[:, _INF]) * self._kept[LOCAL]
+            halting = halting + bad * self._halting[LOCAL]
+            skipping = skipping + bad * (1 - self._halting[LOCAL])
         squares = sums[:, _SQUARES]
         return Seen((squares * self._counted).sum(), (squares * self._copied).sum(), skipping.sum(), halting.sum())
 
@@ -203,14 +205,16 @@ class ShardBounds:
             looked_at[place] = fragment.numel
         self._end(AFTER_NORM, sums, looked_at)
 
-    def first_non_finite(self) -> tuple[str, int, int] | None:
-        """Of the last pass: (parameter, NaN, Inf) of the first one that had any; null: all were finite.
+    def first_non_finite(self) -> tuple[str, str, int, int] | None:
+        """Of this step: (place, parameter, NaN, Inf) of the first parameter that had any; null: all were finite.
 
         Sync: waits for the device.
         """
-        for name, (nan, inf) in zip(self.names, self.last_pass[:, [_NAN, _INF]].tolist(), strict=True):
-            if nan or inf:
-                return name, round(nan), round(inf)
+        passes = {LOCAL: self.local_pass} if self.acts(LOCAL) else {}
+        for place, sums in {**passes, BEFORE_NORM: self.last_pass}.items():
+            for name, (nan, inf) in zip(self.names, sums[:, [_NAN, _INF]].tolist(), strict=True):
+                if nan or inf:
+                    return place, name, round(nan), round(inf)
         return None
 
     def _begin(self) -> Tensor:
@@ -286,6 +290,11 @@ def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
         spike=next((spec for spec in fitting if spec.hook == SPIKE_AWARE), None),
         policy=fitting[0].non_finite,
     )
+
+
+def _may_act(spec: HookSpec, step: int) -> bool:
+    """Whether a bound may change an element at this step."""
+    return spec.non_finite in (ZERO, BOUND) or (spec.theta is not None and math.isfinite(theta_at(spec.theta, step)))
 
 
 def _limits(rule: Rule, step: int, scale: float, *, spikes: bool, correction: float = 1.0) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> Gra
     if spec is None or spec.loader is None:
         raise ConfigError(f"{place}.path: got {path!r}, which is not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would; dataclasses look there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does
@@ -83,5 +85,5 @@ def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> Gra
         raise ConfigError(f"{place}.name: {path} has no subclass of megasdc.optim.hooks.GradientHook named {name!r}")
     try:
         return kind(**settings)
-    except TypeError as error:
-        raise ConfigError(f"{place}.settings: {name} does not take them: {error}") from error
+    except Exception as error:  # whatever the user's class does
+        raise ConfigError(f"{place}.settings: {name} cannot be made: {type(error).__name__}: {error}") from error

@@ -34,7 +34,7 @@ class MomentumReset:
         return step > 1 and (step - 1) % self.interval == 0
 
     def steps_since(self, step: int) -> int:
-        """Steps taken with the moments of this step, before it: since the start or the last reset."""
+        """Steps before this one since the start or the last reset, skipped ones included."""
         return (step - 1) % self.interval
 
     def rate_factor(self, step: int) -> float:

@@ -150,6 +150,11 @@ def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
                 continue
             place = mapping.hp_fragment_address
             gradient = gradients.narrow(0, place.start, place.numel) if bf16 else by_parameter.get(id(parameter))
+            if gradient is not None and gradient.numel() != place.numel:
+                raise RuntimeError(
+                    f"a gradient of {gradient.numel()} elements stands where {place.numel} are owned; "
+                    "zero_optimization.round_robin_gradients and parameter_alignment are not supported here"
+                )
             yield Fragment(
                 parameter,
                 flat,

@@ -14,12 +14,12 @@ from megasdc.config import HookSpec
 from megasdc.config.hook_sections import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
-from megasdc.errors import NonFiniteError
+from megasdc.errors import ConfigError, NonFiniteError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of
 from megasdc.optim.bounds import ShardBounds, fits
-from megasdc.optim.hooks import GradientPart, load_hook
+from megasdc.optim.hooks import GradientHook, GradientPart, load_hook
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
 from megasdc.optim.zero1 import owned_fragments
 from megasdc.parallel.collectives import gather_objects
@@ -28,6 +28,8 @@ from megasdc.train.run import Run, StepHook
 logger = logging.getLogger(__name__)
 
 EVENT_KIND = "bounds"
+LARGEST_NORM = 3.4e38
+"""Of fp32, in which DeepSpeed takes norms."""
 COPIES_DIFFER = 1e-9
 """Relative difference of two tensor ranks' sums of squares that rounding does not make."""
 TIED_NAME = "0.word_embeddings.weight"
@@ -57,14 +59,11 @@ class GradientBounds(StepHook, EngineHook):
         names = parameter_names(engine)
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims.tp_rank)
-        self._files = [
-            (spec, load_hook(spec.path, spec.name, spec.settings, f"megasdc.optimizer_hooks.{place}"))
-            for place, spec in enumerate(specs)
-            if spec.hook == FILE and spec.path is not None and spec.name is not None
-        ]
+        self._files = self._load_files()
         self._warmup = RateWarmup(self._inner) if self._reset is not None else None
         self._carried: Totals = {}
         self._skipped: str | None = None
+        self._copies_told = False
         if self._bounds.acts(AFTER_NORM):
             self._inner.register_step_pre_hook(lambda inner, *_: self._bounds.bound_clipped(inner, engine.step_number))
         engine.last_hook = self
@@ -88,13 +87,17 @@ class GradientBounds(StepHook, EngineHook):
             if self._reset.is_due(step):
                 self._reset.reset(self._inner)
                 self._tell("reset", step, interval=self._reset.interval)
-        self._apply_files(engine, step, scale)
+        failure = self._apply_files(engine, step, scale)
         seen = self._bounds.bound_reduced(step, scale)
         slots = torch.zeros(self._dims.tensor, dtype=torch.float64, device=engine.device)
         slots[self._dims.tp_rank] = seen.copies
-        sums = torch.cat([torch.stack([seen.squares, seen.skip, seen.halt]), slots])
+        failed = torch.tensor(float(failure is not None), dtype=torch.float64, device=engine.device)
+        sums = torch.cat([torch.stack([seen.squares, seen.skip, seen.halt, failed]), slots])
         dist.all_reduce(sums)
-        squares, skip, halt, *copies = sums.tolist()
+        squares, skip, halt, failures, *copies = sums.tolist()
+        if failures:
+            raise ConfigError([text for text in gather_objects(failure, self._run.host_group) if text is not None])
+        norm = math.sqrt(squares)
         if skip or halt:
             self._skipped = self._explain(step, halted=bool(halt))
             if halt:
@@ -102,24 +105,56 @@ class GradientBounds(StepHook, EngineHook):
                     f"step {step} is not committed: {self._skipped}; the bound that fits it has non_finite "
                     '"halt". Look for the cause with sdc.always_on.finite, or use another policy'
                 )
+        elif norm > LARGEST_NORM:
+            self._skipped = f"the norm of the gradient is {norm:.3g}, more than fp32 holds"
         elif max(copies) - min(copies) > COPIES_DIFFER * max(copies):
             self._tell_copies(step, copies)
-        own = self._files or self._bounds.changes(step)
-        norm = torch.tensor(math.sqrt(squares), dtype=torch.float64, device=engine.device) if own else None
-        engine.step_control.decide(norm, bool(skip))
+        own = bool(self._files) or self._bounds.changes(step)
+        device_norm = torch.tensor(norm, dtype=torch.float64, device=engine.device) if own else None
+        engine.step_control.decide(device_norm, self._skipped is not None)
 
-    def _apply_files(self, engine: TrainingEngine, step: int, scale: float) -> None:
-        if not self._files:
-            return
-        for fragment in owned_fragments(engine.optimizer):
-            if fragment.gradient is None:
+    def _load_files(self) -> dict[str, tuple[HookSpec, GradientHook]]:
+        """Hooks from files by what they are called in checkpoints.
+
+        Collective: all ranks of the world, so that all learn of a file that one of them cannot use.
+        """
+        found: dict[str, tuple[HookSpec, GradientHook]] = {}
+        problem = None
+        for place, spec in enumerate(self._specs):
+            if spec.hook != FILE or spec.path is None or spec.name is None:
                 continue
+            called = f"{spec.name} of {spec.path}"
+            count = sum(one.startswith(called) for one in found)
+            try:
+                hook = load_hook(spec.path, spec.name, spec.settings, f"megasdc.optimizer_hooks.{place}")
+                found[f"{called}, {count + 1}" if count else called] = spec, hook
+            except ConfigError as error:
+                problem = f"rank {self._dims.rank}: {error.problems[0]}"
+                break
+        if any(spec.hook == FILE for spec in self._specs):
+            problems = [one for one in gather_objects(problem, self._run.host_group) if one is not None]
+            if problems:
+                raise ConfigError(problems[0])
+        return found
+
+    def _apply_files(self, engine: TrainingEngine, step: int, scale: float) -> str | None:
+        """Call the hooks from files; what failed, as a sentence."""
+        for fragment in owned_fragments(engine.optimizer) if self._files else ():
+            if fragment.gradient is None:
+                continue  # told by the pass that follows
             name = self._names[id(fragment.parameter)]
             moment = fragment.states(engine.optimizer).get("exp_avg_sq")
             part = GradientPart(name, fragment.gradient, moment, step, scale, fragment.offset)
-            for spec, hook in self._files:
-                if fits(name, spec.parameters):
+            for called, (spec, hook) in self._files.items():
+                if not fits(name, spec.parameters):
+                    continue
+                try:
                     hook.apply(part)
+                except Exception as error:  # whatever the user's class does: all ranks end together
+                    place = f"rank {self._dims.rank}, step {step}, {name}"
+                    logger.exception("hook %s failed", called)
+                    return f"hook {called} failed at {place}: {type(error).__name__}: {error}"
+        return None
 
     def _explain(self, step: int, *, halted: bool) -> str:
         """Where NaN or Inf is, as a sentence; an event for every rank that has some.
@@ -129,20 +164,19 @@ class GradientBounds(StepHook, EngineHook):
         own = self._bounds.first_non_finite()
         found = [(rank, one) for rank, one in enumerate(gather_objects(own, self._run.host_group)) if one is not None]
         if own is not None:
-            parameter, nan, inf = own
+            where, parameter, nan, inf = own
             action = "halt" if halted else "skip_step"
-            self._run.events.emit(
-                EVENT_KIND, "non_finite", step=step, parameter=parameter, nan=nan, inf=inf, action=action
-            )
-        if not found:  # only in a local gradient, which has been averaged with finite ones
-            return "a local gradient is not finite"
-        rank, (parameter, nan, inf) = found[0]
+            fields: dict[str, Any] = {"where": where, "parameter": parameter, "nan": nan, "inf": inf, "action": action}
+            self._run.events.emit(EVENT_KIND, "non_finite", step=step, **fields)
+        rank, (where, parameter, nan, inf) = min(found, key=lambda one: one[1][0] != LOCAL)
         more = f", and on {len(found) - 1} more ranks" if len(found) > 1 else ""
-        return f"the gradient of {parameter} has {nan} NaN and {inf} Inf in the shard of rank {rank}{more}"
+        whose = f"as rank {rank} accumulated it" if where == LOCAL else f"in the shard of rank {rank}"
+        return f"the gradient of {parameter} has {nan} NaN and {inf} Inf {whose}{more}"
 
     def _tell_copies(self, step: int, copies: list[float]) -> None:
         self._tell("copies_differ", step, norms=[math.sqrt(one) for one in copies])
-        if self._dims.rank == 0:
+        first, self._copies_told = not self._copies_told, True
+        if self._dims.rank == 0 and first:
             logger.warning(
                 "step %d: gradients of parameters that every tensor rank holds differ between tensor ranks (norms %s); "
                 "their copies drift apart from now on. Compare them with sdc.always_on.parameters",
@@ -156,6 +190,10 @@ class GradientBounds(StepHook, EngineHook):
 
     # --- between steps ------------------------------------------------------------------------------------------
 
+    def before_step(self, run: Run) -> None:
+        """Forget what was said of the step before."""
+        run.skip_place = None
+
     def after_step(self, run: Run, result: StepResult) -> None:
         """Say why the step was skipped; report when it is due.
 
@@ -164,13 +202,21 @@ class GradientBounds(StepHook, EngineHook):
         if self._skipped is not None:
             run.skip_place = run.skip_place or self._skipped
             self._skipped = None
-        if run.step % self._interval == 0 or run.is_last_step:
+        if run.step % self._interval == 0:
+            self._report(run)
+
+    def on_end(self, run: Run) -> None:
+        """Report what no interval has ended with; a run that goes on tells it again, with what comes then.
+
+        Collective: all ranks of the world.
+        """
+        if run.step % self._interval:
             self._report(run)
 
     def _report(self, run: Run) -> None:
         totals = self._totals()
         self._bounds.table.zero_()
-        self._carried = {}
+        self._carried, self._copies_told = {}, False
         if self._dims.rank != 0:
             return
         for place, rows in rows_of(totals).items():
@@ -180,7 +226,7 @@ class GradientBounds(StepHook, EngineHook):
             run.events.emit(EVENT_KIND, "warning", step=run.step, **fields)
         if self._writer is not None:
             factor = {} if self._warmup is None else {"bounds/learning_rate_factor": self._warmup.factor}
-            self._writer.write(run.step, {**metrics_of(totals), **factor})
+            self._writer.write(run.step, {**metrics_of(totals, self._specs), **factor})
 
     def _totals(self) -> Totals:
         data_group = self._run.engine.mpu.get_data_parallel_group()
@@ -191,14 +237,17 @@ class GradientBounds(StepHook, EngineHook):
 
         Collective: all ranks of the world.
         """
-        return {"totals": self._totals(), "files": [hook.state_dict() for _, hook in self._files]}
+        return {"totals": self._totals(), "files": {name: hook.state_dict() for name, (_, hook) in self._files.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; hooks from files take up theirs where their number is the same."""
+        """Go on counting; hooks from files take up their own states."""
         self._carried = state["totals"]
-        if len(state["files"]) == len(self._files):
-            for (_, hook), own in zip(self._files, state["files"], strict=True):
-                hook.load_state_dict(own)
+        for name, own in state["files"].items():
+            if name in self._files:
+                self._files[name][1].load_state_dict(own)
+            elif self._dims.rank == 0:
+                self._run.events.emit(EVENT_KIND, "state_dropped", hook=name)
+                logger.warning("the checkpoint has a state of hook %s, which is not configured; it is dropped", name)
 
 
 def parameter_names(engine: TrainingEngine) -> dict[Any, str]:

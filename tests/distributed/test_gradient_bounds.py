@@ -184,8 +184,56 @@ def test_a_wrong_whole_copy_of_a_gradient_parts_nobody(tmp_path: Path, data: Pat
     for number, submodule in enumerate(("0.word_embeddings", "4.norm")):
         name = f"run_{number}"
         _ok(_train(tmp_path, data, name, 2, **BF16, faults=[{**fault, "submodule": submodule}]))
-    skipped = [events_of(tmp_path / f"run_{number}", "skip", "optimizer_step") for number in (0, 1)]
-    assert [one["step"] for one in [*skipped[0], *skipped[1]]].count(3) >= 2
+    fired = {}
+    for number in (0, 1):
+        skipped = [one["step"] for one in events_of(tmp_path / f"run_{number}", "skip", "optimizer_step")]
+        fired[number] = len(events_of(tmp_path / f"run_{number}", "fault", "injected"))
+        assert skipped == [3, 3] * bool(fired[number]), "one event a rank, where the rank owns a part of it"
+    assert sum(fired.values()) >= 1
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_a_pattern_of_one_stage_is_heard_on_all(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """Where only the first stage has what is bounded, all stages clip by the same norm."""
+    hooks = [{**ABSOLUTE, "parameters": ["2.*"]}]
+    _ok(_train(tmp_path, data, "a", 2, **OPTIMIZERS[optimizer], parallel__pipeline=2, optimizer_hooks=hooks))
+    rows = events_of(tmp_path / "a", "bounds", "statistics")[-1]["submodules"]
+    assert {row["submodule"].split(".")[0] for row in rows if row["share"]} == {"2"}
+
+
+def test_a_local_gradient_that_is_not_finite_has_its_address(tmp_path: Path, data: Path) -> None:
+    """The replica that accumulated it is named, not the owner of the shard; two steps have their own addresses."""
+    first = {**OUTLIER, "phase": "collective", "value": "nan", "steps": [2, 2]}
+    second = {**first, "submodule": "3.layer.mlp.linear_fc2", "rank": 0, "value": "inf", "steps": [4, 4]}
+    local = {**ABSOLUTE, "where": "local"}
+    options = {"optimizer_hooks": [local, {**ABSOLUTE, "non_finite": "zero"}], "faults": [first, second]}
+    _ok(_train(tmp_path, data, "a", 2, **options))
+    told = {(one["step"], one["place"]) for one in events_of(tmp_path / "a", "skip", "optimizer_step")}
+    assert told == {
+        (2, "the gradient of 2.layer.mlp.linear_fc1.weight has 1 NaN and 0 Inf as rank 1 accumulated it"),
+        (4, "the gradient of 3.layer.mlp.linear_fc2.weight has 0 NaN and 1 Inf as rank 0 accumulated it"),
+    }
+
+
+def test_a_hook_that_fails_on_one_rank_ends_all(tmp_path: Path, data: Path) -> None:
+    """Every rank ends with the code for a wrong configuration and the place of the failure; nobody waits."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "import os\n"
+        "from dataclasses import dataclass\n"
+        "from megasdc.optim.hooks import GradientHook\n"
+        "@dataclass\n"
+        "class Fail(GradientHook):\n"
+        "    step: int = 2\n"
+        "    def apply(self, part):\n"
+        "        if os.environ['RANK'] == '1' and part.step == self.step:\n"
+        "            raise ValueError('no luck')\n"
+    )
+    hook = {"hook": "file", "path": str(file), "name": "Fail"}
+    results = _train(tmp_path, data, "a", 2, optimizer_hooks=[hook])
+    assert {code for code, _ in results} == {70}, results
+    assert all("failed at rank 1, step 2" in text and "no luck" in text for _, text in results)
 
 
 RESET = {"hook": "momentum_reset", "interval": 3, "warmup_steps": 2, "restart_bias_correction": True}
@@ -202,10 +250,12 @@ def test_a_run_with_hooks_goes_on_bit_for_bit(tmp_path: Path, data: Path, optimi
     assert _state(tmp_path, "parts", 6) == _state(tmp_path, "whole", 6)
     whole, parts = (events_of(tmp_path / name, "bounds", "statistics") for name in ("whole", "parts"))
     assert [one["step"] for one in whole] == [3, 6]
+    assert [one["step"] for one in parts] == [3, 4, 6], "what a stopped run has counted is told, and told again"
+    parts = [parts[0], parts[2]]
     assert [one["step"] for one in events_of(tmp_path / "whole", "bounds", "reset")] == [4]
     sums = {}
     for name, told in (("whole", whole), ("parts", parts)):
-        sums[name] = [row["share"] for row in told[0]["submodules"]]
+        sums[name] = told[1]["submodules"]
     assert sums["whole"] == sums["parts"]
 
 

@@ -28,7 +28,7 @@ FP16 = {"fp16": {"enabled": True}}
 @pytest.mark.parametrize(
     ("hook", "deepspeed", "parts"),
     [
-        ({**ABSOLUTE, "theta": 0.0}, None, ["optimizer_hooks.0.theta: got 0", "above 0"]),
+        ({**ABSOLUTE, "theta": 0.0}, None, ["optimizer_hooks.0.theta: got 0", "above 1.17549e-38"]),
         ({**ABSOLUTE, "theta": -1e-3}, None, ["theta: got -0.001"]),
         ({**SPIKE, "theta": 1.0}, None, ["theta: got 1;", "above 1", "freeze"]),
         ({**SPIKE, "theta": [[1, "inf"], [50, 0.5]]}, None, ["theta: got 0.5"]),
@@ -39,6 +39,17 @@ FP16 = {"fp16": {"enabled": True}}
         ({**ABSOLUTE, "parameters": ["*.mlp.linear_fc3.*"]}, None, ["'*.mlp.linear_fc3.*'", "fits no parameter"]),
         ({**SPIKE, "where": "local"}, None, ['got "local"', "use absolute"]),
         ({**ABSOLUTE, "non_finite": "zero"}, FP16, ["dynamic loss scale"]),
+        ({**ABSOLUTE, "non_finite": "halt"}, FP16, ["dynamic loss scale"]),
+        (ABSOLUTE, {"zero_optimization": {"round_robin_gradients": True}}, ["round_robin_gradients: got true"]),
+        (
+            ABSOLUTE,
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ["offload_optimizer", "no hook sees"],
+        ),
+        ({**ABSOLUTE, "theta": 1e-46}, None, ["theta: got 1e-46"]),
+        ({**SPIKE, "grace_steps": 100}, None, ["never bound anything"]),
+        ({"hook": "momentum_reset", "interval": 9, "warmup_steps": 9}, None, ["never reach its schedule"]),
+        ({**ABSOLUTE, "parameters": ["3.output.weight"]}, None, ["fits no parameter"]),
         ({**ABSOLUTE, "where": "after_norm", "non_finite": "halt"}, None, ["finite already"]),
         ({**ABSOLUTE, "where": "after_norm", "theta": 2.0}, None, ["after the norm was clipped to 1"]),
         ({"hook": "file", "path": "absent.py", "name": "X"}, None, ["'absent.py', which is not a file"]),
@@ -51,6 +62,20 @@ def test_what_cannot_work_is_refused(hook, deepspeed, parts):
         build(hook, deepspeed=deepspeed)
     (text,) = caught.value.problems
     assert all(part in text for part in parts), text
+
+
+def test_an_entry_that_comes_too_late_is_refused():
+    """Behind an entry of the same hook and place that fits all its parameters it would never act."""
+    late = {**ABSOLUTE, "theta": 1.0, "parameters": ["2.*"]}
+    with pytest.raises(ConfigError, match="put this entry before them"):
+        build(ABSOLUTE, late)
+    build(late, ABSOLUTE)
+    with pytest.raises(ConfigError, match="take what is cut for an error"):
+        build(
+            {**ABSOLUTE, "where": "local"},
+            sdc={"always_on": {"enabled": True, "toleranced": True}},
+            determinism={"enabled": True},
+        )
 
 
 def test_one_clip_of_the_norm_and_one_reset():

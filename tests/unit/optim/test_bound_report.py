@@ -23,7 +23,10 @@ def test_counts_add_and_ratios_do_not() -> None:
     assert row["share"] == pytest.approx(4 / 40)
     assert row["removed_share"] == pytest.approx(1 / 8)
     assert (row["largest_ratio"], row["nan"], row["inf"]) == (5, 1, 2)
-    assert metrics_of(merge_totals(one, other))["bounds/non_finite"] == 3
+    spike = HookSpec.model_validate({"hook": "spike_aware", "theta": 9.0, "parameters": ["*.weight"]})
+    found = metrics_of(merge_totals(one, other), [spike])
+    assert found["bounds/non_finite"] == 3
+    assert found["bounds/share"] == pytest.approx(4 / 20), "of the parameters that an entry bounds"
     assert one["before_norm"]["2.fc.weight"] == _row(elements=10, by_spike=1, largest_ratio=5, mass=4, removed=1)
 
 
