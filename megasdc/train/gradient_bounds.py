@@ -169,7 +169,8 @@ class GradientBounds(StepHook, EngineHook):
             fields: dict[str, Any] = {"where": where, "parameter": parameter, "nan": nan, "inf": inf, "action": action}
             self._run.events.emit(EVENT_KIND, "non_finite", step=step, **fields)
         rank, (where, parameter, nan, inf) = min(found, key=lambda one: one[1][0] != LOCAL)
-        more = f", and on {len(found) - 1} more ranks" if len(found) > 1 else ""
+        others = sum(one[0] == where for _, one in found) - 1
+        more = f", and on {others} more ranks" if others else ""
         whose = f"as rank {rank} accumulated it" if where == LOCAL else f"in the shard of rank {rank}"
         return f"the gradient of {parameter} has {nan} NaN and {inf} Inf {whose}{more}"
 
