@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from rich.console import Console
@@ -14,12 +15,13 @@ from megasdc.bench.bound_training_verdict import percent
 
 COLUMNS = (
     "setting",
-    "healthy (min-max)",
+    "healthy\n(min-max)",
     "price",
-    "worst with faults",
-    "over no bound",
-    "worse",
-    "diverged/NaN",
+    "with faults\n(min-max)",
+    "worst",
+    "over no\nbound",
+    "worse\ncases",
+    "diverged\n/ NaN",
     "skipped",
     "bounded",
 )
@@ -45,7 +47,7 @@ def render_bound_training(result: BoundTrainResult, console: Console) -> None:
     )
     table = Table(title="final validation loss")
     for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if number == 0 else "right")
     for one in result.scores:
         table.add_row(*_row(one, options.seeds))
     console.print(table)
@@ -62,21 +64,24 @@ def render_bound_training(result: BoundTrainResult, console: Console) -> None:
 
 
 def _row(one: SettingScore, seeds: int) -> list[str]:
-    healthy = "-"
-    if one.healthy:
-        healthy = f"{fmean(one.healthy):.4f} ({min(one.healthy):.4f}-{max(one.healthy):.4f})"
+    healthy, faulty = (_spread(losses) for losses in (one.healthy, one.faulty))
     if one.failed_healthy:
-        healthy += f", {one.failed_healthy} failed"
-    worst = "-" if one.worst is None or one.increase is None else f"{one.worst:.4f} ({percent(one.increase)})"
+        healthy += f"\n{one.failed_healthy} failed"
+    worst = "-" if one.worst is None or one.increase is None else f"{one.worst:.4f}\n({percent(one.increase)})"
     shares = [f"{100 * share:.2g} %" for share in (one.share_healthy, one.share) if share is not None]
     return [
-        one.setting.name,
+        one.setting.name.replace(" ", "\n", 1),
         healthy,
         "-" if one.price is None else percent(one.price),
+        faulty,
         worst,
         "-" if one.over_unbounded is None else percent(one.over_unbounded),
         f"{one.worse} of {seeds}",
-        f"{one.diverged}/{one.not_finite}",
-        f"{one.skipped_healthy}, {one.skipped}",
-        ", ".join(shares) or "-",
+        f"{one.diverged} / {one.not_finite}",
+        f"{one.skipped_healthy}\n{one.skipped}",
+        "\n".join(shares) or "-",
     ]
+
+
+def _spread(losses: Sequence[float]) -> str:
+    return f"{fmean(losses):.4f}\n({min(losses):.4f}-{max(losses):.4f})" if losses else "-"

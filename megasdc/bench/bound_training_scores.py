@@ -51,6 +51,7 @@ class SettingScore:
     Args:
         setting: the bound.
         healthy: losses of the healthy runs that did not fail.
+        faulty: those of the faulty runs that did not fail.
         price: mean relative increase of those over the healthy runs of the same seeds without a bound; null without.
         worst: of the faulty runs that did not fail, the loss of the one with the largest increase; null: all failed.
         increase: its relative increase over the healthy run of the same seed and setting.
@@ -67,6 +68,7 @@ class SettingScore:
 
     setting: Setting
     healthy: tuple[float, ...]
+    faulty: tuple[float, ...]
     price: float | None
     worst: float | None
     increase: float | None
@@ -109,6 +111,7 @@ def _score_one(setting: Setting, runs: Sequence[BoundRun], base: dict[int, float
     return SettingScore(
         setting=setting,
         healthy=tuple(healthy.values()),
+        faulty=tuple(faulty.values()),
         price=fmean(prices) if prices and setting.theta is not None else None,
         worst=None if worst is None else faulty[worst],
         increase=None if worst is None else increases[worst],

@@ -37,8 +37,11 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
         return f"{text}; no bound was tried."
     if not _is_harmed(none):
         return f"{text}, so these runs cannot show what a bound is worth; {_prices(bounded)}."
-    helpful = [one for one in bounded if _helps(one, none)]
-    more = f"better by more than {100 * noise(none):.2f} % (spread of healthy losses over seeds, at least {_EPSILON})"
+    chance = noise(none, bounded)
+    helpful = [one for one in bounded if _helps(one, none, chance)]
+    more = f"better by more than {100 * chance:.2f} %"
+    if chance > EPSILON:
+        more += ", the most that losses of one setting differ between seeds"
     if not helpful:
         return f"{text}; none of the {len(bounded)} bounds does {more}; {_prices(bounded)}."
     best = min(helpful, key=_rank)
@@ -49,9 +52,13 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
     )
 
 
-def noise(none: SettingScore) -> float:
-    """Relative difference of losses that may be chance: between healthy runs of different seeds without a bound."""
-    return max(EPSILON, (max(none.healthy) - min(none.healthy)) / fmean(none.healthy))
+def noise(none: SettingScore, bounded: Sequence[SettingScore]) -> float:
+    """Relative difference of losses that may be chance: the largest over seeds within a setting.
+
+    Faulty runs without a bound are left out: how much they differ is what faults do.
+    """
+    groups = [none.healthy, *(losses for one in bounded for losses in (one.healthy, one.faulty))]
+    return max([EPSILON, *((max(losses) - min(losses)) / fmean(losses) for losses in groups if losses)])
 
 
 def failed(one: SettingScore) -> int:
@@ -63,10 +70,10 @@ def _is_harmed(one: SettingScore) -> bool:
     return failed(one) > 0 or one.worse > 0
 
 
-def _helps(one: SettingScore, none: SettingScore) -> bool:
-    """Whether a bound loses fewer runs than none does, or has a better worst run by more than noise."""
+def _helps(one: SettingScore, none: SettingScore, chance: float) -> bool:
+    """Whether a bound loses fewer runs than none does, or has a better worst run by more than chance."""
     (lost, end), (lost_without, end_without) = _rank(one), _rank(none)
-    return lost < lost_without or (lost == lost_without and end < end_without - noise(none))
+    return lost < lost_without or (lost == lost_without and end < end_without - chance)
 
 
 def _rank(one: SettingScore) -> tuple[int, float]:
