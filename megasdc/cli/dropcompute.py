@@ -118,10 +118,10 @@ def simulate_drops(
             )
             for number in numbers
         ]
-        with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
-            results = [simulate(simulation, environment, on_progress) for simulation in simulations]
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+        results = [simulate(simulation, environment, on_progress) for simulation in simulations]
     result = SimulationResults(environment, tuple(results))
     print_result(result, render_simulations, out=out, as_json=as_json)
     if figure is not None:

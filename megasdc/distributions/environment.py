@@ -44,7 +44,7 @@ class Environment:
         Returns:
             Seconds, [replica, micro-batch, stage]; the same for a replica whatever range it is asked for in.
         """
-        latencies = np.full((stop - first, micro_batches, stages), self.latency_s)
+        latencies = np.full((stop - first, micro_batches, stages), float(self.latency_s))
         for block in range(first // BLOCK_REPLICAS, -(-stop // BLOCK_REPLICAS)):
             begin = block * BLOCK_REPLICAS
             low, high = max(first, begin), min(stop, begin + BLOCK_REPLICAS)

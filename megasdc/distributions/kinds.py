@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.distributions.trace import load_latencies
+from megasdc.errors import DataError
 
 BLOCK_REPLICAS = 128
 """Replicas whose delays come from one generator."""
@@ -315,7 +316,7 @@ class Resampled(Delay):
         """Delays of a place."""
         delays = _loaded(self.path)
         if delays.shape[2] < place.micro_batches or delays.shape[3] < place.stages:
-            raise ValueError(
+            raise DataError(
                 f"{self.path} holds {delays.shape[2]} micro-batches of {delays.shape[3]} stage(s), needed "
                 f"{place.micro_batches} of {place.stages}"
             )

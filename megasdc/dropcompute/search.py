@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.errors import ConfigError
 
 Seconds = NDArray[np.float64]
 Chunks = Callable[[], Iterator[tuple[int, Seconds]]]
@@ -138,6 +139,7 @@ def search_threshold(
 
     Raises:
         ValueError: a wrong shape or value.
+        ConfigError: a step takes no time.
 
     Collective: none.
     """
@@ -168,6 +170,10 @@ def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: flo
         communication_s: Tc, >= 0.
         rule: what happens at the threshold.
         count: of finite thresholds.
+
+    Raises:
+        ValueError: a wrong value.
+        ConfigError: a step takes no time.
     """
     replicas, steps, micro_batches = sizes
     if not 0 <= communication_s < math.inf:
@@ -177,7 +183,7 @@ def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: flo
     longest, protected = np.zeros(steps), np.zeros(steps)
     thresholds = np.append(_grid(_times(chunks(), rule), rule, longest, protected, count), math.inf)
     if not (longest + communication_s).all():
-        raise ValueError("a step takes no time: all its latencies and communication_s are 0")
+        raise ConfigError("a step takes no time: all its latencies and communication_s are 0")
     completed = np.zeros((steps, len(thresholds)), dtype=np.int64)
     times = np.zeros((steps, len(thresholds)))
     for step, starts, ends in _times(chunks(), rule):

@@ -23,12 +23,15 @@ from megasdc.dropcompute.formulas import (
     expected_speedup,
     extra_steps_share,
 )
+from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import Curve, Rule, make_curve
 
 _CHUNK = 1 << 20
 """Latencies that are in memory at once, about."""
 _ENOUGH = 1 << 22
 """Latencies that are drawn if the number of steps is left out, about."""
+_SHOWN = 100_000
+"""Times of replicas that are kept for a picture, at most."""
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -123,8 +126,8 @@ class SimulationResult:
         moments: of latencies.
         curve: of all thresholds.
         formulas: null where they have nothing to say: several stages, or latencies that are all the same.
-        replica_times_s: compute times of replicas without drops, for a picture: those of the first steps, at most
-            100,000.
+        replica_times_s: compute times of replicas without drops, for a picture: those of the first steps, at
+            most 100,000, [time].
     """
 
     simulation: Simulation
@@ -230,7 +233,8 @@ def simulate(simulation: Simulation, environment: Environment, on_progress: OnPr
         The same for the same arguments.
 
     Raises:
-        ValueError: an impossible value.
+        ConfigError: no step takes any time.
+        DataError: recorded latencies are fewer than a step has.
     """
     steps, micro_batches, stages = simulation.num_steps, simulation.micro_batches, simulation.stages
     size = max(1, _CHUNK // (micro_batches * stages))
@@ -259,6 +263,7 @@ class _Sums:
         self._count, self._mean, self._squares, self._largest = 0, 0.0, 0.0, 0.0
         self._all = simulation.replicas * simulation.num_steps * simulation.micro_batches * simulation.stages
         self._done, self._total, self._on_progress = 0, total, on_progress
+        self._forward_share = simulation.rule.forward_share
         self._name = f"{simulation.replicas:,} replicas, drawn twice"
         self.times: list[NDArray[np.float64]] = []
 
@@ -267,8 +272,8 @@ class _Sums:
         self._on_progress(self._name, self._done, self._total)
         if self._count == self._all:
             return
-        if latencies.shape[2] == 1 and (room := 100_000 - sum(map(len, self.times))) > 0:
-            self.times.append(latencies[:room].sum(axis=(1, 2)))
+        if (room := _SHOWN - sum(map(len, self.times))) > 0:
+            self.times.append(micro_batch_times(latencies[:room], self._forward_share, finish=False)[1][:, -1])
         count, mean = latencies.size, float(latencies.mean())
         ahead = mean - self._mean  # means and squares of parts are joined as by Chan et al. 1979
         self._squares += float(latencies.var()) * count + ahead**2 * self._count * count / (self._count + count)

@@ -121,10 +121,9 @@ def write_figure(result: SimulationResults, path: Path) -> None:
 
 
 def _draw_times(figure: Any, result: SimulationResult) -> None:
-    if len(result.replica_times_s):
-        counts, edges = np.histogram(result.replica_times_s, bins=80)
-        middle = (edges[:-1] + edges[1:]) / 2
-        figure.add_bar(x=middle, y=counts / counts.sum(), name="replicas", row=1, col=1)
+    counts, edges = np.histogram(result.replica_times_s, bins=80)
+    middle = (edges[:-1] + edges[1:]) / 2
+    figure.add_bar(x=middle, y=counts / counts.sum(), name="replicas", row=1, col=1)
     marks = {"E[T]": float(result.curve.longest_s.mean())}
     if result.formulas and result.formulas.longest_s is not None:
         marks["eq. 4"] = result.formulas.longest_s
