@@ -24,14 +24,15 @@ def render_simulations(result: SimulationResults, console: Console) -> None:
     console.print(_times(result.results))
     console.print(_best(result.results))
     rate = result.results[0].simulation.max_drop_rate
-    console.print(
-        f"S_eff: samples per second over those without drops (eq. 6), of thresholds that drop at most {rate:.0%}; in "
-        "brackets by formulas, which take latencies as independent and times of replicas as normal"
-    )
-    if result.results[0].simulation.rule.finish:
-        console.print("started micro-batches are finished: a step lasts longer than tau, and formulas give E[T] alone")
-    if result.results[0].formulas is None:
+    console.print(f"S_eff: samples per second over those without drops, of thresholds that drop at most {rate:.0%}")
+    formulas = result.results[0].formulas
+    if formulas is None:
         console.print("no formulas: they are for one stage, and for latencies that vary")
+    else:
+        shown = "E[T] alone" if formulas.speedup is None else "in brackets too"
+        console.print(f"formulas, {shown}: they take latencies as independent and times of replicas as normal")
+    if result.results[0].simulation.rule.finish:
+        console.print("started micro-batches are finished, so a step may last longer than tau")
 
 
 def describe(result: SimulationResult) -> str:
@@ -109,7 +110,9 @@ def write_figure(result: SimulationResults, path: Path) -> None:
         "E[T] against replicas",
         "best S_eff against replicas",
     )
-    figure = make_subplots(rows=3, cols=2, subplot_titles=titles, specs=[[{}, {}], [{"colspan": 2}, None], [{}, {}]])
+    figure = make_subplots(
+        rows=3, cols=2, vertical_spacing=0.1, subplot_titles=titles, specs=[[{}, {}], [{"colspan": 2}, None], [{}, {}]]
+    )
     _draw_times(figure, last)
     _draw_thresholds(figure, last)
     _draw_growth(figure, result.results)
@@ -174,7 +177,7 @@ def _draw_growth(figure: Any, results: tuple[SimulationResult, ...]) -> None:
         mode = "markers" if name == "E[T]" else "lines+markers"
         figure.add_scatter(x=numbers, y=values, mode=mode, name=name, row=3, col=1)
     best = [result.at(result.best) for result in results]
-    for name, key in (("best S_eff", "speedup"), ("best S_eff, formula", "formula_speedup")):
+    for name, key in (("best S_eff", "speedup"), ("formula at the same tau", "formula_speedup")):
         figure.add_scatter(x=numbers, y=[one[key] for one in best], mode="lines+markers", name=name, row=3, col=2)
     for column, unit in ((1, "s"), (2, "")):
         figure.update_xaxes(title_text="replicas", type="log", row=3, col=column)
