@@ -34,8 +34,9 @@ def test_samples_and_formulas_side_by_side() -> None:
     assert formulas.longest_s == pytest.approx(formulas.exact_longest_s, rel=5e-3)
     assert result.longest_error_s == pytest.approx(longest.std(ddof=1) / math.sqrt(1000))
     assert result.curve.completed_share == pytest.approx(formulas.completed_share, abs=1e-3)
-    assert result.curve.throughput == pytest.approx(formulas.speedup, rel=3e-3, abs=1e-3)
-    assert result.curve.speedup == pytest.approx(formulas.speedup, rel=3e-3, abs=1e-3)
+    usual = formulas.completed_share > 0.3  # below, few completed ones make S_eff noisy
+    for speedup in (result.curve.throughput, result.curve.speedup):
+        assert speedup[usual] == pytest.approx(formulas.speedup[usual], rel=3e-3)
     best = result.at(result.best)
     assert best["speedup"] == pytest.approx(formulas.speedup.max(), rel=3e-3) and best["speedup"] > 1.03
     assert best["extra_steps"] == math.ceil(10_000 * best["drop_rate"] / (1 - best["drop_rate"]))
@@ -127,7 +128,10 @@ def test_recorded_latencies_as_they_are_and_resampled(tmp_path) -> None:
     found = search_threshold(recorded, 0.1, 0.1)
     assert one["best"]["tau_s"] == found.tau_s and one["best"]["speedup"] == found.speedup
     assert one["longest"]["simulated_s"] == pytest.approx(recorded.sum(axis=2).max(axis=0).mean())
-    many = json.loads(run("--latencies", path, "--replicas", 500, "--steps", 3, "--json").stdout)["results"][0]
+    drawn = json.loads(run("--latencies", path, "--replicas", 500, "--steps", 3, "--json").stdout)
+    many = drawn["results"][0]
+    assert drawn["environment"]["delays"] == [{"kind": "resampled", "path": str(path)}]
+    assert many["longest"]["simulated_s"] == pytest.approx(recorded.sum(axis=2).max())
     assert many["simulation"]["replicas"] == 500 and many["longest"]["simulated_s"] > one["longest"]["simulated_s"]
 
 

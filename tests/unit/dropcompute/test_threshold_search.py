@@ -61,8 +61,12 @@ def test_every_rank_finds_the_same() -> None:
     for order in (np.random.default_rng(1).permutation(9), np.arange(9)[::-1]):
         other = search_threshold(times[order], 0.2)
         assert (other.tau_s, other.speedup, other.drop_rate) == (found.tau_s, found.speedup, found.drop_rate)
-    other = search_threshold(np.asfortranarray(times[:, ::-1]), 0.2)
-    assert (other.tau_s, other.speedup) == (found.tau_s, found.speedup)
+        assert np.array_equal(other.curve.speedup, found.curve.speedup)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(50)
+        other = search_threshold(np.asfortranarray(times[:, order]), 0.2)
+        assert other.tau_s == found.tau_s and np.array_equal(other.curve.speedup, found.curve.speedup)
+        assert np.array_equal(other.curve.throughput, found.curve.throughput)
 
 
 def test_nothing_is_dropped_where_nothing_is_gained() -> None:
