@@ -39,6 +39,13 @@ golden_app = typer.Typer(
 )
 app.add_typer(golden_app, name="golden")
 
+dropcompute_app = typer.Typer(
+    help="DropCompute: plan what leaving late micro-batches out would bring.",
+    epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
+    no_args_is_help=True,
+)
+app.add_typer(dropcompute_app, name="dropcompute")
+
 
 def writable(path: Path | None) -> Path | None:
     """Check before the work that its result can be written; a callback of options.

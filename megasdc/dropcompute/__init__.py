@@ -1,0 +1,1 @@
+"""Is it worth to leave late micro-batches out, and from when on? Formulas, search for a threshold, simulation."""

@@ -1,0 +1,140 @@
+"""What do the closed forms of DropCompute say? Step time, completed micro-batches and effective speed-up.
+
+Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute variance reduction",
+NeurIPS 2023, arXiv 2306.10598, section 4. N replicas compute M micro-batches a step, whose latencies are independent
+with mean mu and standard deviation s. The time of a replica is taken as normal with mean M mu and variance M s^2, and
+the time T of a step, without communication, is that of the slowest replica. All times are in seconds.
+
+Differences from the paper: the expectation of the largest of N normal values is also given exactly, by quadrature, to
+show what eq. 4 leaves out; so is that of min(tau, T), which eq. 6 has of one step.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+EULER_GAMMA = float(np.euler_gamma)
+_ERFC = np.frompyfunc(math.erfc, 1, 1)
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+_FAR = 40.0
+"""Standard deviations beyond which a normal distribution holds nothing that a float64 can show."""
+
+
+def normal_cdf(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Phi, the standard normal distribution function, element by element."""
+    return np.asarray(_ERFC(-np.asarray(x, dtype=np.float64) / math.sqrt(2)), dtype=np.float64) / 2
+
+
+def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
+    """E[T] by eq. 4: the largest of N normal values, by the limit of extreme values.
+
+    Args:
+        num_replicas: N, >= 2: for one replica the equation has no value.
+        mean_s: of one replica's time, M mu.
+        std_s: of one replica's time, sqrt(M) s.
+
+    Returns:
+        std_s ((1 - g) Phi^-1(1 - 1/N) + g Phi^-1(1 - 1/(e N))) + mean_s, g being Euler's constant.
+
+    Raises:
+        ValueError: fewer than two replicas.
+    """
+    if num_replicas < 2:
+        raise ValueError(f"num_replicas is {num_replicas}, needed at least 2")
+    inverse = NormalDist().inv_cdf
+    # Phi^-1(1 - p) is -Phi^-1(p), which loses nothing for small p
+    far = (1 - EULER_GAMMA) * inverse(1 / num_replicas) + EULER_GAMMA * inverse(1 / (math.e * num_replicas))
+    return mean_s - std_s * far
+
+
+def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
+    """E[T] of N normal values without eq. 4's limit, by quadrature.
+
+    Args:
+        num_replicas: N, >= 1.
+        mean_s: of one replica's time.
+        std_s: of one replica's time.
+    """
+    return mean_s + std_s * exact_cut(num_replicas, _FAR)
+
+
+def exact_cut(num_replicas: int, cut: float) -> float:
+    """E[min(c, X)], X being the largest of N standard normal values: c - the integral of Phi(x)^N up to c.
+
+    Args:
+        num_replicas: N, >= 1.
+        cut: c, in standard deviations from the mean.
+
+    Returns:
+        In the same unit; for a large c the expected largest value. Relative error below 1e-9.
+    """
+    cut = min(cut, _FAR)
+    edges = np.linspace(-_FAR, cut, 17)  # pieces, because Phi^N rises within a fraction of a standard deviation
+    half = np.diff(edges)[:, None] / 2
+    x = edges[:-1, None] + half * (1 + _NODES)
+    below, above = normal_cdf(x), normal_cdf(-x)  # of the two the smaller one is precise
+    log = np.where(x < 0, np.log(np.maximum(below, 1e-300)), np.log1p(-np.minimum(above, 0.5)))
+    power = np.exp(num_replicas * log)
+    return float(cut - (half * _WEIGHTS * power).sum())
+
+
+def expected_completed(
+    thresholds_s: NDArray[np.float64], micro_batches: int, mean_s: float, std_s: float
+) -> NDArray[np.float64]:
+    """E[M~] by eq. 5: micro-batches that a replica completes before a threshold.
+
+    Args:
+        thresholds_s: tau, [threshold]; infinity: all are completed.
+        micro_batches: M, of a step.
+        mean_s: mu, of one micro-batch.
+        std_s: s, of one micro-batch, > 0.
+
+    Returns:
+        The sum over m = 1..M of Phi((tau - m mu) / sqrt(m s^2)), [threshold].
+    """
+    number = np.arange(1, micro_batches + 1)
+    return normal_cdf((np.asarray(thresholds_s)[:, None] - number * mean_s) / (np.sqrt(number) * std_s)).sum(axis=1)
+
+
+def expected_speedup(
+    thresholds_s: NDArray[np.float64],
+    num_replicas: int,
+    micro_batches: int,
+    mean_s: float,
+    std_s: float,
+    communication_s: float,
+) -> NDArray[np.float64]:
+    """S_eff by eq. 6 with E[M~] of eq. 5 and the exact expectations of T and min(tau, T).
+
+    Args:
+        thresholds_s: tau, [threshold].
+        num_replicas: N, >= 1.
+        micro_batches: M, of a step.
+        mean_s: mu, of one micro-batch.
+        std_s: s, of one micro-batch, > 0.
+        communication_s: Tc, of a step, >= 0.
+
+    Returns:
+        E[M~] (E[T] + Tc) / (M (E[min(tau, T)] + Tc)), [threshold]; 1 without drops.
+    """
+    mean, std = micro_batches * mean_s, math.sqrt(micro_batches) * std_s
+    cut = np.array([mean + std * exact_cut(num_replicas, (tau - mean) / std) for tau in thresholds_s])
+    completed = expected_completed(thresholds_s, micro_batches, mean_s, std_s)
+    longest = exact_longest(num_replicas, mean, std)
+    return completed * (longest + communication_s) / (micro_batches * (cut + communication_s))
+
+
+def extra_steps_share(drop_rate: float) -> float:
+    """Steps more, over the planned ones, that compute as many micro-batches as without drops: R / (1 - R).
+
+    Args:
+        drop_rate: R, in [0, 1).
+
+    Returns:
+        0.11 for a drop rate of 0.1, as in the paper's Table 1; infinite for 1.
+    """
+    return drop_rate / (1 - drop_rate) if drop_rate < 1 else math.inf

@@ -1,0 +1,221 @@
+"""Which compute threshold is best for given latencies?
+
+Giladi et al., NeurIPS 2023, arXiv 2306.10598: of 200 thresholds the one whose effective speed-up (eq. 6), averaged over
+the steps of a window, is largest. The sums are exactly rounded and the rest is counts, largest values and single
+operations, so that every rank computes the same threshold from the same latencies, on any processor.
+
+Differences from the published code: the step then lasts min(tau, T), as in eq. 6, and not until the last completed
+micro-batch; a micro-batch that ends at tau is completed; the smallest threshold is the first at which a replica
+completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing; of equal ones the largest is
+taken; the drop rate has a bound. ``finish`` is the rule of a pipeline that drains, see ``Rule``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.errors import ConfigError
+
+Seconds = NDArray[np.float64]
+Chunks = Callable[[], Iterator[tuple[int, Seconds]]]
+"""Gives, each time, the same pieces of latencies: (index of the step from 0, [replica, micro-batch, stage])."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens once the threshold has passed.
+
+    Args:
+        finish: a micro-batch that was started is finished and counts; none is started later than tau. Else, as in
+            eq. 6, the one in progress at tau is lost and the step ends at tau.
+        min_micro_batches: that every replica completes whatever the threshold, >= 1; with ``finish`` false also 0.
+        forward_share: of the forward in a latency, in [0, 1], for more than one stage.
+    """
+
+    finish: bool = False
+    min_micro_batches: int = 1
+    forward_share: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        if self.min_micro_batches < int(self.finish):
+            raise ValueError(f"min_micro_batches is {self.min_micro_batches}, needed at least {int(self.finish)}")
+        if not 0 <= self.forward_share <= 1:
+            raise ValueError(f"forward_share is {self.forward_share}, needed 0 to 1")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What each threshold comes to.
+
+    Args:
+        thresholds_s: tau, [threshold], the last one infinite.
+        completed: micro-batches completed by all replicas together, [step, threshold].
+        times_s: compute time of the step, of its slowest replica, [step, threshold].
+        num_replicas: N.
+        micro_batches: M, planned for a replica's step.
+        communication_s: Tc.
+    """
+
+    thresholds_s: Seconds
+    completed: NDArray[np.int64]
+    times_s: Seconds
+    num_replicas: int
+    micro_batches: int
+    communication_s: float
+
+    @property
+    def longest_s(self) -> Seconds:
+        """T, the compute time without drops, [step]."""
+        return self.times_s[:, -1]
+
+    @property
+    def completed_share(self) -> Seconds:
+        """M~ / M over all steps, [threshold]."""
+        return self.completed.sum(axis=0) / (len(self.completed) * self.num_replicas * self.micro_batches)
+
+    @property
+    def speedup(self) -> Seconds:
+        """S_eff, the mean over steps of eq. 6, [threshold]."""
+        plain = (self.longest_s + self.communication_s)[:, None]
+        of_steps = (
+            self.completed * plain / (self.num_replicas * self.micro_batches * (self.times_s + self.communication_s))
+        )
+        return np.array([math.fsum(column) / len(column) for column in of_steps.T])
+
+    @property
+    def throughput(self) -> Seconds:
+        """Micro-batches per second of all steps together, over those without drops, [threshold]."""
+        seconds = [math.fsum(column + self.communication_s) for column in self.times_s.T]
+        return self.completed_share * seconds[-1] / np.array(seconds)
+
+    def best(self, max_drop_rate: float) -> int:
+        """Place of the threshold of the largest S_eff among those that drop no more than a share.
+
+        Args:
+            max_drop_rate: in [0, 1].
+        """
+        allowed = 1 - self.completed_share <= max_drop_rate
+        speedup = np.where(allowed, self.speedup, -math.inf)
+        return int(np.flatnonzero(speedup == speedup.max())[-1])
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A chosen threshold.
+
+    Args:
+        tau_s: infinite if nothing is gained by dropping.
+        speedup: S_eff that it has on the latencies it was chosen from.
+        drop_rate: share of micro-batches not completed there.
+        curve: of all thresholds that were looked at.
+    """
+
+    tau_s: float
+    speedup: float
+    drop_rate: float
+    curve: Curve
+
+
+def search_threshold(
+    latencies_s: Seconds, communication_s: float, max_drop_rate: float = 1.0, rule: Rule | None = None, count: int = 200
+) -> Threshold:
+    """The threshold of the largest effective speed-up on recorded latencies.
+
+    Args:
+        latencies_s: [replica, step, micro-batch], or with a fourth axis of stages; finite, >= 0.
+        communication_s: Tc, time of a step that no threshold shortens, >= 0.
+        max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
+        rule: what happens at the threshold; null: eq. 6 with at least one micro-batch.
+        count: of finite thresholds, at equal distances.
+
+    Returns:
+        The same on every rank that gives the same arguments.
+
+    Raises:
+        ValueError: a wrong shape or value.
+        ConfigError: a step takes no time.
+
+    Collective: none.
+    """
+    if latencies_s.ndim not in (3, 4) or 0 in latencies_s.shape:
+        raise ValueError(f"latencies_s has the shape {latencies_s.shape}, needed [replica, step, micro-batch]")
+    if not (np.isfinite(latencies_s).all() and (latencies_s >= 0).all()):
+        raise ValueError("latencies_s holds a value that is negative, infinite or NaN")
+    whole = latencies_s.astype(np.float64)[(...,) + (None,) * (4 - latencies_s.ndim)]
+    replicas, steps, micro_batches, _ = whole.shape
+    curve = make_curve(
+        lambda: ((step, whole[:, step]) for step in range(steps)),
+        (replicas, steps, micro_batches),
+        communication_s,
+        rule or Rule(),
+        count,
+    )
+    best = curve.best(max_drop_rate)
+    tau_s, speedup = float(curve.thresholds_s[best]), float(curve.speedup[best])
+    return Threshold(tau_s, speedup, 1 - float(curve.completed_share[best]), curve)
+
+
+def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: float, rule: Rule, count: int) -> Curve:
+    """Effective speed-up against the threshold, of latencies that come in pieces and are gone through twice.
+
+    Args:
+        chunks: gives the pieces.
+        sizes: replicas N, steps, micro-batches M.
+        communication_s: Tc, >= 0.
+        rule: what happens at the threshold.
+        count: of finite thresholds.
+
+    Raises:
+        ValueError: a wrong value.
+        ConfigError: a step takes no time.
+    """
+    replicas, steps, micro_batches = sizes
+    if not 0 <= communication_s < math.inf:
+        raise ValueError(f"communication_s is {communication_s}, needed a finite number of seconds >= 0")
+    if rule.min_micro_batches > micro_batches:
+        raise ValueError(f"min_micro_batches is {rule.min_micro_batches}, more than the {micro_batches} of a step")
+    longest, protected = np.zeros(steps), np.zeros(steps)
+    thresholds = np.append(_grid(_times(chunks(), rule), rule, longest, protected, count), math.inf)
+    if not (longest + communication_s).all():
+        raise ConfigError("a step takes no time: all its latencies and communication_s are 0")
+    completed = np.zeros((steps, len(thresholds)), dtype=np.int64)
+    times = np.zeros((steps, len(thresholds)))
+    for step, starts, ends in _times(chunks(), rule):
+        optional = slice(rule.min_micro_batches, None)
+        deadline = starts if rule.finish else ends
+        place = np.searchsorted(thresholds, deadline[:, optional].ravel())
+        completed[step] += np.cumsum(np.bincount(place, minlength=len(thresholds)))
+        if rule.finish:
+            np.maximum.at(times[step], place, ends[:, optional].ravel())
+    completed += replicas * rule.min_micro_batches
+    if rule.finish:
+        times = np.maximum(np.maximum.accumulate(times, axis=1), protected[:, None])
+    else:
+        times = np.minimum(np.maximum(thresholds, protected[:, None]), longest[:, None])
+    return Curve(thresholds, completed, times, replicas, micro_batches, communication_s)
+
+
+def _times(chunks: Iterable[tuple[int, Seconds]], rule: Rule) -> Iterator[tuple[int, Seconds, Seconds]]:
+    for step, latencies in chunks:
+        yield step, *micro_batch_times(latencies, rule.forward_share, rule.finish)
+
+
+def _grid(
+    times: Iterable[tuple[int, Seconds, Seconds]], rule: Rule, longest: Seconds, protected: Seconds, count: int
+) -> Seconds:
+    """Thresholds at equal distances; also the latest ends of each step, of all and of the protected micro-batches."""
+    low, high = math.inf, 0.0
+    for step, starts, ends in times:
+        first = min(rule.min_micro_batches, starts.shape[1] - 1)
+        deadline = starts[:, first:] if rule.finish else ends[:, max(rule.min_micro_batches - 1, 0) :]
+        low, high = min(low, float(deadline.min())), max(high, float(deadline.max()))
+        longest[step] = max(longest[step], ends[:, -1].max())
+        if rule.min_micro_batches:
+            protected[step] = max(protected[step], ends[:, rule.min_micro_batches - 1].max())
+    return np.linspace(low, high, count)

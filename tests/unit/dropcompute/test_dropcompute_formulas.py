@@ -1,0 +1,80 @@
+"""Do the closed forms hold against other ways to compute them: known values, quadrature, drawn samples?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megasdc.dropcompute.formulas import (
+    exact_cut,
+    exact_longest,
+    expected_completed,
+    expected_longest,
+    expected_speedup,
+    extra_steps_share,
+    normal_cdf,
+)
+
+X = np.arange(-12, 14, 1e-3)
+DENSITY = np.exp(-(X**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def density_of_largest(replicas: int) -> np.ndarray:
+    """Of N standard normal values, on X, from the density alone: N phi Phi^(N-1)."""
+    below = np.array([math.erfc(-x / math.sqrt(2)) / 2 for x in X])
+    return replicas * DENSITY * below ** (replicas - 1)
+
+
+def test_known_values() -> None:
+    """The largest of 1, 2 and 3 normal values is 0, 1 / sqrt(pi) and 1.5 / sqrt(pi) on average."""
+    for replicas, value in ((1, 0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi))):
+        assert exact_longest(replicas, 0, 1) == pytest.approx(value, abs=1e-9)
+    assert exact_longest(2, 7, 3) == pytest.approx(7 + 3 / math.sqrt(math.pi), abs=1e-9)
+    assert normal_cdf(0.0) == 0.5 and normal_cdf(-10.0) == pytest.approx(7.619853e-24, rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 5, 64, 2048, 1_000_000])
+def test_exact_expectations_by_another_quadrature(replicas: int) -> None:
+    """E[X] and E[min(c, X)] agree with sums over the density of the largest value."""
+    density = density_of_largest(replicas)
+    assert exact_longest(replicas, 0, 1) == pytest.approx((X * density).sum() * 1e-3, abs=1e-8)
+    for cut in (-3.0, 0.0, 1.7, 4.0, 6.0):
+        assert exact_cut(replicas, cut) == pytest.approx((np.minimum(cut, X) * density).sum() * 1e-3, abs=2e-7)
+
+
+def test_eq_4_approaches_the_exact_value() -> None:
+    """The error of eq. 4, in standard deviations, is below .05 from 8 replicas on and shrinks up to a million."""
+    errors = [abs(expected_longest(n, 0, 1) - exact_longest(n, 0, 1)) for n in (8, 64, 512, 4096, 1_000_000)]
+    assert errors[0] < 0.05 and errors == sorted(errors, reverse=True)
+    assert expected_longest(100, 5, 2) == pytest.approx(5 + 2 * expected_longest(100, 0, 1))
+    # by hand: Phi^-1(.99) = 2.3263479, Phi^-1(1 - 1 / 100 e) = 2.6800 (tables)
+    assert expected_longest(100, 0, 1) == pytest.approx(0.4227843 * 2.3263479 + 0.5772157 * 2.6800, abs=1e-3)
+    with pytest.raises(ValueError, match="at least 2"):
+        expected_longest(1, 0, 1)
+
+
+def test_eq_5_and_6_against_samples() -> None:
+    """Completed micro-batches and effective speed-up of a million normal latencies are what the formulas say."""
+    replicas, micro_batches, mean, std, communication = 16, 12, 0.45, 0.09, 0.5
+    draws = np.random.default_rng(2).normal(mean, std, (6000, replicas, micro_batches))
+    ends = draws.cumsum(axis=2)
+    longest = ends[..., -1].max(axis=1)
+    thresholds = np.array([1.0, 3.2, 4.5, 5.2, 5.6, 7.0, math.inf])
+    completed = expected_completed(thresholds, micro_batches, mean, std)
+    speedup = expected_speedup(thresholds, replicas, micro_batches, mean, std, communication)
+    for place, tau in enumerate(thresholds):
+        done = (ends <= tau).sum(axis=2)
+        assert done.mean() == pytest.approx(completed[place], abs=4.5 * done.std() / math.sqrt(done.size) + 1e-6)
+        step = np.minimum(tau, longest) + communication
+        measured = done.mean() * (longest.mean() + communication) / (micro_batches * step.mean())
+        assert measured == pytest.approx(speedup[place], rel=3e-3)
+    assert speedup[-1] == pytest.approx(1, abs=1e-9) and completed[-1] == micro_batches
+    assert speedup.max() > 1.02
+
+
+def test_extra_steps() -> None:
+    """A tenth dropped is a ninth more steps, as in the paper's Table 1; all dropped never ends."""
+    assert extra_steps_share(0.1) == pytest.approx(1 / 9)
+    assert extra_steps_share(0) == 0 and extra_steps_share(1) == math.inf

@@ -1,0 +1,193 @@
+"""Is the chosen threshold that of the published rule, and are starts and ends those of the real schedule?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.dropcompute.search import Rule, search_threshold
+from megasdc.errors import ConfigError
+
+PAPER = Rule(min_micro_batches=0)
+
+
+def latencies(seed: int, replicas: int = 9, steps: int = 7, micro_batches: int = 5) -> np.ndarray:
+    """Skewed ones, [replica, step, micro-batch]."""
+    return 0.3 + np.random.default_rng(seed).gamma(0.7, 0.3, (replicas, steps, micro_batches))
+
+
+def published_speedup(times: np.ndarray, tau: float, communication: float) -> tuple[float, float]:
+    """S_eff, averaged over steps, and drop rate by eq. 6 alone: no array operation, one micro-batch after the other."""
+    replicas, steps, micro_batches = times.shape
+    speedups, completed = [], 0
+    for step in range(steps):
+        done, longest = 0, 0.0
+        for replica in range(replicas):
+            clock = 0.0
+            for micro_batch in range(micro_batches):
+                clock += float(times[replica, step, micro_batch])
+                done += clock <= tau
+            longest = max(longest, clock)
+        share = done / (replicas * micro_batches)
+        speedups.append(share * (longest + communication) / (min(tau, longest) + communication))
+        completed += done
+    return sum(speedups) / steps, 1 - completed / times.size
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("max_drop_rate", [1.0, 0.06])
+def test_the_published_rule(seed: int, max_drop_rate: float) -> None:
+    """Of 200 thresholds from the first end to the last the best one, within the drop rate, and its S_eff."""
+    times = latencies(seed)
+    found = search_threshold(times, 0.2, max_drop_rate, PAPER)
+    ends = times.cumsum(axis=2)
+    grid = np.linspace(ends.min(), ends.max(), 200)
+    scores = [published_speedup(times, float(tau), 0.2) for tau in grid]
+    allowed = [(score, tau) for (score, drops), tau in zip(scores, grid, strict=True) if drops <= max_drop_rate + 1e-12]
+    score, tau = max(allowed)
+    assert found.tau_s == tau and found.speedup == pytest.approx(score, rel=1e-12)
+    assert found.drop_rate == pytest.approx(published_speedup(times, tau, 0.2)[1], abs=1e-12)
+    assert found.drop_rate <= max_drop_rate and found.speedup > 1
+    assert found.curve.speedup[:-1] == pytest.approx([score for score, _ in scores], rel=1e-12)
+
+
+def test_every_rank_finds_the_same() -> None:
+    """The order of replicas, and of the sums over steps, changes no bit of what is found."""
+    times = latencies(3, steps=50)
+    found = search_threshold(times, 0.2)
+    for order in (np.random.default_rng(1).permutation(9), np.arange(9)[::-1]):
+        other = search_threshold(times[order], 0.2)
+        assert (other.tau_s, other.speedup, other.drop_rate) == (found.tau_s, found.speedup, found.drop_rate)
+        assert np.array_equal(other.curve.speedup, found.curve.speedup)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(50)
+        other = search_threshold(np.asfortranarray(times[:, order]), 0.2)
+        assert other.tau_s == found.tau_s and np.array_equal(other.curve.speedup, found.curve.speedup)
+        assert np.array_equal(other.curve.throughput, found.curve.throughput)
+
+
+def test_nothing_is_dropped_where_nothing_is_gained() -> None:
+    """Equal latencies, a slow step of all, one replica, or no drops allowed: infinity, S_eff 1, drop rate 0."""
+    equal = np.full((4, 3, 5), 0.4)
+    slow = equal * np.array([1.0, 3.0, 1.0])[:, None]
+    for times, most in ((equal, 1.0), (slow, 0.1), (latencies(1)[:1], 0.05), (latencies(1), 0.0)):
+        found = search_threshold(times, 10.0, most)
+        assert (found.tau_s, found.speedup, found.drop_rate) == (math.inf, 1.0, 0.0)
+
+
+def finish_step(times: np.ndarray, tau: float, least: int) -> tuple[int, float]:
+    """One stage: each replica asks before each micro-batch; (completed by all, time of the slowest)."""
+    done, longest = 0, 0.0
+    for row in times:
+        clock = 0.0
+        for number, latency in enumerate(row):
+            if number >= least and clock > tau:
+                break
+            clock += float(latency)
+            done += 1
+        longest = max(longest, clock)
+    return done, longest
+
+
+@pytest.mark.parametrize("least", [1, 3, 5])
+def test_started_micro_batches_are_finished(least: int) -> None:
+    """Counts and step times of every threshold are those of replicas that ask before each micro-batch."""
+    times = latencies(6)
+    curve = search_threshold(times, 0.2, rule=Rule(True, least)).curve
+    for place, tau in enumerate(curve.thresholds_s):
+        for step in range(times.shape[1]):
+            done, longest = finish_step(times[:, step], float(tau), least)
+            assert curve.completed[step, place] == done
+            assert curve.times_s[step, place] == pytest.approx(longest, rel=1e-12)
+
+
+def test_protected_micro_batches_are_completed() -> None:
+    """With eq. 6 too the first ones run on every replica, and the step lasts as long as they do."""
+    times = latencies(7)
+    ends = times.cumsum(axis=2)
+    curve = search_threshold(times, 0.2, rule=Rule(min_micro_batches=2)).curve
+    assert curve.thresholds_s[0] == ends[:, :, 1].min()
+    for place, tau in enumerate(curve.thresholds_s):
+        done = np.maximum((ends <= tau).sum(axis=2), 2).sum(axis=0)
+        last = np.minimum(np.maximum(tau, ends[:, :, 1].max(axis=0)), ends[:, :, -1].max(axis=0))
+        assert np.array_equal(curve.completed[:, place], done) and np.array_equal(curve.times_s[:, place], last)
+
+
+@pytest.mark.parametrize(
+    ("times", "arguments", "message"),
+    [
+        (np.ones((2, 3)), {}, "shape"),
+        (np.full((1, 1, 1), np.nan), {}, "NaN"),
+        (-np.ones((1, 1, 1)), {}, "negative"),
+        (np.ones((1, 1, 1)), {"communication_s": -1.0}, "communication_s is -1.0"),
+        (np.ones((1, 1, 1)), {"rule": Rule(min_micro_batches=2)}, "more than the 1 of a step"),
+    ],
+)
+def test_impossible_latencies(times: np.ndarray, arguments: dict, message: str) -> None:
+    """What is no latency, or does not fit, is refused."""
+    with pytest.raises(ValueError, match=message):
+        search_threshold(times, **{"communication_s": 1.0} | arguments)
+    with pytest.raises(ConfigError, match="takes no time"):
+        search_threshold(np.zeros((1, 1, 1)), 0.0)
+    with pytest.raises(ValueError, match="at least 1"):
+        Rule(finish=True, min_micro_batches=0)
+
+
+def by_deepspeed(work: np.ndarray, limit: int, share: float) -> tuple[list[float], list[float]]:
+    """Starts and ends on the first stage of one replica, [micro-batch, stage], in the order of DeepSpeed's schedule."""
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+
+    stages = work.shape[1]
+    orders = []
+    for stage in range(stages):
+        order, seen = [], {ForwardPass: 0, BackwardPass: 0}
+        for commands in TrainSchedule(limit, stages, stage).steps():
+            for command in commands:
+                if type(command) in seen:
+                    order.append((type(command) is BackwardPass, seen[type(command)]))
+                    seen[type(command)] += 1
+        orders.append(order)
+    known: dict[tuple, tuple[float, float]] = {}
+
+    def times(stage: int, backward: bool, number: int) -> tuple[float, float]:
+        if (stage, backward, number) not in known:
+            place = orders[stage].index((backward, number))
+            begin = times(stage, *orders[stage][place - 1])[1] if place else 0.0
+            needed = stage + 1 if backward else stage - 1
+            if 0 <= needed < stages:
+                begin = max(begin, times(needed, backward, number)[1])
+            part = 1 - share if backward else share
+            known[stage, backward, number] = begin, begin + part * float(work[number, stage])
+        return known[stage, backward, number]
+
+    return [times(0, False, m)[0] for m in range(limit)], [times(0, True, m)[1] for m in range(limit)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+def test_order_of_deepspeeds_schedule(stages: int, micro_batches: int) -> None:
+    """Starts, ends and ends of shortened steps are those of DeepSpeed's own 1F1B order, replica by replica."""
+    work = np.random.default_rng(stages).gamma(2, 0.5, (3, micro_batches, stages))
+    starts, ends = micro_batch_times(work, 0.3, finish=False)
+    _, finished = micro_batch_times(work, 0.3, finish=True)
+    for replica in range(3):
+        expected = by_deepspeed(work[replica], micro_batches, 0.3)
+        if stages == 1:
+            assert ends[replica] == pytest.approx(expected[1]) and starts[replica] == pytest.approx(expected[0])
+            continue
+        assert starts[replica] == pytest.approx(expected[0]) and ends[replica] == pytest.approx(expected[1])
+        for limit in range(1, micro_batches + 1):
+            shorter = by_deepspeed(work[replica], limit, 0.3)
+            assert starts[replica, :limit] == pytest.approx(shorter[0])  # no later micro-batch matters
+            assert finished[replica, limit - 1] == pytest.approx(shorter[1][-1])
+
+
+def test_length_of_an_even_pipeline() -> None:
+    """Equal latencies t: M + stages - 1 of them."""
+    for stages in (1, 2, 4):
+        assert micro_batch_times(np.full((1, 6, stages), 0.5), 0.4, False)[1][0, -1] == pytest.approx(
+            (5 + stages) * 0.5
+        )
