@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.bench.options import TrainBenchOptions
-from megasdc.config import DeterminismSection, Layout, RunConfig, ffn_width
+from megasdc.config import DeterminismSection, HookSpec, Layout, RunConfig, ffn_width
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
@@ -29,6 +29,7 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
+from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook, train
 from megasdc.train.signals import StopSignals
@@ -183,6 +184,28 @@ class DeterministicLoop(MegasdcLoop):
             super().run(steps)
         finally:
             undo()
+
+
+HOOKS = [{"hook": "spike_aware", "theta": 1e6, "grace_steps": 0}, {"hook": "absolute", "theta": 1.0}]
+"""Bounds that may act in every step, so that nothing is left out, and hardly do."""
+
+
+class BoundedLoop(MegasdcLoop):
+    """``MegasdcLoop`` with gradient bounds.
+
+    Args:
+        config: the configuration; bounds are put into it.
+        *rest: as of ``MegasdcLoop``.
+    """
+
+    def __init__(self, config: RunConfig, *rest: Any) -> None:
+        specs = [HookSpec.model_validate(hook) for hook in HOOKS]
+        sections = config.megasdc.model_copy(update={"optimizer_hooks": specs})
+        super().__init__(dataclasses.replace(config, megasdc=sections), *rest)
+        self.bounds = GradientBounds(specs, self.run_state, sections.logging.interval, self.writer)
+
+    def _hooks(self) -> list[StepHook]:
+        return [self.bounds, *super()._hooks()]
 
 
 class _LossRecord(StepHook):

@@ -23,6 +23,7 @@ NAMES = {
     "plain": "plain PipelineEngine loop",
     "hf": "HF Llama + DeepSpeed ZeRO-1",
     "determinism": "itself without deterministic mode",
+    "bounds": "itself without gradient bounds",
 }
 PHASES = {
     "launcher": "deepspeed command until the rank's process starts",

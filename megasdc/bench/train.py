@@ -4,6 +4,7 @@
 a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
 DeepSpeed ZeRO-1. ``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
 GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
+``bounds``: our loop with gradient bounds against without; the bar is meant for 8 or more micro-batches a step.
 ``launch``: seconds from the launcher's command to the first step; it has no bar.
 """
 
@@ -22,8 +23,8 @@ from megasdc.bench.result import BenchResult, Comparison, Progress
 from megasdc.bench.statistics import Cost, estimate_median, ratios
 from megasdc.parallel.local_ranks import build_operator
 
-AGAINST = ("plain", "hf", "determinism", "launch")
-BARS = {"plain": 1.01, "hf": 1.0}
+AGAINST = ("plain", "hf", "determinism", "bounds", "launch")
+BARS = {"plain": 1.01, "hf": 1.0, "bounds": 1.01}
 """Largest median of our time over the other loop's; without one, no time is too long."""
 
 
@@ -32,7 +33,7 @@ class TrainComparison(Comparison):
     """Our loop against another one.
 
     Args:
-        against: ``plain``, ``hf`` or ``determinism``.
+        against: ``plain``, ``hf``, ``determinism`` or ``bounds``.
         tokens_per_s: median over blocks of our loop and of the other, all ranks.
         step_s: median seconds of a step of our loop and of the other.
         parameters: of each model.
@@ -70,7 +71,7 @@ def bench_train(
 
     Args:
         options: sizes.
-        against: some of ``plain``, ``hf``, ``determinism``, ``launch``.
+        against: some of ``plain``, ``hf``, ``determinism``, ``bounds``, ``launch``.
         launches: launches that count.
         on_progress: told what is measured, how much is done, and of how much.
 

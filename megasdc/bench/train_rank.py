@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megasdc.bench.loops import (
     DISTINCT_STEPS,
+    BoundedLoop,
     DeterministicLoop,
     HuggingFaceLoop,
     Loop,
@@ -35,6 +36,9 @@ from megasdc.errors import MegasdcError
 from megasdc.parallel import groups
 from megasdc.train.build import prepare_run_folder, set_threads
 from megasdc.train.main import set_up_logging
+
+WITH = {"determinism": DeterministicLoop, "bounds": BoundedLoop}
+"""Our loop with something on, which is compared with itself without."""
 
 
 def measure_block(block: Block) -> Cost:
@@ -64,7 +68,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
 
     Args:
         options: sizes.
-        against: ``plain``, ``hf`` or ``determinism``.
+        against: ``plain``, ``hf``, ``determinism`` or ``bounds``.
         folder: where our loop writes.
         messages: where rank 0 reports.
 
@@ -81,9 +85,10 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
     distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
     samples = options.total_steps * layout.train_batch_size
     stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
+    ours: MegasdcLoop
     other: Loop
-    if against == "determinism":
-        ours: MegasdcLoop = DeterministicLoop(config, layout, dims, options, stream, folder)
+    if against in WITH:
+        ours = WITH[against](config, layout, dims, options, stream, folder)
         other = MegasdcLoop(config, layout, dims, options, stream, prepare_run_folder(folder / "other"))
     else:
         ours = MegasdcLoop(config, layout, dims, options, stream, folder)

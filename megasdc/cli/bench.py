@@ -13,11 +13,11 @@ from megasdc.cli.app import Json, Out, bench_app, print_result, writable
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
 def bench_training(
     against: Annotated[
-        Literal["plain", "hf", "determinism", "launch", "all"],
+        Literal["plain", "hf", "determinism", "bounds", "launch", "all"],
         typer.Option(
             "--against",
-            help="A bare PipelineEngine loop, HF Llama + ZeRO-1, deterministic mode against without, time to first "
-            "step, or all.",
+            help="A bare PipelineEngine loop, HF Llama + ZeRO-1, deterministic mode or bounds against without, "
+            "time to first step, or all.",
         ),
     ] = "all",
     blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each loop.")] = 30,

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 SMALL = {"blocks": 2, "steps_per_block": 2, "micro_batch": 1, "hidden": 64, "layers": 1, "sequence": 32, "vocab": 500}
 
 
-@pytest.mark.parametrize("against", ["plain", "hf", "determinism"])
+@pytest.mark.parametrize("against", ["plain", "hf", "determinism", "bounds"])
 def test_comparison(against):
     """Both loops take the same steps; ratios, rates and verdict follow from the blocks; our own have equal bits."""
     told = []
@@ -36,7 +36,10 @@ def test_comparison(against):
     assert told[-1] == (f"against {against}", 2, 2)
     if against == "determinism":
         assert found.passed and found.bar is None
-    if against != "hf":
+    if against == "bounds":
+        assert found.bar == 1.01
+        assert found.first_losses[0] == found.first_losses[1], "the first step has nothing to bound"
+    elif against != "hf":
         assert found.difference is None
         assert found.first_losses[0] == found.first_losses[1] and found.last_losses[0] == found.last_losses[1]
     else:
