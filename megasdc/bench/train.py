@@ -4,7 +4,7 @@
 a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
 DeepSpeed ZeRO-1. ``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
 GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
-``bounds``: our loop with gradient bounds against without; the bar is meant for 8 or more micro-batches a step.
+``bounds``: our loop with gradient bounds against without; the bar is for 8 or more micro-batches a step.
 ``launch``: seconds from the launcher's command to the first step; it has no bar.
 """
 
@@ -26,6 +26,8 @@ from megasdc.parallel.local_ranks import build_operator
 AGAINST = ("plain", "hf", "determinism", "bounds", "launch")
 BARS = {"plain": 1.01, "hf": 1.0, "bounds": 1.01}
 """Largest median of our time over the other loop's; without one, no time is too long."""
+LEAST_MICRO_BATCHES = {"bounds": 8}
+"""Micro-batches of a step below which a bar does not hold."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,16 @@ def bench_train(
     return TrainBenchResult(machine, options, comparisons, launch)
 
 
+def bar_of(against: str, options: TrainBenchOptions) -> float | None:
+    """The bar of a comparison at these sizes; null: there is none.
+
+    Args:
+        against: some of ``AGAINST``.
+        options: sizes.
+    """
+    return BARS.get(against) if options.accumulation >= LEAST_MICRO_BATCHES.get(against, 1) else None
+
+
 def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> TrainComparison:
     """Run one comparison in ranks of its own."""
     found: dict[str, Any] = {}
@@ -118,7 +130,7 @@ def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress
     tokens = options.steps_per_block * options.tokens_per_step
     return TrainComparison(
         against=against,
-        bar=BARS.get(against),
+        bar=bar_of(against, options),
         ratios=ratios(costs),
         tokens_per_s=(tokens / walls[0], tokens / walls[1]),
         step_s=(walls[0] / options.steps_per_block, walls[1] / options.steps_per_block),

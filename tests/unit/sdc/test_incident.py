@@ -213,7 +213,9 @@ def test_commands_parse_as_the_commands_they_are() -> None:
     from megasdc.cli import app
 
     for one in (incident(), incident(golden=None), incident(run_dir="a run's folder", golden="/my traces/x.golden")):
-        for line in (line for step in one.what_to_do for line in step.commands if line.startswith("megasdc ")):
+        lines = [line for step in one.what_to_do for line in step.commands if line.startswith("megasdc ")]
+        assert lines
+        for line in lines:
             command, words = get_command(app), shlex.split(line)[1:]
             while hasattr(command, "commands"):
                 command = command.commands[words.pop(0)]
