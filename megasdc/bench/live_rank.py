@@ -37,6 +37,7 @@ from megasdc.bench.ranks import Messages
 from megasdc.config import RunConfig, TraceSection, parse_config
 from megasdc.config.fault_sections import TOKENS
 from megasdc.data.loader import MicroBatchLoader
+from megasdc.data.position import Position
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.engine import StepResult
 from megasdc.events import Event, EventLog
@@ -171,7 +172,7 @@ class LiveCampaign:
         self._workload.reset()
         self._engine.global_steps = case.first_step - 1
         self._engine.reset_activation_shape()
-        loader = MicroBatchLoader(self._stream, 1, self.dims.dp_rank, self.dims.data, case.consumed[self.dims.dp_rank])
+        loader = MicroBatchLoader(self._stream, 1, self.dims.dp_rank, self.dims.data, Position(case.consumed[self.dims.dp_rank]))
         kept = StepBatches(loader, loader)
         last = case.first_step + case.steps - 1
         group = dist.group.WORLD

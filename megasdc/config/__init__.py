@@ -4,6 +4,7 @@ from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_b
 from megasdc.config.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.detection_sections import AlwaysOnSection, AuditSection, PolicySection, SdcSection
+from megasdc.config.drop_sections import DropComputeSection
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.hook_sections import HookSpec
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointSection",
     "DataSection",
     "DeterminismSection",
+    "DropComputeSection",
     "FaultSpec",
     "GoldenSection",
     "HookSpec",

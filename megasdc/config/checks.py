@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megasdc.config.detection_problems import MOST_SAMPLES_LOST, samples_lost
+from megasdc.config.drop_problems import drop_layout_problems
 from megasdc.config.fault_problems import fault_place_problems
 from megasdc.errors import ConfigError
 
@@ -68,6 +69,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         )
         raise ConfigError(text, config.source)
     train, micro, accumulation = _batch_sizes(config, data)
+    if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
+        raise ConfigError(few, config.source)
     return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.detection_problems import detection_problems
+from megasdc.config.drop_problems import drop_problems
 from megasdc.config.fault_problems import fault_problems
 from megasdc.config.hook_problems import hook_problems
 from megasdc.config.megatron_fields import megatron_problems
@@ -54,6 +55,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _trace_problems(file)
     yield from detection_problems(file, deepspeed)
     yield from hook_problems(file, deepspeed)
+    yield from drop_problems(file)
     yield from _precision_problems(deepspeed, given)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megasdc.config.drop_sections import INFINITE
 from megasdc.config.environment import VARIABLES
 from megasdc.config.load import RunConfig
 from megasdc.config.read import shown
@@ -67,6 +68,7 @@ def find_causes(
     causes = [
         *(_gpu_causes(config, environ) if cuda else _cpu_causes(config, environ)),
         *_setting_causes(config, cuda),
+        *_drop_causes(config),
         *_data_causes(config),
     ]
     for name, path in startup_modules.items():
@@ -142,6 +144,14 @@ def _setting_causes(config: RunConfig, cuda: bool) -> Iterator[Cause]:
     if on_host and not config.deepspeed["optimizer"]["params"]["torch_adam"]:
         text = "got false: DeepSpeed's Adam is compiled for the processor it is built on, and rounds as that does"
         yield Cause("optimizer.params.torch_adam", text, "set true, or use equal processors", "machines")
+
+
+def _drop_causes(config: RunConfig) -> Iterator[Cause]:
+    drop = config.megasdc.drop_compute
+    if drop.enabled and drop.threshold != INFINITE and drop.replay_decisions is None:
+        text = "got true: which micro-batches are left out depends on the time that they take"
+        remedy = "name the decisions.jsonl of the first run in megasdc.drop_compute.replay_decisions"
+        yield Cause("megasdc.drop_compute.enabled", text, remedy, "runs")
 
 
 def _data_causes(config: RunConfig) -> Iterator[Cause]:

@@ -1,7 +1,7 @@
 """Which samples does a replica get next, and where does it go on after a restart? Micro-batches with a saved position.
 
-Sample k of replica r is stream position ``k * dp_size + r``. As long as all replicas have taken equally many, the set
-of samples of a step depends on neither the number of replicas nor the size of a micro-batch.
+As long as all replicas have taken equally many samples, the set of samples of a step depends on neither the number of
+replicas nor the size of a micro-batch; see ``megasdc.data.position``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megasdc.data.position import Position, merge_positions, position_for
 from megasdc.errors import CheckpointError, DataError
 
 MicroBatch = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
@@ -23,6 +24,8 @@ class SampleStream(Protocol):
     path: Any
     vocab_size: int
     identity: str
+    samples_per_epoch: int
+    """Read only where samples that were passed over are to be taken again."""
 
     def __len__(self) -> int: ...
 
@@ -33,27 +36,30 @@ class SampleStream(Protocol):
 
 
 class MicroBatchLoader:
-    """Yields micro-batches of one replica and counts what it gave out.
+    """Yields micro-batches of one replica and keeps how far it is.
 
     Args:
         dataset: the stream.
         micro_batch_size: samples b of a micro-batch.
         dp_rank: this replica.
         dp_size: number of replicas.
-        consumed: samples that this replica has taken before.
+        position: how far this replica is.
     """
 
     def __init__(
-        self, dataset: SampleStream, micro_batch_size: int, dp_rank: int, dp_size: int, consumed: int = 0
+        self,
+        dataset: SampleStream,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        position: Position = Position(),
     ) -> None:
         _check_place(micro_batch_size, dp_rank, dp_size)
-        if consumed < 0:
-            raise ValueError(f"consumed is {consumed}, must not be negative")
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self.consumed = consumed
+        self.position = position
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -62,38 +68,56 @@ class MicroBatchLoader:
         """Return the next micro-batch.
 
         Raises:
-            DataError: the stream has ended, or holds an id that the model does not know; `consumed` stays as it was.
+            DataError: the stream has ended, or holds an id that the model does not know; the position stays.
         """
-        batch = self.read(self.dp_rank, self.consumed)
-        self.consumed += self.micro_batch_size
+        positions, after = self._take()
+        batch = self.read(positions)
+        self.position = after
         return batch
 
-    def read(self, dp_rank: int, consumed: int) -> MicroBatch:
-        """The micro-batch that a replica takes after so many samples; no position moves.
+    @property
+    def next_positions(self) -> list[int]:
+        """Positions in the stream of the samples of the next micro-batch, [b]."""
+        return self._take()[0]
+
+    def read(self, positions: Sequence[int]) -> MicroBatch:
+        """A micro-batch of the samples at these positions of the stream; this replica's own position does not move.
 
         Args:
-            dp_rank: any replica.
-            consumed: samples that it has taken before.
+            positions: of the samples, [b].
 
         Raises:
             DataError: the stream has ended, or holds an id that the model does not know.
         """
-        positions = [(consumed + index) * self.dp_size + dp_rank for index in range(self.micro_batch_size)]
-        if positions[-1] >= len(self.dataset):
+        if max(positions) >= len(self.dataset):
             raise DataError(
                 f"the training stream of {self.dataset.path} has {len(self.dataset)} samples and replica "
-                f"{dp_rank} of {self.dp_size} asks for position {positions[-1]} after {consumed} samples; "
-                f"build it with more samples"
+                f"{self.dp_rank} of {self.dp_size} asks for position {max(positions)}; build it with more samples"
             )
         return _load(self.dataset, positions)
 
+    def pass_over(self, micro_batches: int, *, again: bool) -> None:
+        """Give up the next micro-batches.
+
+        Args:
+            micro_batches: so many.
+            again: take their samples before their epoch ends, instead of never.
+        """
+        epoch = self.dataset.samples_per_epoch if again else None
+        self.position = self.position.pass_over(
+            micro_batches * self.micro_batch_size, self.dp_rank, self.dp_size, epoch
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return this replica's position, in plain numbers and text."""
+        order = self.position.order
         return {
             "dp_rank": self.dp_rank,
             "dp_size": self.dp_size,
-            "consumed": self.consumed,
             "stream": self.dataset.identity,
+            "order": {"left_over": list(order.left_over), "start": order.start},
+            "consumed": self.position.consumed,
+            "again": list(self.position.again),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,7 +133,11 @@ class MicroBatchLoader:
             raise CheckpointError(
                 f"the loader state is of replica {place[0]} of {place[1]}, this is {self.dp_rank} of {self.dp_size}"
             )
-        self.consumed = position_for(merge_positions([state], partial=True), self.dp_rank, self.dp_size, self.dataset)
+        self.position = position_for(merge_positions([state], partial=True), self.dp_rank, self.dp_size, self.dataset)
+
+    def _take(self) -> tuple[list[int], Position]:
+        epoch = self.dataset.samples_per_epoch if self.position.again else None
+        return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, epoch)
 
 
 class EvalLoader:
@@ -152,76 +180,6 @@ class EvalLoader:
             )
             loss_mask[~torch.tensor(real)] = 0.0
             yield tokens, (labels, loss_mask)
-
-
-def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) -> dict[str, Any]:
-    """Put the states of all replicas into one, for a checkpoint.
-
-    Args:
-        states: one `state_dict` a replica, in any order; the same replica may occur again with the same state.
-        partial: allow replicas to be missing.
-
-    Returns:
-        ``{"dp_size", "consumed": {"0": n0, ...}, "stream"}``, which JSON can hold.
-
-    Raises:
-        CheckpointError: states contradict each other, or a replica is missing.
-    """
-    consumed: dict[str, int] = {}
-    for state in states:
-        if (state["dp_size"], state["stream"]) != (states[0]["dp_size"], states[0]["stream"]):
-            raise CheckpointError(f"loader states are of different runs: {dict(states[0])} and {dict(state)}")
-        known = consumed.setdefault(str(state["dp_rank"]), state["consumed"])
-        if known != state["consumed"]:
-            raise CheckpointError(f"replica {state['dp_rank']} has consumed {known} and {state['consumed']} samples")
-    missing = [rank for rank in range(states[0]["dp_size"] if states else 1) if str(rank) not in consumed]
-    if (missing and not partial) or not states:
-        raise CheckpointError(f"no loader state of replica(s) {missing}")
-    return {"dp_size": states[0]["dp_size"], "consumed": consumed, "stream": states[0]["stream"]}
-
-
-def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, dataset: SampleStream | None = None) -> int:
-    """Return the samples that a replica has consumed, also for another number of replicas.
-
-    With another number of replicas the samples taken so far must be a whole beginning of the stream: all replicas
-    must have taken equally many.
-
-    Args:
-        merged: from `merge_positions`.
-        dp_rank: the replica that goes on.
-        dp_size: number of replicas now.
-        dataset: if given, must be the stream that the positions are in.
-
-    Returns:
-        `consumed` for `MicroBatchLoader`.
-
-    Raises:
-        CheckpointError: there is no such position.
-    """
-    if dataset is not None and merged["stream"] != dataset.identity:
-        raise CheckpointError(
-            f"the loader position is in stream {merged['stream']}, the data at {dataset.path} are stream "
-            f"{dataset.identity}: other files, data.seed, data.sequence_length or data.blend; resume with the same"
-        )
-    consumed = merged["consumed"]
-    old_size = merged["dp_size"]
-    if dp_size == old_size:
-        if str(dp_rank) not in consumed:
-            raise CheckpointError(f"no loader position of replica {dp_rank}; there are those of {sorted(consumed)}")
-        return consumed[str(dp_rank)]
-    counts = set(consumed.values())
-    if len(counts) > 1 or len(consumed) < old_size:
-        raise CheckpointError(
-            f"the number of replicas changed from {old_size} to {dp_size}, but replicas have consumed different "
-            f"numbers of samples: {dict(consumed)}; resume with {old_size} replicas"
-        )
-    total = counts.pop() * old_size
-    if total % dp_size:
-        raise CheckpointError(
-            f"the {total} samples consumed by {old_size} replicas cannot be divided among {dp_size}; resume with "
-            f"a number of replicas that divides them"
-        )
-    return total // dp_size
 
 
 def _check_place(micro_batch_size: int, dp_rank: int, dp_size: int) -> None:

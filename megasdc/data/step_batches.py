@@ -18,11 +18,11 @@ class Shared:
 
     Args:
         source: replica whose samples they are.
-        consumed: samples that it has taken before.
+        positions: of its samples in the stream, [b].
     """
 
     source: int
-    consumed: int
+    positions: tuple[int, ...]
 
 
 class StepBatches:
@@ -74,4 +74,4 @@ class StepBatches:
         shared = self._shared
         if self._kept or shared is None or shared.source == self._loader.dp_rank:
             return next(self._batches)
-        return self._loader.read(shared.source, shared.consumed)
+        return self._loader.read(shared.positions)

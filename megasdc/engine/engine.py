@@ -19,6 +19,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.randomness import DropoutStreams
 from megasdc.optim.step_control import StepControl
@@ -38,6 +39,7 @@ class StepResult:
         learning_rate: of this step, first parameter group.
         skipped: null, or why the optimizer did not step.
         loss_scale: loss scale of fp16 training, else 1.
+        micro_batches: completed, over all replicas.
     """
 
     step: int
@@ -47,6 +49,7 @@ class StepResult:
     learning_rate: float
     skipped: str | None
     loss_scale: float
+    micro_batches: int
 
 
 class TrainingEngine(PipelineEngine):
@@ -55,7 +58,7 @@ class TrainingEngine(PipelineEngine):
     Args:
         dims: layout and place of this rank.
         streams: dropout streams of the model; null for a model without.
-        masks_tokens: whether the data can leave tokens out of the loss; if not, gradients need no correction.
+        masks_tokens: whether the data can leave tokens out of the loss.
         hooks: called in this order.
         **options: passed to DeepSpeed's engine.
 
@@ -79,6 +82,10 @@ class TrainingEngine(PipelineEngine):
         self.step_control = StepControl(self.optimizer, self.mpu.get_data_parallel_group())
         self.streams = streams
         self.masks_tokens = masks_tokens
+        self.gate: MicroBatchGate | None = None
+        """Says which micro-batches this replica starts; null: all."""
+        self.divides_by_used = False
+        """Whether gradients are averaged over the micro-batches that were completed instead of those planned."""
         self._partial_sums = [
             parameter
             for parameter in self.module.parameters()
@@ -91,8 +98,9 @@ class TrainingEngine(PipelineEngine):
         self._skipped_before = 0
         self._micro_batch_of_buffer: dict[int, int] = {}
         self._started = 0
+        self._completed = 0
         self._tokens: list[torch.Tensor] = []
-        self._totals = torch.zeros(2, dtype=torch.float64)
+        self._totals = torch.zeros(3, dtype=torch.float64)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -121,12 +129,15 @@ class TrainingEngine(PipelineEngine):
         step, self._skipped_before = self.step_number, self.skipped_steps
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._begin()
+        for hook in self.hooks:
+            hook.before_step(self)
         self._running_step = step  # DeepSpeed counts on before the last hooks of a step
         try:
             self.train_batch(data_iter=batches)
         finally:
             self._running_step = None
-        loss_sum, used = self._totals.tolist()
+        loss_sum, used, completed = self._totals.tolist()
+        self.global_samples += round(completed) * self.micro_batch_size - self.train_batch_size()  # as DeepSpeed counts
         norm = self.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = None
@@ -140,6 +151,7 @@ class TrainingEngine(PipelineEngine):
             learning_rate=learning_rate,
             skipped=skipped,
             loss_scale=float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0,
+            micro_batches=round(completed),
         )
 
     def evaluate(self, batches: Iterator[Any], num_micro_batches: int) -> float:
@@ -174,7 +186,7 @@ class TrainingEngine(PipelineEngine):
     # --- micro-batches once more --------------------------------------------------------------------------------
 
     def compute_again(self) -> None:
-        """Throw the gradients of this step away and run all its micro-batches again.
+        """Throw the gradients of this step away and run the micro-batches that this replica completed again.
 
         The data iterator must give the step's micro-batches again.
 
@@ -183,7 +195,7 @@ class TrainingEngine(PipelineEngine):
         self.optimizer.zero_grad()
         self._begin()
         self.total_loss = None
-        self._run_micro_batches(self.micro_batches)
+        self._run_micro_batches(self._completed)
 
     def rehearse(self, micro_batch: int) -> None:
         """Run one micro-batch of this step again, for those who listen; gradients and losses stay as they are.
@@ -203,13 +215,39 @@ class TrainingEngine(PipelineEngine):
             self._started = micro_batch
             self._run_micro_batches(1)
         self.total_loss, self._tokens, self._planned_tokens = kept
-        self._started = self.micro_batches
+        self._started = self._completed
 
     def _run_micro_batches(self, num_micro_batches: int) -> None:
         whole = schedule.TrainSchedule(micro_batches=num_micro_batches, stages=self.num_stages, stage_id=self.stage_id)
         self._exec_schedule(_MicroBatchesAlone(whole))
 
     # --- instructions -------------------------------------------------------------------------------------------
+
+    @property
+    def completed(self) -> int:
+        """Micro-batches of this step that this replica has completed; known from ``after_micro_batches`` on."""
+        return self._completed
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank decides which micro-batches its replica starts."""
+        return bool(self.is_first_stage()) and self.dims.tp_rank == 0
+
+    def _train_schedule(self) -> schedule.TrainSchedule:
+        """Called by ``train_batch``."""
+        if self.gate is None:
+            return super()._train_schedule()
+        return GatedSchedule(
+            self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce
+        )
+
+    def _may_start(self, micro_batch: int) -> bool:
+        assert self.gate is not None
+        if self.decides:
+            time_left_s = self.gate.time_left_s(micro_batch)
+            for hook in self.hooks:
+                hook.before_start(self, micro_batch, time_left_s)
+        return self.gate.may_start(micro_batch)
 
     @property
     def next_micro_batch(self) -> int:
@@ -256,6 +294,7 @@ class TrainingEngine(PipelineEngine):
             hook.after_backward(self, micro_batch)
 
     def _run_reduce_tied_grads(self) -> None:
+        self._completed = self._started
         for hook in tuple(self.hooks):  # one of them may let others look in while it runs
             hook.after_micro_batches(self)
         super()._exec_reduce_tied_grads()
@@ -271,9 +310,11 @@ class TrainingEngine(PipelineEngine):
             hook.before_reduction(self)
         super()._exec_reduce_grads()
         self._totals = self._reduce_totals(self.total_loss)
-        if self.masks_tokens:
-            planned = float(self.micro_batches * self.dims.data)
-            self.gradient_factor = planned / self._totals[1]
+        if self.masks_tokens or self.divides_by_used:
+            # DeepSpeed has divided by the planned number already
+            planned = float(self.gradient_accumulation_steps() * self.dims.data)
+            wanted = planned if self.divides_by_used else self._totals[2]
+            self.gradient_factor = wanted / self._totals[1]
             scale_gradients(self.optimizer, self.gradient_factor)
 
     def _run_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -295,22 +336,25 @@ class TrainingEngine(PipelineEngine):
     # --- averages -----------------------------------------------------------------------------------------------
 
     def _reduce_totals(self, loss_sum: torch.Tensor | None) -> torch.Tensor:
-        """[sum of losses, sum of used tokens], both over the planned tokens of a micro-batch, summed over replicas.
+        """[sum of losses, sum of used tokens, micro-batches], summed over replicas.
+
+        The first two are over the planned tokens of a micro-batch.
 
         Collective: the data group of the last stage, then each replica's pipeline group.
         """
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=self.device)
         if self.is_last_stage():
             if loss_sum is not None:
                 totals[0] = loss_sum.double()
                 totals[1] = torch.stack(self._tokens).sum()
-            totals[2] = self._planned_tokens
+                totals[2] = len(self._tokens)
+            totals[3] = self._planned_tokens
             if self.is_data_parallel:
-                dist.all_reduce(totals[:2], group=self.mpu.get_data_parallel_group())
+                dist.all_reduce(totals[:3], group=self.mpu.get_data_parallel_group())
         if self.is_pipe_parallel:
             dist.broadcast(totals, src=self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
-            self._planned_tokens = int(totals[2])
-        return totals[:2]
+            self._planned_tokens = int(totals[3])
+        return totals[:3]
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Mean loss over the tokens used; replaces DeepSpeed's mean over planned micro-batches."""

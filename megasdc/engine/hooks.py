@@ -15,6 +15,18 @@ class EngineHook:
     hook is called.
     """
 
+    def before_step(self, engine: TrainingEngine) -> None:
+        """A step is about to start its first micro-batch."""
+
+    def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
+        """This replica is about to decide whether to start a micro-batch; called on the rank that decides.
+
+        Args:
+            engine: of the first stage's first tensor rank.
+            micro_batch: the next one; the first of a step is 0.
+            time_left_s: until the replica must not start any more, infinite where nothing limits it.
+        """
+
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """A micro-batch's forward pass on this stage is about to start; the first of a step is 0."""
 

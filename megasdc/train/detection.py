@@ -190,11 +190,11 @@ class Detection(StepHook, EngineHook):
         """Which replica's samples all use: another at each audit."""
         dims = run.dims
         source = step // self._audit.interval % dims.data
-        consumed = torch.full((dims.data,), -1, dtype=torch.int64)
-        if dims.is_first_stage:  # reads every micro-batch; stages in the middle read none
-            consumed[dims.dp_rank] = run.loader.consumed
-        dist.all_reduce(consumed, op=dist.ReduceOp.MAX, group=self._host_group)
-        return Shared(source, int(consumed[source]))
+        positions = torch.full((run.loader.micro_batch_size,), -1, dtype=torch.int64)
+        if dims.is_first_stage and dims.dp_rank == source:  # reads every micro-batch; stages in the middle read none
+            positions = torch.tensor(run.loader.next_positions)
+        dist.all_reduce(positions, op=dist.ReduceOp.MAX, group=self._host_group)
+        return Shared(source, tuple(positions.tolist()))
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """Compare what was seen with all ranks; return when the step may be committed.
@@ -233,10 +233,14 @@ class Detection(StepHook, EngineHook):
             repaired = True
 
     def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
-        """Compute a micro-batch again; what the audit and what the check of recomputations saw of it."""
-        if engine.is_first_stage() or engine.is_last_stage():
-            self._batches.rewind(micro_batch)
-        engine.rehearse(micro_batch)
+        """Compute a micro-batch again; what the audit and what the check of recomputations saw of it.
+
+        A replica that did not start it in this step sees nothing.
+        """
+        if micro_batch < engine.completed:
+            if engine.is_first_stage() or engine.is_last_stage():
+                self._batches.rewind(micro_batch)
+            engine.rehearse(micro_batch)
         self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 

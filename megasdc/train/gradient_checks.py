@@ -105,7 +105,8 @@ class FeatureReader:
             gradients = [accumulated_gradient(optimizer, one).detach() for one in submodule.parameters.values()]
             largest = torch.stack([bound.abs().float() for one in gradients for bound in torch.aminmax(one)]).amax()
             rows.append(torch.stack([squared_norm(gradients, self._engine.device).sqrt().float(), largest]))
-        own = torch.stack(rows)
+        # A replica may have completed fewer micro-batches than another.
+        own = torch.stack(rows) * (self._engine.micro_batches / self._engine.completed)
         self._gathered = [torch.empty_like(own) for _ in range(self._engine.dims.data)]
         group = self._engine.mpu.get_data_parallel_group()
         self._exchange = dist.all_gather(self._gathered, own, group=group, async_op=True)

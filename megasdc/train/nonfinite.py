@@ -119,7 +119,7 @@ class NonFiniteSearch:
 
         found: list[Origin | None] = []
         with self._observation.everything(recorder), InputProbe(self._submodules, take_in):
-            for micro_batch in range(engine.micro_batches):
+            for micro_batch in range(max(gather_objects(engine.completed, self._group))):
                 inputs.clear()
                 self._rehearse(engine, micro_batch)
                 own = recorder.take(self._dims)
@@ -159,7 +159,7 @@ class NonFiniteSearch:
     def _conclude(
         self, step: int, rank: int | None, origin: Origin | None, reproduced: bool | None, engine: TrainingEngine
     ) -> None:
-        self.place = say(rank, origin, reproduced, engine.micro_batches)
+        self.place = say(rank, origin, reproduced)
         if self._dims.rank != 0 or (origin is None and reproduced is None):
             return
         logger.warning("step %d: %s", step, self.place)
@@ -182,19 +182,18 @@ class NonFiniteSearch:
         )
 
 
-def say(rank: int | None, origin: Origin | None, reproduced: bool | None, micro_batches: int) -> str:
+def say(rank: int | None, origin: Origin | None, reproduced: bool | None) -> str:
     """Where values became NaN or Inf, as a sentence for people.
 
     Args:
         rank: whose result was the first; null: none was found.
         origin: that result.
         reproduced: whether it came again when it was computed again; null: it was not.
-        micro_batches: of the step.
     """
     if origin is None:
         if reproduced is None:
             return "no checked result was NaN or Inf; overflow is normal while the loss scale adapts"
-        return f"not reproduced: the step's {micro_batches} micro-batches, computed again, were finite everywhere"
+        return "not reproduced: the step's micro-batches, computed again, were finite everywhere"
     inputs = {
         True: "its inputs were finite",
         False: "its inputs were not finite either",

@@ -114,7 +114,7 @@ def train(run: Run) -> None:
             result = run.engine.train_step(run.batches)
             run.step = result.step
             run.tokens += result.tokens
-            run.samples += run.engine.train_batch_size()
+            run.samples += result.micro_batches * run.engine.micro_batch_size
             run.skipped_steps += result.skipped is not None
             for hook in hooks:
                 hook.after_step(run, result)

@@ -14,8 +14,8 @@ from megasdc.checkpoint.places import Problem, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
 from megasdc.config import RunConfig
-from megasdc.data.loader import merge_positions, position_for
 from megasdc.data.manifest import Manifest
+from megasdc.data.position import Position, merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng, seed_generators
 from megasdc.engine.engine import StepResult
 from megasdc.errors import CheckpointError
@@ -153,7 +153,7 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
     run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
     _restore_counters(run, state)
-    run.loader.consumed = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
+    run.loader.position = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
     _prolong_stream(run)
     restore_rng(loaded.rank_state["rng"])
     if run.dims.rank == 0:
@@ -166,9 +166,8 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
     """Take up a run that was saved at any layout.
 
-    Weights, moments, learning rate schedule and counters go on. The data go on at the next sample of the stream, with
-    any micro-batch and global batch, if all replicas had taken equally many samples and the number of replicas now
-    divides them. The random generators are seeded by ``seed_generators``.
+    Weights, moments, learning rate schedule and counters go on. The data go on with any number of replicas, micro-batch
+    and global batch: first the samples that only some replicas had come past, then the rest of the stream. The random generators are seeded by ``seed_generators``.
 
     Args:
         run: at step 0; on return at the step that was loaded.
@@ -187,10 +186,10 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     section, dims = config.megasdc.checkpoint, run.dims
     found = open_universal(folder, storage=section.storage, verify=section.verify, group=run.host_group)
     state = found.shared_state
-    consumed, problem = 0, None
+    position, problem = Position(), None
     try:
         if "loader" not in section.universal_without:
-            consumed = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
+            position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
     except CheckpointError as error:
         hint = 'or name "loader" in megasdc.checkpoint.universal_without to begin the data anew'
         problem = Problem(f"{error}; {hint}", storage=False)
@@ -203,7 +202,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     raise_together(problem, found.place, what, run.host_group)
     load_universal(run.engine, found, group=run.host_group)
     _restore_counters(run, state)
-    run.loader.consumed = consumed
+    run.loader.position = position
     _prolong_stream(run)
     seed_generators(config.megasdc.training.seed, run.step, dims.rank)
     if dims.rank == 0:
@@ -218,8 +217,8 @@ def _restore_counters(run: Run, state: dict[str, Any]) -> None:
 
 def _prolong_stream(run: Run) -> None:
     """Let the stream reach to the run's end also where earlier steps took more samples than this run's do."""
-    left = max(0, run.steps - run.step) * run.engine.train_batch_size()
-    run.loader.dataset.prolong(run.loader.consumed * run.dims.data + left)
+    own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
+    run.loader.dataset.prolong(run.loader.position.end_after(own, run.dims.data))
 
 
 def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:

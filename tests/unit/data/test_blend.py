@@ -21,7 +21,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megasdc.data import blend as blend_module
 from megasdc.data.blend import BlendedTokens, blend_order
 from megasdc.data.dataset import build_datasets, verify_data
-from megasdc.data.loader import EvalLoader, MicroBatchLoader, merge_positions, position_for
+from megasdc.data.loader import EvalLoader, MicroBatchLoader
+from megasdc.data.position import merge_positions, position_for
 from megasdc.data.manifest import Manifest
 from megasdc.data.prepare import prepare
 from megasdc.errors import CheckpointError, DataError
@@ -163,7 +164,7 @@ def test_resume_is_bit_identical_after_unequal_consumption(tmp_path, section):
     assert merged["consumed"] == {"0": 10, "1": 14, "2": 18}
     for rank, loader in enumerate(loaders):
         again = build(section, tmp_path / "b", 2000)[0]
-        resumed = MicroBatchLoader(again, 2, rank, 3, consumed=position_for(merged, rank, 3, again))
+        resumed = MicroBatchLoader(again, 2, rank, 3, position=position_for(merged, rank, 3, again))
         for _ in range(40):
             (tokens, rest), (tokens_again, rest_again) = next(loader), next(resumed)
             assert torch.equal(tokens, tokens_again) and same(rest, rest_again)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megasdc.data.dataset import build_datasets
-from megasdc.data.loader import EvalLoader, MicroBatchLoader, merge_positions, position_for
+from megasdc.data.loader import EvalLoader, MicroBatchLoader
+from megasdc.data.position import Order, Position, merge_positions, position_for
 from megasdc.errors import CheckpointError, DataError
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 1)]
@@ -22,6 +23,7 @@ class Numbers:
 
     path = "numbers.bin"
     identity = "numbers"
+    samples_per_epoch = 24
 
     def __init__(self, length=96, vocab_size=1000):
         self.length = length
@@ -65,7 +67,7 @@ def test_resume_goes_on_exactly_also_after_unequal_consumption():
     merged = json.loads(json.dumps(merge_positions([loader.state_dict() for loader in reversed(loaders)])))
     assert merged["consumed"] == {"0": 4, "1": 6, "2": 8}
     for rank, loader in enumerate(loaders):
-        resumed = MicroBatchLoader(Numbers(), 2, rank, 3, consumed=position_for(merged, rank, 3, Numbers()))
+        resumed = MicroBatchLoader(Numbers(), 2, rank, 3, position=position_for(merged, rank, 3, Numbers()))
         direct = MicroBatchLoader(Numbers(), 2, rank, 3)
         direct.load_state_dict(loader.state_dict())
         expected = [positions(batch) for batch in _until_end(loader)]
@@ -78,22 +80,87 @@ def _until_end(loader):
     return [next(loader) for _ in range(3)]
 
 
+def merged_of(loaders):
+    return json.loads(json.dumps(merge_positions([loader.state_dict() for loader in loaders])))
+
+
+def go_on(merged, dp_size, stream=None):
+    """Loaders of another number of replicas."""
+    stream = stream or Numbers()
+    return [MicroBatchLoader(stream, 1, rank, dp_size, position_for(merged, rank, dp_size)) for rank in range(dp_size)]
+
+
 def test_other_number_of_replicas():
-    """After equal consumption another number of replicas goes on at the same place; else it is refused."""
-    equal = {"dp_size": 2, "consumed": {"0": 6, "1": 6}, "stream": "numbers"}
-    assert [position_for(equal, rank, 4) for rank in range(4)] == [3] * 4
-    assert position_for(equal, 0, 1) == 12
-    loaders = [MicroBatchLoader(Numbers(), 1, rank, 4, consumed=position_for(equal, rank, 4)) for rank in range(4)]
-    assert [positions(next(loader)) for loader in loaders] == [[12], [13], [14], [15]]
-    with pytest.raises(CheckpointError, match="12 samples consumed by 2 replicas cannot be divided among 5"):
-        position_for(equal, 0, 5)
-    with pytest.raises(CheckpointError, match="from 2 to 4, but replicas have consumed different numbers"):
-        position_for({**equal, "consumed": {"0": 6, "1": 8}}, 0, 4)
+    """After equal consumption another number of replicas goes on at the same place, whether it divides it or not."""
+    loaders = [MicroBatchLoader(Numbers(), 3, rank, 2) for rank in range(2)]
+    for loader in loaders:
+        next(loader), next(loader)
+    merged = merged_of(loaders)
+    assert [position_for(merged, rank, 4) for rank in range(4)] == [Position(3)] * 4
+    assert position_for(merged, 0, 1) == Position(12)
+    for dp_size in (1, 3, 4, 5, 7):
+        taken = [positions(next(loader))[0] for loader in go_on(merged, dp_size)]
+        assert taken == list(range(12, 12 + dp_size))
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 4), (2, 5, 1), (4, 3, 3), (1, 2, 1)])
+def test_no_sample_is_lost_or_doubled_when_the_number_of_replicas_changes_again_and_again(sizes):
+    """Replicas that fell behind: what they had not taken comes first after each change, and everything comes once."""
+    taken, loaders = [], [MicroBatchLoader(Numbers(), 1, rank, sizes[0]) for rank in range(sizes[0])]
+    for dp_size in sizes[1:]:
+        for rank, loader in enumerate(loaders):
+            taken += [positions(next(loader))[0] for _ in range(2 + 3 * rank)]
+        merged = merged_of(loaders)
+        loaders = go_on(merged, dp_size)
+        missed = sorted(set(range(max(taken))) - set(taken))
+        if dp_size != merged["dp_size"]:
+            assert [positions(loader.read(loader.next_positions))[0] for loader in loaders[: len(missed)]] == missed[
+                :dp_size
+            ]
+    for _ in range(40 // sizes[-1]):
+        taken += [positions(next(loader))[0] for loader in loaders]
+    assert len(taken) == len(set(taken))
+    if sizes[-1] == 1:
+        assert sorted(taken) == list(range(len(taken)))
+
+
+def test_samples_passed_over_are_gone_or_come_again_before_their_epoch_ends():
+    """Given up for good they never come; else they come between the last sample of their epoch and the next epoch."""
+    for again in (False, True):
+        loaders = [MicroBatchLoader(Numbers(), 2, rank, 2) for rank in range(2)]
+        taken = [[], []]
+        for loader, seen in zip(loaders, taken, strict=True):
+            for step in range(8):
+                seen += positions(next(loader))
+                if step in (1, 2) and loader.dp_rank == 1:
+                    loader.pass_over(1, again=again)
+                    if step == 1:  # from here on as a run that was resumed
+                        loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        assert taken[0] == list(range(0, 32, 2))
+        given_up = [9, 11, 17, 19]
+        epoch = [position for position in range(1, 24, 2) if position not in given_up]
+        following = range(25, 48, 2)
+        assert taken[1] == [*epoch, *(given_up if again else []), *following][:16]
+
+
+def test_what_is_to_be_taken_again_is_dealt_anew_to_other_replicas():
+    """Samples passed over come once, whoever passed them over, with another number of replicas too."""
+    loaders = [MicroBatchLoader(Numbers(), 1, rank, 3) for rank in range(3)]
+    taken = []
+    for loader in loaders:
+        taken += positions(next(loader))
+        loader.pass_over(1, again=True)
+    loaders = go_on(merged_of(loaders), 2)
+    assert [loader.position.again for loader in loaders] == [(3, 5), (4,)]
+    for _ in range(15):
+        taken += [positions(next(loader))[0] for loader in loaders]
+    assert set(range(24)) <= set(taken)
+    assert len(taken) == len(set(taken))
 
 
 def test_states_that_do_not_fit():
     """Missing or contradicting replicas, another replica's state, and other data are refused."""
-    states = [MicroBatchLoader(Numbers(), 1, rank, 2, consumed=4).state_dict() for rank in range(2)]
+    states = [MicroBatchLoader(Numbers(), 1, rank, 2, Position(4)).state_dict() for rank in range(2)]
     with pytest.raises(CheckpointError, match=r"no loader state of replica\(s\) \[1\]"):
         merge_positions(states[:1])
     with pytest.raises(CheckpointError, match="no loader state"):
@@ -110,11 +177,11 @@ def test_states_that_do_not_fit():
 
 def test_end_of_the_stream_is_an_error_and_takes_nothing():
     """A stream that cannot fill a micro-batch raises a DataError; the position stays."""
-    loader = MicroBatchLoader(Numbers(10), 4, 1, 2, consumed=1)
+    loader = MicroBatchLoader(Numbers(10), 4, 1, 2, Position(1))
     next(loader)
     with pytest.raises(DataError, match=r"numbers\.bin has 10 samples and replica 1 of 2 asks for position 17"):
         next(loader)
-    assert loader.consumed == 5
+    assert loader.position == Position(5)
 
 
 @pytest.mark.parametrize("value", [1000, -1])
@@ -132,7 +199,7 @@ def test_id_beyond_the_vocabulary(value):
     next(loader)
     with pytest.raises(DataError, match=rf"numbers\.bin, sample position 5, label 2: id {value} is not in \[0, 1000\)"):
         next(loader)
-    assert loader.consumed == 2
+    assert loader.position == Position(2)
 
 
 def test_damaged_file_is_caught_before_the_model(tmp_path, prepared):
@@ -170,6 +237,6 @@ def test_wrong_arguments():
         with pytest.raises(ValueError, match="must be"):
             MicroBatchLoader(Numbers(), *arguments)
     with pytest.raises(ValueError, match="must not be negative"):
-        MicroBatchLoader(Numbers(), 1, 0, 1, consumed=-1)
+        Position(-1)
     with pytest.raises(ValueError, match="num_samples is 97"):
         EvalLoader(Numbers(), 1, 0, 1, 97)

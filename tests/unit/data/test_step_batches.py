@@ -41,7 +41,7 @@ def test_all_replicas_share_the_source_s_micro_batch_and_no_sample_is_lost():
     used = []
     for step in range(1, 13):
         source = step // 2 % 3
-        shared = Shared(source, loaders[source].consumed) if step % 2 == 0 else None
+        shared = Shared(source, tuple(loaders[source].next_positions)) if step % 2 == 0 else None
         taken = []
         for stream in streams:
             stream.begin(shared)
@@ -52,7 +52,7 @@ def test_all_replicas_share_the_source_s_micro_batch_and_no_sample_is_lost():
             taken = [of_replica[1:] for of_replica in taken]
         used += itertools.chain.from_iterable(itertools.chain.from_iterable(taken))
     assert len(used) == len(set(used))
-    assert {loader.consumed for loader in loaders} == {12 * 8 - 4 * 2}, "each was the source twice of six times"
+    assert {loader.position.consumed for loader in loaders} == {12 * 8 - 4 * 2}, "each was the source twice of six times"
     assert set(used) == set(range(3 * (12 * 8 - 4 * 2)))
 
 
@@ -65,7 +65,7 @@ def test_a_step_is_read_again_without_moving_the_position():
     assert [positions(next(stream)) for _ in range(3)] == first
     stream.rewind(1)
     assert positions(next(stream)) == first[1]
-    assert loader.consumed == 6
+    assert loader.position.consumed == 6
     stream.begin(None)
     assert positions(next(stream)) == [6, 7]
 

@@ -1,0 +1,89 @@
+"""Which settings of `drop_compute` contradict others?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megasdc.config.drop_sections import (
+    AUTO,
+    DISCARD,
+    INFINITE,
+    PREDICTIVE,
+    RESAMPLE,
+    DropComputeSection,
+)
+from megasdc.config.problem import Problem
+from megasdc.config.sections import MegasdcSection
+
+_D = "megasdc.drop_compute"
+
+
+def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
+    """Yield every contradiction that can be seen without knowing the number of ranks.
+
+    Args:
+        file: our sections.
+    """
+    drop = file.drop_compute
+    compensation = drop.compensation
+    if compensation is not None and drop.samples != DISCARD:
+        yield Problem(
+            (f"{_D}.compensation", f"{_D}.samples"),
+            f'{_D}.compensation: got "{compensation}" with samples "{drop.samples}", which loses none; set samples '
+            f'"discard", or compensation null.',
+        )
+    if compensation is not None and drop.threshold == INFINITE and drop.replay_decisions is None:
+        yield Problem(
+            (f"{_D}.compensation", f"{_D}.threshold"),
+            f'{_D}.compensation: got "{compensation}" with threshold "inf", which leaves nothing out; give a threshold.',
+        )
+    if compensation == RESAMPLE and file.data.blend:
+        yield Problem(
+            (f"{_D}.compensation", "megasdc.data.blend"),
+            f'{_D}.compensation: got "resample" with megasdc.data.blend, whose parts end their epochs at different '
+            'times; set samples "defer", which loses none.',
+        )
+    yield from _unread(drop)
+
+
+def _unread(drop: DropComputeSection) -> Iterator[Problem]:
+    """Fields that have another value than their default where nothing reads them."""
+    default = DropComputeSection()
+    if drop.sigmas != default.sigmas and drop.rule != PREDICTIVE:
+        yield Problem(
+            (f"{_D}.sigmas", f"{_D}.rule"),
+            f'{_D}.sigmas: got {drop.sigmas:g} with rule "{drop.rule}", which expects nothing; set rule "predictive".',
+        )
+    if drop.retune_interval and drop.threshold != AUTO:
+        yield Problem(
+            (f"{_D}.retune_interval", f"{_D}.threshold"),
+            f"{_D}.retune_interval: got {drop.retune_interval} with a threshold that is given; set threshold "
+            '"auto", or retune_interval 0.',
+        )
+    if drop.retune_interval and drop.retune_interval <= drop.window_steps:
+        yield Problem(
+            (f"{_D}.retune_interval", f"{_D}.window_steps"),
+            f"{_D}.retune_interval: got {drop.retune_interval}, needed more than window_steps {drop.window_steps}, in "
+            "which nothing is left out.",
+        )
+
+
+def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulation_name: str) -> Iterator[str]:
+    """Sentences about what does not fit the number of micro-batches of a replica's step.
+
+    Args:
+        drop: the section.
+        micro_batches: planned.
+        accumulation_name: what sets them.
+    """
+    if drop.enabled and drop.min_micro_batches > micro_batches:
+        yield (
+            f"{_D}.min_micro_batches: got {drop.min_micro_batches}, but a replica's step has {micro_batches} "
+            f"micro-batches; raise {accumulation_name}, or lower it."
+        )
+    elif drop.enabled and drop.min_micro_batches == micro_batches and drop.threshold != INFINITE:
+        yield (
+            f"{_D}.enabled: got true, but a replica's step has {micro_batches} micro-batches and min_micro_batches is "
+            f'as many, so that nothing can be left out; raise {accumulation_name}, or set threshold "inf" to measure.'
+        )
+

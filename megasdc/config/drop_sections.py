@@ -1,0 +1,81 @@
+"""When does a replica that is late stop starting micro-batches? The section `drop_compute`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megasdc.config.fields import NonNegativeInt, PositiveInt, Section
+
+AUTO, INFINITE = "auto", "inf"
+ELAPSED, PREDICTIVE = "elapsed", "predictive"
+PLANNED, COMPUTED = "planned", "computed"
+DEFER, DISCARD = "defer", "discard"
+EXTRA_STEPS, LARGER_BATCH, RESAMPLE = "extra_steps", "larger_batch", "resample"
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class DropComputeSection(Section):
+    """DropCompute (Giladi et al., NeurIPS 2023): a late replica starts no more micro-batches in a step."""
+
+    enabled: bool = Field(False, description="Measure micro-batches and leave late ones out; off: no hook is attached.")
+    threshold: Seconds | Literal["auto", "inf"] = Field(
+        "auto",
+        description="tau: seconds of a step after which a replica starts no further micro-batch; auto: the one of the "
+        'largest effective speed-up on measured steps; "inf": measure only.',
+    )
+    rule: Literal["elapsed", "predictive"] = Field(
+        "elapsed",
+        description="elapsed: a micro-batch is started before tau; predictive: where it is expected to have gone "
+        "through the whole pipeline and back by tau.",
+    )
+    sigmas: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="predictive: standard deviations above the mean that a micro-batch is expected to take."
+    )
+    min_micro_batches: PositiveInt = Field(1, description="Micro-batches that every replica starts in every step.")
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1,
+        description="Largest share of micro-batches left out: auto chooses no tau beyond it, and while the last "
+        "`window_steps` steps are above it nothing is left out.",
+    )
+    warmup_steps: NonNegativeInt = Field(
+        5, description="Steps after each start of the run in which nothing is left out or measured."
+    )
+    window_steps: PositiveInt = Field(
+        45, description="Steps that are measured for auto and larger_batch, and that warnings and the limit look back."
+    )
+    retune_interval: NonNegativeInt = Field(
+        0, description="auto: steps after which tau is measured and chosen anew; 0: never."
+    )
+    gradients: Literal["planned", "computed"] = Field(
+        "planned",
+        description="planned: divide the sum of gradients by the planned number of micro-batches, as the paper does; "
+        "computed: by what was really used, over all replicas.",
+    )
+    samples: Literal["defer", "discard"] = Field(
+        "defer",
+        description="What becomes of samples that were not started: defer: the replica takes them first in its next "
+        "step; discard: they are given up.",
+    )
+    compensation: Literal["extra_steps", "larger_batch", "resample"] | None = Field(
+        None,
+        description="With discard: extra_steps: as many more steps as were lost; larger_batch: so many more "
+        "micro-batches a step that about the planned number is completed; resample: given-up samples come again before "
+        "their epoch ends; null: none.",
+    )
+    replay_decisions: str | None = Field(
+        None,
+        min_length=1,
+        description="`decisions.jsonl` of a run: start the same micro-batches as it did, whatever the time; null: "
+        "decide anew.",
+    )
+    record_times: bool = Field(
+        True, description="Write the times of every micro-batch to `step_times` in the run folder."
+    )
+    check_agreement: bool = Field(
+        False, description="Compare in each step whether all ranks of a replica completed the same micro-batches."
+    )
+    device_lag: NonNegativeInt = Field(
+        1, description="On GPUs: micro-batches that the deciding host may be ahead of its device."
+    )

@@ -1,0 +1,169 @@
+"""Where in the stream is each replica, and where does each go on after a restart, also with another number of replicas?
+
+The samples of a stream stand in an order; element k * dp_size + r of it is sample k of replica r. At first it is the
+stream itself. When the number of replicas changes, it becomes what is left: the positions that some replica had not come
+to yet, though another was beyond them, and then the rest of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megasdc.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order the positions of a stream are dealt to replicas.
+
+    Args:
+        left_over: these first.
+        start: then the stream from here on.
+    """
+
+    left_over: tuple[int, ...] = ()
+    start: int = 0
+
+    def __getitem__(self, index: int) -> int:
+        """Position in the stream of an element of the order."""
+        beyond = index - len(self.left_over)
+        return self.start + beyond if beyond >= 0 else self.left_over[index]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far one replica is.
+
+    Args:
+        consumed: samples of the order that it has come past.
+        order: in which samples are dealt.
+        again: positions that it has passed over and takes before the epoch ends, ascending.
+    """
+
+    consumed: int = 0
+    order: Order = Order()
+    again: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.consumed < 0:
+            raise ValueError(f"consumed is {self.consumed}, must not be negative")
+
+    def take(self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None) -> tuple[list[int], Position]:
+        """Which samples come next, and where the replica is then.
+
+        Args:
+            count: of samples.
+            dp_rank: this replica.
+            dp_size: number of replicas.
+            epoch: samples of an epoch; needed where anything is taken again.
+
+        Returns:
+            Positions in the stream, [count], and the new position.
+        """
+        taken, consumed, again = [], self.consumed, list(self.again)
+        for _ in range(count):
+            position = self.order[consumed * dp_size + dp_rank]
+            if again and epoch is not None and position // epoch > again[0] // epoch:
+                taken.append(again.pop(0))
+            else:
+                taken.append(position)
+                consumed += 1
+        return taken, Position(consumed, self.order, tuple(again))
+
+    def pass_over(self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None) -> Position:
+        """Where the replica is when it has given up its next samples.
+
+        Args:
+            count: of samples.
+            dp_rank: this replica.
+            dp_size: number of replicas.
+            epoch: samples of an epoch; if given, the samples are taken before theirs ends.
+        """
+        positions, after = self.take(count, dp_rank, dp_size, epoch)
+        again = after.again if epoch is None else tuple(sorted((*after.again, *positions)))
+        return Position(after.consumed, self.order, again)
+
+    def end_after(self, count: int, dp_size: int) -> int:
+        """Length that the stream needs so that a replica can take so many samples more."""
+        return self.order[(self.consumed + count) * dp_size - 1] + 1 if self.consumed + count else 0
+
+
+def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) -> dict[str, Any]:
+    """Put the states of all replicas into one, for a checkpoint.
+
+    Args:
+        states: one `MicroBatchLoader.state_dict` a replica, in any order; the same replica may occur again with the
+            same state.
+        partial: allow replicas to be missing.
+
+    Returns:
+        ``{"dp_size", "stream", "order", "consumed": {"0": n0, ...}, "again": {"0": [...], ...}}``, which JSON can hold.
+
+    Raises:
+        CheckpointError: states contradict each other, or a replica is missing.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for state in states:
+        if any(state[name] != states[0][name] for name in ("dp_size", "stream", "order")):
+            raise CheckpointError(f"loader states are of different runs: {dict(states[0])} and {dict(state)}")
+        known = found.setdefault(str(state["dp_rank"]), state)
+        if (known["consumed"], known["again"]) != (state["consumed"], state["again"]):
+            raise CheckpointError(
+                f"replica {state['dp_rank']} has consumed {known['consumed']} and {state['consumed']} samples, and is "
+                f"to take {len(known['again'])} and {len(state['again'])} again"
+            )
+    missing = [rank for rank in range(states[0]["dp_size"] if states else 1) if str(rank) not in found]
+    if (missing and not partial) or not states:
+        raise CheckpointError(f"no loader state of replica(s) {missing}")
+    return {
+        "dp_size": states[0]["dp_size"],
+        "stream": states[0]["stream"],
+        "order": dict(states[0]["order"]),
+        "consumed": {rank: state["consumed"] for rank, state in found.items()},
+        "again": {rank: list(state["again"]) for rank, state in found.items()},
+    }
+
+
+def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: Any = None) -> Position:
+    """Where a replica goes on, also with another number of replicas.
+
+    With another number of replicas every sample that no replica has taken is taken once, those first that another
+    replica had come past; what was to be taken again is dealt out anew.
+
+    Args:
+        merged: from `merge_positions`.
+        dp_rank: the replica that goes on.
+        dp_size: number of replicas now.
+        stream: if given, must be the one that the positions are in.
+
+    Raises:
+        CheckpointError: the position is in another stream, or replicas are missing.
+    """
+    if stream is not None and merged["stream"] != stream.identity:
+        raise CheckpointError(
+            f"the loader position is in stream {merged['stream']}, the data at {stream.path} are stream "
+            f"{stream.identity}: other files, data.seed, data.sequence_length or data.blend; resume with the same"
+        )
+    order = Order(tuple(merged["order"]["left_over"]), merged["order"]["start"])
+    consumed, old_size = merged["consumed"], merged["dp_size"]
+    needed = [dp_rank] if dp_size == old_size else range(old_size)
+    missing = [rank for rank in needed if str(rank) not in consumed]
+    if missing:
+        raise CheckpointError(f"no loader position of replica(s) {missing}; there are those of {sorted(consumed)}")
+    if dp_size == old_size:
+        return Position(consumed[str(dp_rank)], order, tuple(merged["again"][str(dp_rank)]))
+    rest = _rest(order, [consumed[str(rank)] for rank in range(old_size)])
+    again = sorted(position for positions in merged["again"].values() for position in positions)
+    if not rest.left_over and rest.start % dp_size == 0:  # the beginning of the stream is taken, nothing else
+        return Position(rest.start // dp_size, Order(), tuple(again[dp_rank::dp_size]))
+    return Position(0, rest, tuple(again[dp_rank::dp_size]))
+
+
+def _rest(order: Order, consumed: Sequence[int]) -> Order:
+    """What is left when replica r has come past ``consumed[r]`` samples of an order."""
+    size = len(consumed)
+    end = max((count - 1) * size + rank + 1 if count else 0 for rank, count in enumerate(consumed))
+    passed = [order[index] for index in range(end) if index // size >= consumed[index % size]]
+    return Order((*passed, *order.left_over[end:]), order.start + max(0, end - len(order.left_over)))

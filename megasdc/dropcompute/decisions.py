@@ -1,0 +1,169 @@
+"""Which micro-batches did a run start? Decided by the clock, or read from the log of another run.
+
+``decisions.jsonl`` has a line for each start of the run, ``{"start": {"step", "data", "micro_batches"}}``, and for each
+step ``{"step", "planned", "completed": [of each replica]}``. A start takes back the steps after its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.engine.step_times import StepRecord, StepTimes
+from megasdc.errors import ConfigError
+
+DECISIONS_FILE = "decisions.jsonl"
+REMEMBERED = 256
+"""Micro-batches from which the next one's time is expected."""
+
+
+class ClockDecisions:
+    """Decides by the time that a step has taken.
+
+    Args:
+        times: of this rank.
+        device_lag: micro-batches that the host may be ahead of its device.
+        sigmas: null: a micro-batch is started before tau. Else one is started where it is expected to end by tau: its
+            mean time, and so many standard deviations more, from its start to the end of its backward pass on the
+            first stage, which it reaches through the whole pipeline.
+    """
+
+    def __init__(self, times: StepTimes, device_lag: int, sigmas: float | None) -> None:
+        self._times = times
+        self._lag = device_lag
+        self._sigmas = sigmas
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+        self._expected_s = 0.0
+        self.tau_s = float("inf")
+
+    def time_left_s(self, micro_batch: int) -> float:
+        """Seconds until the next micro-batch must not be started any more."""
+        self._times.wait_for(micro_batch - 1 - self._lag)
+        return self.tau_s - self._expected_s - self._times.elapsed_s
+
+    def decide(self, micro_batch: int) -> bool:
+        """Whether to start it."""
+        return self.time_left_s(micro_batch) > 0
+
+    def learn(self, record: StepRecord) -> None:
+        """Take in the times of a step that has ended."""
+        if self._sigmas is None:
+            return
+        self._durations.extend(end - start for start, end in zip(record.start_s, record.end_s, strict=True))
+        self._expected_s = statistics.fmean(self._durations) + self._sigmas * statistics.pstdev(self._durations)
+
+
+class ReplayedDecisions:
+    """Decides as another run did.
+
+    Args:
+        replica: of this rank.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+        self._completed = 0
+
+    def begin(self, step: StepDecisions) -> None:
+        """The step that comes."""
+        self._completed = step.completed[self._replica]
+
+    def time_left_s(self, micro_batch: int) -> float:
+        """Infinite or nothing."""
+        return float("inf") if self.decide(micro_batch) else 0.0
+
+    def decide(self, micro_batch: int) -> bool:
+        """Whether the other run started it."""
+        return micro_batch < self._completed
+
+
+@dataclass(frozen=True)
+class StepDecisions:
+    """What one step started.
+
+    Args:
+        planned: micro-batches of each replica.
+        completed: by each replica, [replica].
+    """
+
+    planned: int
+    completed: tuple[int, ...]
+
+
+class DecisionLog:
+    """Appends to a run's ``decisions.jsonl``; used by rank 0 alone.
+
+    Args:
+        run_dir: the run folder.
+        step: last step before this start.
+        data: number of replicas.
+        micro_batches: of a replica's step, as configured.
+    """
+
+    def __init__(self, run_dir: Path, step: int, data: int, micro_batches: int) -> None:
+        self._file = open(run_dir / DECISIONS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._write({"start": {"step": step, "data": data, "micro_batches": micro_batches}})
+
+    def add(self, step: int, planned: int, completed: Sequence[int]) -> None:
+        """Write what a step started."""
+        self._write({"step": step, "planned": planned, "completed": list(completed)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_decisions(path: Path | str, data: int, micro_batches: int) -> dict[int, StepDecisions]:
+    """The steps of a run that logged its decisions.
+
+    Args:
+        path: its ``decisions.jsonl``; a last line that was not written whole is left out.
+        data: number of replicas that it must have.
+        micro_batches: of a replica's step that it must have.
+
+    Returns:
+        By step.
+
+    Raises:
+        ConfigError: the file is missing, is no such log, or is of another layout.
+    """
+    place = "megasdc.drop_compute.replay_decisions"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: {path} cannot be read ({error}); name the {DECISIONS_FILE} of a run.") from error
+    steps: dict[int, StepDecisions] = {}
+    for number, text in enumerate(lines, 1):
+        if number == len(lines) and not text.endswith("\n"):
+            break
+        try:
+            line = json.loads(text)
+            if "start" in line:
+                last, found = int(line["start"]["step"]), (line["start"]["data"], line["start"]["micro_batches"])
+                steps = {step: one for step, one in steps.items() if step <= last}
+                if found != (data, micro_batches):
+                    raise ConfigError(
+                        f"{place}: {path} is of {found[0]} replicas with {found[1]} micro-batches a step, this run has "
+                        f"{data} with {micro_batches}; use the same numbers, or another file."
+                    )
+            else:
+                steps[int(line["step"])] = _step_of(line, data)
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{place}: line {number} of {path} is no decision: {text.strip()[:80]!r}.") from error
+    return steps
+
+
+def _step_of(line: dict[str, Any], data: int) -> StepDecisions:
+    planned, completed = int(line["planned"]), tuple(int(count) for count in line["completed"])
+    if len(completed) != data or not all(1 <= count <= planned for count in completed):
+        raise ValueError("counts outside their range")
+    return StepDecisions(planned, completed)

@@ -1,0 +1,125 @@
+"""How do all ranks of a replica learn whether it starts its next micro-batch?
+
+The first tensor rank of the first stage decides. Its tensor peers hear from it at once; each rank of a later stage hears
+from the rank in its place of the stage before, just before the activation that it announces. The messages go over a
+host group on every device, so that no device is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.parallel.dims import ParallelDims
+
+Decide = Callable[[int], bool]
+TimeLeft = Callable[[int], float]
+
+MESSAGE_BYTES = 8
+
+
+def replica_ranks(dims: ParallelDims, replica: int) -> list[int]:
+    """The ranks of one replica, stage by stage, in each by tensor rank."""
+    first = replica * dims.tensor
+    per_stage = dims.tensor * dims.data
+    return [first + stage * per_stage + tensor for stage in range(dims.pipeline) for tensor in range(dims.tensor)]
+
+
+def new_replica_group(dims: ParallelDims) -> dist.ProcessGroup:
+    """A host group of the ranks of this rank's replica.
+
+    Collective: all ranks of the world.
+    """
+    groups = [dist.new_group(replica_ranks(dims, replica), backend="gloo") for replica in range(dims.data)]
+    return groups[dims.dp_rank]
+
+
+class ReplicaGate:
+    """Carries the decisions of one replica to its ranks.
+
+    Args:
+        dims: place of this rank.
+        group: a host group of the replica's ranks.
+        decide: whether to start a micro-batch; asked on one rank alone.
+        time_left: seconds in which it may still be started.
+        min_micro_batches: that are started whatever is decided, at least 1.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        group: dist.ProcessGroup,
+        decide: Decide,
+        time_left: TimeLeft,
+        min_micro_batches: int,
+    ) -> None:
+        self._dims = dims
+        self._group = group
+        self._decide = decide
+        self._time_left = time_left
+        self._min_micro_batches = min_micro_batches
+        self.open = False
+        """Whether everything is started without a question; the same on all ranks of the replica."""
+        self.num_sent = 0
+        """Messages that this rank has sent since the run started."""
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._peers = [dims.rank + tensor for tensor in range(1, dims.tensor)]
+        per_stage = dims.tensor * dims.data
+        self._next = dims.rank + per_stage
+        self._source = dims.rank - per_stage if dims.pp_rank else dims.rank - dims.tp_rank
+
+    def time_left_s(self, micro_batch: int) -> float:
+        """Seconds in which this replica may still start a micro-batch."""
+        return float("inf") if self._is_certain(micro_batch) else self._time_left(micro_batch)
+
+    def may_start(self, micro_batch: int) -> bool:
+        """Decide, or hear what was decided.
+
+        Args:
+            micro_batch: the next one; the first is 0.
+
+        Raises:
+            RuntimeError: another micro-batch was announced than the one that is asked for.
+
+        Collective: the ranks of the replica, in the order of the schedule.
+        """
+        if self._is_certain(micro_batch):
+            return True
+        if self._dims.rank == self._source:
+            starts = self._decide(micro_batch)
+            self._send(self._peers, micro_batch, starts)
+            return starts
+        return self._receive(micro_batch)
+
+    def announce(self, micro_batch: int, starts: bool) -> None:
+        """Tell the next stage; nobody waits for it."""
+        if not self._is_certain(micro_batch):
+            self._send([self._next], micro_batch, starts)
+
+    def finish(self) -> None:
+        """The step is over: let go of what was sent, which has all been heard."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _is_certain(self, micro_batch: int) -> bool:
+        return self.open or micro_batch < self._min_micro_batches
+
+    def _send(self, ranks: list[int], micro_batch: int, starts: bool) -> None:
+        for rank in ranks:
+            message = torch.tensor([micro_batch if starts else -micro_batch])
+            self._sent.append((dist.isend(message, rank, group=self._group), message))
+            self.num_sent += 1
+
+    def _receive(self, micro_batch: int) -> bool:
+        message = torch.zeros(1, dtype=torch.int64)
+        dist.recv(message, self._source, group=self._group)
+        told = int(message)
+        if abs(told) != micro_batch:
+            raise RuntimeError(
+                f"rank {self._dims.rank} asks for micro-batch {micro_batch}, rank {self._source} told of {abs(told)}"
+            )
+        return told > 0

@@ -1,0 +1,65 @@
+"""What did every micro-batch of a run take? A file a rank, read by the reports of step times.
+
+``step_times/rank_NNNNN.jsonl`` of the first tensor rank of each stage of each replica begins, at each start of the run,
+with a line ``{"kind": "layout", ...}``; then each step has a line of seconds since it began on that rank.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megasdc.engine.step_times import StepRecord
+from megasdc.parallel.dims import ParallelDims
+
+STEP_TIMES_FOLDER = "step_times"
+
+
+class TimeLog:
+    """Appends to the file of this rank.
+
+    Args:
+        run_dir: the run folder.
+        dims: place of this rank.
+        micro_batches: of a replica's step, as configured.
+    """
+
+    def __init__(self, run_dir: Path, dims: ParallelDims, micro_batches: int) -> None:
+        folder = run_dir / STEP_TIMES_FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank_{dims.rank:05d}.jsonl"
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._write(
+            {
+                "kind": "layout",
+                "rank": dims.rank,
+                "host": socket.gethostname(),
+                "dp_rank": dims.dp_rank,
+                "pp_rank": dims.pp_rank,
+                "data": dims.data,
+                "pipeline": dims.pipeline,
+                "micro_batches": micro_batches,
+            }
+        )
+
+    def add(self, step: int, planned: int, record: StepRecord, gc_s: float) -> None:
+        """Write the times of a step.
+
+        Args:
+            step: its number.
+            planned: micro-batches.
+            record: seconds.
+            gc_s: seconds of garbage collection in it.
+        """
+        self._write({"step": step, "planned": planned, **asdict(record), "gc_s": gc_s})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

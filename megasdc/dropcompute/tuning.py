@@ -1,0 +1,125 @@
+"""How is the threshold chosen from a run's own steps? A window of times, gathered once, and the same search everywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megasdc.dropcompute.search import Curve, search_recorded
+from megasdc.engine.step_times import StepRecord
+from megasdc.parallel.dims import ParallelDims
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """Times of steps in which nothing was left out, of the first stage of every replica, in seconds.
+
+    Args:
+        start_s: [replica, step, micro-batch].
+        end_s: likewise.
+        compute_s: when a replica's micro-batches had ended, [replica, step].
+        step_s: when its optimizer was done, [replica, step].
+    """
+
+    start_s: Seconds
+    end_s: Seconds
+    compute_s: Seconds
+    step_s: Seconds
+
+    @property
+    def communication_s(self) -> float:
+        """Tc: what a step takes beyond the compute time of its slowest replica; mean over the steps."""
+        rest = self.step_s.mean(axis=0) - self.compute_s.max(axis=0)
+        return max(0.0, math.fsum(rest) / len(rest))
+
+    def drop_rate(self, tau_s: float, min_micro_batches: int) -> float:
+        """Share of the micro-batches that a threshold would have left out.
+
+        Args:
+            tau_s: the threshold.
+            min_micro_batches: that are started whatever it is.
+        """
+        return float((self.start_s[:, :, min_micro_batches:] >= tau_s).sum() / self.start_s.size)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was chosen, and from which steps.
+
+    Args:
+        tau_s: infinite: nothing is gained by leaving micro-batches out.
+        drop_rate: share left out at tau in the steps it was chosen from.
+        speedup: S_eff there; null where the threshold was given.
+        communication_s: Tc that was measured.
+        curve: of all thresholds that were looked at; null where it was given.
+    """
+
+    tau_s: float
+    drop_rate: float
+    speedup: float | None
+    communication_s: float
+    curve: Curve | None
+
+
+class TimeWindow:
+    """Collects the times of steps until there are enough.
+
+    Args:
+        length: steps.
+        micro_batches: of a replica's step.
+        dims: place of this rank.
+    """
+
+    def __init__(self, length: int, micro_batches: int, dims: ParallelDims) -> None:
+        self._length, self._micro_batches, self._dims = length, micro_batches, dims
+        self._rows: list[list[float]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough."""
+        return len(self._rows) == self._length
+
+    def add(self, record: StepRecord) -> None:
+        """Take in a step; only those of ranks that decide are used."""
+        self._rows.append([*record.start_s, *record.end_s, record.compute_s, record.step_s])
+
+    def gather(self, group: dist.ProcessGroup) -> RecordedSteps:
+        """The times of all replicas.
+
+        Args:
+            group: a host group of all ranks.
+
+        Collective: the group; one sum of [replicas, steps, 2 M + 2] numbers.
+        """
+        dims, number = self._dims, self._micro_batches
+        table = torch.zeros(dims.data, self._length, 2 * number + 2, dtype=torch.float64)
+        if dims.is_first_stage and dims.tp_rank == 0:
+            table[dims.dp_rank] = torch.tensor(self._rows, dtype=torch.float64)
+        dist.all_reduce(table, group=group)
+        times = table.numpy()
+        return RecordedSteps(
+            times[:, :, :number], times[:, :, number : 2 * number], times[:, :, -2], times[:, :, -1]
+        )
+
+
+def tune(steps: RecordedSteps, tau_s: float | None, max_drop_rate: float, min_micro_batches: int) -> Tuning:
+    """The threshold of the largest effective speed-up; the same on every rank that gives the same times.
+
+    Args:
+        steps: recorded.
+        tau_s: the threshold, if it is given; null: it is searched.
+        max_drop_rate: largest share that may be left out.
+        min_micro_batches: that every replica starts.
+    """
+    communication_s = steps.communication_s
+    if tau_s is not None:
+        return Tuning(tau_s, steps.drop_rate(tau_s, min_micro_batches), None, communication_s, None)
+    found = search_recorded(steps.start_s, steps.end_s, communication_s, max_drop_rate, min_micro_batches)
+    return Tuning(found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve)

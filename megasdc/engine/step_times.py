@@ -1,0 +1,147 @@
+"""When did each micro-batch of a step start and end on this rank, and how long did this rank work on it?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megasdc.engine.hooks import EngineHook
+
+if TYPE_CHECKING:
+    from megasdc.engine.engine import TrainingEngine
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Times of one step on one rank, in seconds since the step began there.
+
+    Args:
+        start_s: when this rank turned to each micro-batch that it completed, [completed]; on the rank that decides,
+            when it began to decide.
+        end_s: when its backward pass ended, [completed].
+        busy_s: seconds in its forward and backward pass, without waiting for other stages, [completed].
+        compute_s: when the last of them had ended.
+        step_s: when the optimizer was done.
+    """
+
+    start_s: list[float]
+    end_s: list[float]
+    busy_s: list[float]
+    compute_s: float
+    step_s: float
+
+
+class StepTimes(EngineHook):
+    """Takes times between the engine's hook calls; must stand before hooks that take time.
+
+    On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, and
+    decisions are made on the host's clock, which ``wait_for`` keeps close to the device.
+
+    Args:
+        device: where the engine computes.
+        now: seconds on a clock that never goes back.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._on_device = device.type == "cuda"
+        self._now = now
+        self._host_origin = now()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._recording = True
+        self._starts: list[Any] = []
+        self._ends: list[Any] = []
+        self._spans: list[list[tuple[Any, Any]]] = []
+        self._open: Any = None
+        self._compute: Any = None
+        self._stepped: Any = None
+
+    def _mark(self) -> Any:
+        if not self._on_device:
+            return self._now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began, on the host's clock."""
+        return self._now() - self._host_origin
+
+    def wait_for(self, micro_batch: int) -> None:
+        """Return when the backward pass of a micro-batch has ended on the device; at once where there is none.
+
+        Args:
+            micro_batch: of this step; negative: none.
+
+        Sync: waits for the device.
+        """
+        if self._on_device and 0 <= micro_batch < len(self._ends):
+            self._ends[micro_batch].synchronize()
+
+    def before_step(self, engine: TrainingEngine) -> None:
+        """The step's time begins."""
+        self._reset()
+        self._host_origin = self._now()
+        self._origin = self._mark()
+
+    def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
+        """A micro-batch's time begins where it is decided."""
+        self._starts.append(self._mark())
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Elsewhere it begins here."""
+        if not self._recording:
+            return
+        self._open = self._mark()
+        if len(self._starts) == micro_batch:
+            self._starts.append(self._open)
+
+    def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """The rank has worked on it."""
+        if self._recording:
+            self._spans.append([(self._open, self._mark())])
+
+    def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """The rank works on it again."""
+        if self._recording:
+            self._open = self._mark()
+
+    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """The micro-batch's time has ended."""
+        if self._recording:
+            self._ends.append(self._mark())
+            self._spans[micro_batch].append((self._open, self._ends[-1]))
+
+    def after_micro_batches(self, engine: TrainingEngine) -> None:
+        """What runs again from here on is not counted."""
+        if self._recording:
+            self._recording = False
+            self._compute = self._mark()
+
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """The step's time has ended."""
+        self._stepped = self._mark()
+
+    def take(self) -> StepRecord:
+        """The times of the step that has ended.
+
+        Sync: waits for the device.
+        """
+        if self._on_device:
+            self._stepped.synchronize()
+        return StepRecord(
+            [self._between(self._origin, mark) for mark in self._starts[: len(self._ends)]],
+            [self._between(self._origin, mark) for mark in self._ends],
+            [sum(self._between(*span) for span in spans) for spans in self._spans],
+            self._between(self._origin, self._compute),
+            self._between(self._origin, self._stepped),
+        )
+
+    def _between(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000.0 if self._on_device else float(second - first)
