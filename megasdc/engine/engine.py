@@ -233,6 +233,9 @@ class TrainingEngine(PipelineEngine):
 
     def _run_forward(self, buffer_id: int) -> None:
         micro_batch = self._started
+        if self.dims.is_first_stage and self.dims.tp_rank == 0:
+            for hook in self.hooks:
+                hook.before_start(self, micro_batch, math.inf)
         self._started += 1
         self._micro_batch_of_buffer[buffer_id] = micro_batch
         self._enter(micro_batch)

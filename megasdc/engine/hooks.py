@@ -15,6 +15,12 @@ class EngineHook:
     hook is called.
     """
 
+    def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
+        """This replica is about to decide whether to start a micro-batch; on the first stage's tensor rank 0 alone.
+
+        ``time_left_s`` is until it must not be started any more, infinite where no threshold is set.
+        """
+
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """A micro-batch's forward pass on this stage is about to start; the first of a step is 0."""
 
