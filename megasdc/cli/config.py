@@ -31,6 +31,11 @@ def check_config(
     try:
         config = load_config(file, overrides or ())
         layout = check_layout(config, world_size) if world_size is not None else None
+        if any(spec.path is not None for spec in config.megasdc.delay):
+            from megasdc.faults.delay import check_delays
+
+            sections = config.megasdc
+            check_delays(sections.delay, layout.accumulation_steps if layout else 1, sections.parallel.pipeline)
     except ConfigError as error:
         if not as_json:
             raise

@@ -3,6 +3,7 @@
 from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
 from megasdc.config.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.delay_sections import DelaySpec
 from megasdc.config.detection_sections import AlwaysOnSection, AuditSection, PolicySection, SdcSection
 from megasdc.config.drop_sections import DropComputeSection
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
@@ -31,6 +32,7 @@ __all__ = [
     "AuditSection",
     "CheckpointSection",
     "DataSection",
+    "DelaySpec",
     "DeterminismSection",
     "DropComputeSection",
     "FaultSpec",

@@ -10,6 +10,7 @@ from typing import Any
 
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.delay_problems import delay_problems
 from megasdc.config.detection_problems import detection_problems
 from megasdc.config.drop_problems import drop_problems
 from megasdc.config.fault_problems import fault_problems
@@ -60,6 +61,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)
     yield from fault_problems(file, deepspeed)
+    yield from delay_problems(file.delay)
     if file.checkpoint.require_verified == "always" and not file.audit.enabled:
         yield Problem(
             ("megasdc.checkpoint.require_verified", "megasdc.audit.enabled"),

@@ -23,7 +23,7 @@ def _default(spec: FaultPlace, field: str) -> bool:
 
 def spec_problems(spec: FaultSpec) -> Iterator[Fault]:
     """Yield what contradicts itself in one spec, whatever the model."""
-    yield from _step_problems(spec)
+    yield from step_problems(spec)
     if spec.profile is not None:
         for field in FaultSpec.model_fields:
             if field not in (*PLACE_FIELDS, "profile") and not _default(spec, field):
@@ -37,7 +37,7 @@ def spec_problems(spec: FaultSpec) -> Iterator[Fault]:
 
 def process_problems(spec: ProcessFaultSpec) -> Iterator[Fault]:
     """Yield what contradicts itself in one fault of a process."""
-    yield from _step_problems(spec)
+    yield from step_problems(spec)
     if spec.kind == "slow":
         if spec.factor is None:
             yield "factor", "kind slow needs it: how many times as long a pass takes"
@@ -53,7 +53,8 @@ def process_problems(spec: ProcessFaultSpec) -> Iterator[Fault]:
         yield "micro_batches", f"phase {spec.phase} belongs to a whole step; remove it"
 
 
-def _step_problems(spec: FaultPlace) -> Iterator[Fault]:
+def step_problems(spec: FaultPlace) -> Iterator[Fault]:
+    """Yield what is wrong with the range of steps."""
     first, last = spec.steps
     if first is None:
         yield "steps", "the first step is missing; only the last may be null"

@@ -62,7 +62,11 @@ def _backend_problems(spec: FaultSpec, backend: str) -> Iterator[tuple[str, str]
 
 def fault_place_problems(file: MegasdcSection, tensor: int, pipeline: int, data: int) -> list[str]:
     """Every fault on a rank that a layout does not have."""
-    lists: dict[str, Sequence[Any]] = {"faults": file.faults, "process_faults": file.process_faults}
+    lists: dict[str, Sequence[Any]] = {
+        "faults": file.faults,
+        "process_faults": file.process_faults,
+        "delay": file.delay,
+    }
     return [
         f"megasdc.{name}.{index}.{field}: {text}."
         for name, faults in lists.items()

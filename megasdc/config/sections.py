@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasdc.addresses import PHASES
+from megasdc.config.delay_sections import DelaySpec
 from megasdc.config.detection_sections import AuditSection, SdcSection
 from megasdc.config.drop_sections import DropComputeSection
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
@@ -315,5 +316,9 @@ class MegasdcSection(Section):
     faults: list[FaultSpec] = Field([], description="Faults injected on purpose; empty: none, no hook is attached.")
     process_faults: list[ProcessFaultSpec] = Field(
         [], description="Ranks ended, stopped or slowed on purpose; empty: none."
+    )
+    delay: list[DelaySpec] = Field(
+        [],
+        description="Delays before micro-batches on purpose; all that fit are added; empty: none, no hook is attached.",
     )
     logging: LoggingSection

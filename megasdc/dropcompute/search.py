@@ -25,6 +25,8 @@ from megasdc.errors import ConfigError
 Seconds = NDArray[np.float64]
 Chunks = Callable[[], Iterator[tuple[int, Seconds]]]
 """Gives, each time, the same pieces of latencies: (index of the step from 0, [replica, micro-batch, stage])."""
+Times = Callable[[], Iterator[tuple[int, Seconds, Seconds]]]
+"""Gives, each time, the same (index of the step from 0, starts, ends), both as from ``micro_batch_times``."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,68 @@ def search_threshold(
         rule or Rule(),
         count,
     )
+    return _chosen(curve, max_drop_rate)
+
+
+def search_recorded(
+    starts_s: Seconds,
+    ends_s: Seconds,
+    communication_s: float,
+    max_drop_rate: float = 1.0,
+    min_micro_batches: int = 1,
+    count: int = 200,
+) -> Threshold:
+    """The threshold of the largest effective speed-up on the times of steps in which nothing was dropped.
+
+    The rule is ``finish``: a micro-batch that was started is finished, and none is started later than tau. A replica
+    whose last started micro-batch is m is taken to be done when m was in the recording. With one stage, and with
+    several that are equally fast, that is so; else it can be earlier by forwards of later micro-batches that ran
+    before the backward of m.
+
+    Args:
+        starts_s: when the first stage started each micro-batch, [replica, step, micro-batch], seconds since the
+            replica's step began.
+        ends_s: when the first stage ended the backward pass of each, same shape and origin.
+        communication_s: Tc, time of a step that no threshold shortens, >= 0.
+        max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
+        min_micro_batches: that every replica completes whatever the threshold, >= 1.
+        count: of finite thresholds, at equal distances.
+
+    Returns:
+        The same on every rank that gives the same arguments, and for one stage what ``search_threshold`` finds on the
+        latencies.
+
+    Raises:
+        ValueError: a wrong shape or value.
+        ConfigError: a step takes no time.
+
+    Collective: none.
+    """
+    if starts_s.ndim != 3 or 0 in starts_s.shape or starts_s.shape != ends_s.shape:
+        raise ValueError(
+            f"starts_s and ends_s have the shapes {starts_s.shape} and {ends_s.shape}, needed [replica, step, "
+            "micro-batch] twice"
+        )
+    starts, ends = starts_s.astype(np.float64), ends_s.astype(np.float64)
+    for name, times in (("starts_s", starts), ("ends_s", ends)):
+        if not (np.isfinite(times).all() and (times >= 0).all() and (np.diff(times) >= 0).all()):
+            raise ValueError(
+                f"{name} holds a value that is negative, infinite, NaN or before that of the micro-batch before"
+            )
+    if (ends < starts).any():
+        raise ValueError("ends_s holds a value before the start of the same micro-batch")
+    replicas, steps, micro_batches = starts.shape
+    curve = _make_curve(
+        lambda: ((step, starts[:, step], ends[:, step]) for step in range(steps)),
+        (replicas, steps, micro_batches),
+        communication_s,
+        Rule(True, min_micro_batches),
+        count,
+    )
+    return _chosen(curve, max_drop_rate)
+
+
+def _chosen(curve: Curve, max_drop_rate: float) -> Threshold:
     best = curve.best(max_drop_rate)
     tau_s, speedup = float(curve.thresholds_s[best]), float(curve.speedup[best])
     return Threshold(tau_s, speedup, 1 - float(curve.completed_share[best]), curve)
@@ -175,35 +239,39 @@ def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: flo
         ValueError: a wrong value.
         ConfigError: a step takes no time.
     """
+
+    def times() -> Iterator[tuple[int, Seconds, Seconds]]:
+        for step, latencies in chunks():
+            yield step, *micro_batch_times(latencies, rule.forward_share, rule.finish)
+
+    return _make_curve(times, sizes, communication_s, rule, count)
+
+
+def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: float, rule: Rule, count: int) -> Curve:
     replicas, steps, micro_batches = sizes
     if not 0 <= communication_s < math.inf:
         raise ValueError(f"communication_s is {communication_s}, needed a finite number of seconds >= 0")
     if rule.min_micro_batches > micro_batches:
         raise ValueError(f"min_micro_batches is {rule.min_micro_batches}, more than the {micro_batches} of a step")
     longest, protected = np.zeros(steps), np.zeros(steps)
-    thresholds = np.append(_grid(_times(chunks(), rule), rule, longest, protected, count), math.inf)
+    thresholds = np.append(_grid(times(), rule, longest, protected, count), math.inf)
     if not (longest + communication_s).all():
         raise ConfigError("a step takes no time: all its latencies and communication_s are 0")
     completed = np.zeros((steps, len(thresholds)), dtype=np.int64)
-    times = np.zeros((steps, len(thresholds)))
-    for step, starts, ends in _times(chunks(), rule):
+    last = np.zeros((steps, len(thresholds)))
+    for step, starts, ends in times():
         optional = slice(rule.min_micro_batches, None)
         deadline = starts if rule.finish else ends
         place = np.searchsorted(thresholds, deadline[:, optional].ravel())
         completed[step] += np.cumsum(np.bincount(place, minlength=len(thresholds)))
         if rule.finish:
-            np.maximum.at(times[step], place, ends[:, optional].ravel())
+            np.maximum.at(last[step], place, ends[:, optional].ravel())
     completed += replicas * rule.min_micro_batches
     if rule.finish:
-        times = np.maximum(np.maximum.accumulate(times, axis=1), protected[:, None])
+        last = np.maximum(np.maximum.accumulate(last, axis=1), protected[:, None])
     else:
-        times = np.minimum(np.maximum(thresholds, protected[:, None]), longest[:, None])
-    return Curve(thresholds, completed, times, replicas, micro_batches, communication_s)
-
-
-def _times(chunks: Iterable[tuple[int, Seconds]], rule: Rule) -> Iterator[tuple[int, Seconds, Seconds]]:
-    for step, latencies in chunks:
-        yield step, *micro_batch_times(latencies, rule.forward_share, rule.finish)
+        last = np.minimum(np.maximum(thresholds, protected[:, None]), longest[:, None])
+    return Curve(thresholds, completed, last, replicas, micro_batches, communication_s)
 
 
 def _grid(

@@ -92,7 +92,8 @@ class StepTimes(EngineHook):
 
     def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
         """A micro-batch's time begins where it is decided."""
-        self._starts.append(self._mark())
+        if self._recording:
+            self._starts.append(self._mark())
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Elsewhere it begins here."""

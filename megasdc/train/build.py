@@ -30,6 +30,7 @@ from megasdc.parallel import ParallelDims, groups
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, detects, watches_of
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.coverage import measure_speed, plan_checks
+from megasdc.train.delays import DelayReport
 from megasdc.train.detection import Detection
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
@@ -98,6 +99,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     )
     injector = build_injector(sections, run)
     process_faults = build_process_faults(sections, run)
+    delays = [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else []
     hook_states = resume(run, config)
     if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
         write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
@@ -121,7 +123,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
         recording.append(toleranced)
     if tracer is not None:
         recording.append(TraceRecorder(tracer, trace_header(config, engine, tracer.algorithm)))
-    drilling: list[StepHook] = []
+    drilling: list[StepHook] = [*delays]
     if sections.faults or sections.process_faults:
         drilling.append(FaultDrill(injector, process_faults, checkpoint_folder(config), host_group))
     before_save = None if detection is None else detection.before_save

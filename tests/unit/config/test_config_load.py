@@ -283,7 +283,7 @@ def test_every_misspelling_by_one_edit_is_refused(key, kind, place, letter):
     inner: dict = {wrong: 1}
     raw = copy.deepcopy(MINIMAL)
     at = raw
-    lists = ("sources", "blend", "optimizer_hooks", "faults", "process_faults")
+    lists = ("sources", "blend", "optimizer_hooks", "faults", "process_faults", "delay")
     for step in path.split(".") if path else []:
         at = at[0] if isinstance(at, list) else at.setdefault(step, [{}] if step in lists else {})
     at.update(inner)

@@ -13,6 +13,7 @@ RANKS = {
     "blend": (2, (1, 1, 2)),
     "bounded": (2, (1, 1, 2)),
     "drill": (2, (1, 1, 2)),
+    "delays": (2, (1, 1, 2)),
     "audited": (3, (1, 1, 3)),
     "smoke_llama_2x2x2": (8, (2, 2, 2)),
     "pretrain_gpt2_124m": (8, (1, 1, 8)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.dropcompute.search import Rule, search_threshold
+from megasdc.dropcompute.search import Rule, search_recorded, search_threshold
 from megasdc.errors import ConfigError
 
 PAPER = Rule(min_micro_batches=0)
@@ -102,6 +102,55 @@ def test_started_micro_batches_are_finished(least: int) -> None:
             done, longest = finish_step(times[:, step], float(tau), least)
             assert curve.completed[step, place] == done
             assert curve.times_s[step, place] == pytest.approx(longest, rel=1e-12)
+
+
+def recorded(times: np.ndarray, finish: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends, [replica, step, micro-batch], of latencies with an axis of stages."""
+    steps = [micro_batch_times(times[:, step], 1 / 3, finish) for step in range(times.shape[1])]
+    starts, ends = zip(*steps, strict=True)
+    return np.stack(starts, axis=1), np.stack(ends, axis=1)
+
+
+@pytest.mark.parametrize("least", [1, 2, 5])
+@pytest.mark.parametrize("max_drop_rate", [1.0, 0.06])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_recorded_times_give_the_threshold_of_their_latencies(stages: int, max_drop_rate: float, least: int) -> None:
+    """From starts and ends, and from the latencies that made them, the same tau and the same curve, bit for bit."""
+    times = np.stack([latencies(seed) for seed in range(stages)], axis=3)
+    found = search_recorded(*recorded(times, finish=True), 0.2, max_drop_rate, least)
+    wanted = search_threshold(times, 0.2, max_drop_rate, Rule(True, least))
+    assert (found.tau_s, found.speedup, found.drop_rate) == (wanted.tau_s, wanted.speedup, wanted.drop_rate)
+    assert np.array_equal(found.curve.thresholds_s, wanted.curve.thresholds_s)
+    assert np.array_equal(found.curve.completed, wanted.curve.completed)
+    assert np.array_equal(found.curve.times_s, wanted.curve.times_s)
+
+
+def test_times_of_steps_in_which_nothing_was_dropped() -> None:
+    """Ends as in a whole step: counts are exact; times too where stages are equally fast, else never too short."""
+    uneven = np.stack([latencies(seed) for seed in range(3)], axis=3)
+    for times, exact in ((uneven, False), (np.full((4, 3, 6, 3), 0.5), True)):
+        found = search_recorded(*recorded(times, finish=False), 0.2).curve
+        wanted = search_threshold(times, 0.2, rule=Rule(True, 1)).curve
+        assert np.array_equal(found.completed, wanted.completed)
+        assert (found.times_s >= wanted.times_s - 1e-12).all()
+        assert np.allclose(found.times_s, wanted.times_s, rtol=1e-12) == exact
+        assert np.array_equal(found.longest_s, wanted.longest_s)
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "message"),
+    [
+        (np.zeros((1, 1)), np.ones((1, 1)), r"shapes \(1, 1\) and \(1, 1\)"),
+        (np.zeros((1, 1, 2)), np.ones((1, 1, 3)), r"shapes \(1, 1, 2\) and \(1, 1, 3\)"),
+        (np.array([[[1.0, 0.5]]]), np.array([[[2.0, 3.0]]]), "starts_s holds .* before that"),
+        (np.array([[[0.0, 1.0]]]), np.array([[[2.0, math.inf]]]), "ends_s holds .* infinite"),
+        (np.array([[[0.0, 2.0]]]), np.array([[[1.0, 1.5]]]), "before the start of the same"),
+    ],
+)
+def test_impossible_records(starts: np.ndarray, ends: np.ndarray, message: str) -> None:
+    """What no run can have recorded is refused."""
+    with pytest.raises(ValueError, match=message):
+        search_recorded(starts, ends, 0.1)
 
 
 def test_protected_micro_batches_are_completed() -> None:

@@ -1,0 +1,84 @@
+"""What may be delayed on purpose? The entries of `delay`: which ranks, how long, drawn from which distribution."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megasdc.config.fault_sections import FaultPlace, Share
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class DelaySpec(FaultPlace):
+    """One delay before micro-batches; without a rank or tensor rank, on tensor rank 0 of each stage that fits."""
+
+    kind: Literal[
+        "bounded_lognormal",
+        "normal",
+        "gamma",
+        "exponential",
+        "bursts",
+        "slow_rank",
+        "slow_periods",
+        "trace",
+        "resampled",
+    ] = Field(
+        ...,
+        description="How long, for each micro-batch and stage: drawn anew (bounded_lognormal is the environment of "
+        "DropCompute's paper, normal, gamma, exponential); `delay_s` while a burst of a replica lasts, always on one "
+        "`replica` (slow_rank), or in a part of each period; as recorded in a file (trace), or a recorded step drawn "
+        "at random (resampled).",
+    )
+    mean_s: Seconds | None = Field(
+        None, description="bounded_lognormal, normal, gamma, exponential: mean; needed there."
+    )
+    std_s: Seconds | None = Field(None, description="normal, gamma: standard deviation; needed there.")
+    delay_s: Seconds | None = Field(
+        None, description="bursts, slow_rank, slow_periods: of a micro-batch while slow; needed there."
+    )
+    probability: Share | None = Field(
+        None, description="bursts: that one of a replica begins in a step, in [0, 1]; needed there."
+    )
+    num_steps: PositiveInt | None = Field(None, description="bursts: steps that one lasts; needed there.")
+    period_steps: PositiveInt | None = Field(
+        None,
+        description="slow_periods: from the begin of one slow time of a replica to the next, each replica at its own "
+        "time; needed there.",
+    )
+    slow_steps: PositiveInt | None = Field(
+        None, description="slow_periods: slow ones of each period, at most all; needed there."
+    )
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="trace, resampled: .npy file of seconds [replica, step, micro-batch], or with a fourth axis of "
+        "stages; needed there. In a trace each axis starts again at its end.",
+    )
+    micro_batch_latency_s: PositiveFloat | None = Field(
+        None,
+        description="What mean, deviation, delay and file are multiples of, as in the paper, where the mean is 0.5 of "
+        "a micro-batch's latency; null: they are seconds.",
+    )
+    preemptible: bool = Field(
+        False,
+        description="The delay ends when the time of the replica is up. So it is on the rank that decides whether a "
+        "micro-batch is started, tensor rank 0 of the first stage; on other ranks a delay always lasts to its end.",
+    )
+    seed: NonNegativeInt = Field(1, description="Seed of every draw, with the place of the entry in the list.")
+
+
+PARAMETERS_OF = {
+    "bounded_lognormal": ("mean_s",),
+    "normal": ("mean_s", "std_s"),
+    "gamma": ("mean_s", "std_s"),
+    "exponential": ("mean_s",),
+    "bursts": ("probability", "num_steps", "delay_s"),
+    "slow_rank": ("replica", "delay_s"),
+    "slow_periods": ("period_steps", "slow_steps", "delay_s"),
+    "trace": ("path",),
+    "resampled": ("path",),
+}
+"""Which fields each kind needs besides its place; of the fields named here it reads no others."""

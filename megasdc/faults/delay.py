@@ -1,0 +1,144 @@
+"""How does a rank become late on purpose, by the same seconds whenever and wherever it is asked?
+
+What a delay comes to is a function of its entry in `delay` and of (step, replica, micro-batch, stage), the one that
+simulations draw from (``megasdc.distributions``): a run repeats its delays, also over a resume, and no global generator
+is touched. Delays are slept on the host, once the rank's device has done what it was given before.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megasdc.config import DelaySpec
+from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, Place
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.errors import ConfigError, DataError
+from megasdc.faults.schedule import in_steps, is_here
+from megasdc.parallel.dims import ParallelDims
+
+
+def build_delay(spec: DelaySpec) -> Delay:
+    """The distribution of an entry, without its place and unit."""
+    values = {field.name: getattr(spec, field.name) for field in fields(KINDS[spec.kind])}
+    if spec.kind == "slow_rank":
+        values["stage"] = -1 if spec.stage is None else spec.stage
+    return KINDS[spec.kind](**values)
+
+
+def draw_delays(
+    spec: DelaySpec, index: int, step: int, replica: int, micro_batches: int, stages: int
+) -> NDArray[np.float64]:
+    """Delays of one entry in one step of one replica, whatever ranks the entry is for.
+
+    Args:
+        spec: the entry.
+        index: its place in the list.
+        step: first is 1.
+        replica: which.
+        micro_batches: of a step.
+        stages: of the pipeline.
+
+    Returns:
+        Seconds, [micro-batch, stage]: what ``Environment.draw`` gives for the delay at this place of its list.
+
+    Raises:
+        DataError: the entry's file cannot be read, or does not fit.
+    """
+    place = Place(spec.seed, index, step, replica // BLOCK_REPLICAS, micro_batches, stages)
+    drawn = np.broadcast_to(build_delay(spec).draw(place), place.shape)[replica % BLOCK_REPLICAS]
+    return drawn * (1.0 if spec.micro_batch_latency_s is None else spec.micro_batch_latency_s)
+
+
+def check_delays(specs: Sequence[DelaySpec], micro_batches: int, stages: int) -> None:
+    """Read the files of delays.
+
+    Args:
+        specs: entries that the configuration's checks let pass.
+        micro_batches: of a step.
+        stages: of the pipeline.
+
+    Raises:
+        ConfigError: a file is none, or does not fit; all are told.
+    """
+    problems = []
+    for index, spec in enumerate(specs):
+        try:
+            draw_delays(spec, index, 1, 0, micro_batches, stages)
+        except DataError as error:
+            problems.append(f"megasdc.delay.{index}.path: {error}.")
+    if problems:
+        raise ConfigError(problems)
+
+
+class InjectedDelays(EngineHook):
+    """Sleeps before micro-batches where entries say so.
+
+    Args:
+        specs: all entries of the run.
+        dims: place of this rank.
+        host: name of this rank's host; null: as the system says.
+    """
+
+    def __init__(self, specs: Sequence[DelaySpec], dims: ParallelDims, host: str | None = None) -> None:
+        host = socket.gethostname() if host is None else host
+        self._dims = dims
+        self._here = {
+            index: spec
+            for index, spec in enumerate(specs)
+            if is_here(spec, dims, host) and (dims.tp_rank == 0 or (spec.rank, spec.tensor_rank) != (None, None))
+        }
+        self._decides = dims.is_first_stage and dims.tp_rank == 0
+        self._drawn_for = (0, 0)
+        self._drawn: dict[int, NDArray[np.float64]] = {}
+        self._slept_s = self._cut_s = 0.0
+
+    @property
+    def here(self) -> list[int]:
+        """Places in the list of entries that are for this rank."""
+        return sorted(self._here)
+
+    def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
+        """Sleep what ends when the replica's time is up."""
+        self._sleep(self._planned_s(engine, micro_batch, cut=True), time_left_s)
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Sleep what lasts to its end."""
+        self._sleep(self._planned_s(engine, micro_batch, cut=False), math.inf)
+
+    def take(self) -> tuple[float, float]:
+        """Seconds slept, and seconds that were cut off, since the last call."""
+        taken = self._slept_s, self._cut_s
+        self._slept_s = self._cut_s = 0.0
+        return taken
+
+    def _planned_s(self, engine: TrainingEngine, micro_batch: int, *, cut: bool) -> float:
+        step, micro_batches = engine.step_number, engine.micro_batches
+        if self._drawn_for != (step, micro_batches):
+            self._drawn_for = (step, micro_batches)
+            sizes = (self._dims.dp_rank, micro_batches, self._dims.pipeline)
+            self._drawn = {index: draw_delays(spec, index, step, *sizes) for index, spec in self._here.items()}
+        return math.fsum(
+            self._drawn[index][micro_batch, self._dims.pp_rank]
+            for index, spec in self._here.items()
+            if (spec.preemptible and self._decides) == cut and in_steps(spec, step, micro_batch)
+        )
+
+    def _sleep(self, delay_s: float, time_left_s: float) -> None:
+        if not delay_s:
+            return
+        deadline = time.monotonic() + time_left_s
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the device has still to do would otherwise hide the delay
+        lasting_s = min(delay_s, max(0.0, deadline - time.monotonic()))
+        time.sleep(lasting_s)
+        self._slept_s += lasting_s
+        self._cut_s += delay_s - lasting_s
