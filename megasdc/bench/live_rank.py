@@ -172,7 +172,9 @@ class LiveCampaign:
         self._workload.reset()
         self._engine.global_steps = case.first_step - 1
         self._engine.reset_activation_shape()
-        loader = MicroBatchLoader(self._stream, 1, self.dims.dp_rank, self.dims.data, Position(case.consumed[self.dims.dp_rank]))
+        loader = MicroBatchLoader(
+            self._stream, 1, self.dims.dp_rank, self.dims.data, Position(case.consumed[self.dims.dp_rank])
+        )
         kept = StepBatches(loader, loader)
         last = case.first_step + case.steps - 1
         group = dist.group.WORLD

@@ -35,7 +35,7 @@ def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
     if compensation is not None and drop.threshold == INFINITE and drop.replay_decisions is None:
         yield Problem(
             (f"{_D}.compensation", f"{_D}.threshold"),
-            f'{_D}.compensation: got "{compensation}" with threshold "inf", which leaves nothing out; give a threshold.',
+            f'{_D}.compensation: got "{compensation}" with threshold "inf", which leaves nothing out; give another.',
         )
     if compensation == RESAMPLE and file.data.blend:
         yield Problem(
@@ -86,4 +86,3 @@ def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulat
             f"{_D}.enabled: got true, but a replica's step has {micro_batches} micro-batches and min_micro_batches is "
             f'as many, so that nothing can be left out; raise {accumulation_name}, or set threshold "inf" to measure.'
         )
-

@@ -24,8 +24,6 @@ class SampleStream(Protocol):
     path: Any
     vocab_size: int
     identity: str
-    samples_per_epoch: int
-    """Read only where samples that were passed over are to be taken again."""
 
     def __len__(self) -> int: ...
 
@@ -44,6 +42,8 @@ class MicroBatchLoader:
         dp_rank: this replica.
         dp_size: number of replicas.
         position: how far this replica is.
+        samples_per_epoch: of the stream, for samples that were passed over and are taken again before an epoch ends;
+            null: it has no common epochs.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class MicroBatchLoader:
         dp_rank: int,
         dp_size: int,
         position: Position = Position(),
+        samples_per_epoch: int | None = None,
     ) -> None:
         _check_place(micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
@@ -60,6 +61,7 @@ class MicroBatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.position = position
+        self.samples_per_epoch = samples_per_epoch
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -102,8 +104,13 @@ class MicroBatchLoader:
         Args:
             micro_batches: so many.
             again: take their samples before their epoch ends, instead of never.
+
+        Raises:
+            ValueError: they are to be taken again, and the stream has no common epochs.
         """
-        epoch = self.dataset.samples_per_epoch if again else None
+        if again and self.samples_per_epoch is None:
+            raise ValueError("samples_per_epoch is null, needed to take samples again before their epoch ends")
+        epoch = self.samples_per_epoch if again else None
         self.position = self.position.pass_over(
             micro_batches * self.micro_batch_size, self.dp_rank, self.dp_size, epoch
         )
@@ -136,8 +143,7 @@ class MicroBatchLoader:
         self.position = position_for(merge_positions([state], partial=True), self.dp_rank, self.dp_size, self.dataset)
 
     def _take(self) -> tuple[list[int], Position]:
-        epoch = self.dataset.samples_per_epoch if self.position.again else None
-        return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, epoch)
+        return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch)
 
 
 class EvalLoader:

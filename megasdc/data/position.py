@@ -1,8 +1,8 @@
 """Where in the stream is each replica, and where does each go on after a restart, also with another number of replicas?
 
 The samples of a stream stand in an order; element k * dp_size + r of it is sample k of replica r. At first it is the
-stream itself. When the number of replicas changes, it becomes what is left: the positions that some replica had not come
-to yet, though another was beyond them, and then the rest of the stream.
+stream itself. When the number of replicas changes, it becomes what is left: the positions that some replica had not
+come to yet, though another was beyond them, and then the rest of the stream.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How do all ranks of a replica learn whether it starts its next micro-batch?
 
-The first tensor rank of the first stage decides. Its tensor peers hear from it at once; each rank of a later stage hears
-from the rank in its place of the stage before, just before the activation that it announces. The messages go over a
-host group on every device, so that no device is waited for.
+The first tensor rank of the first stage decides. Its tensor peers hear from it at once; each rank of a later stage
+hears from the rank in its place of the stage before, just before the activation that it announces. The messages go over
+a host group on every device, so that no device is waited for.
 """
 
 from __future__ import annotations

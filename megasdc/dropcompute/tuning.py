@@ -1,4 +1,4 @@
-"""How is the threshold chosen from a run's own steps? A window of times, gathered once, and the same search everywhere."""
+"""How is the threshold chosen from a run's own steps? A window of times, gathered once, the same search everywhere."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ class TimeWindow:
             table[dims.dp_rank] = torch.tensor(self._rows, dtype=torch.float64)
         dist.all_reduce(table, group=group)
         times = table.numpy()
-        return RecordedSteps(
-            times[:, :, :number], times[:, :, number : 2 * number], times[:, :, -2], times[:, :, -1]
-        )
+        return RecordedSteps(times[:, :, :number], times[:, :, number : 2 * number], times[:, :, -2], times[:, :, -1])
 
 
 def tune(steps: RecordedSteps, tau_s: float | None, max_drop_rate: float, min_micro_batches: int) -> Tuning:

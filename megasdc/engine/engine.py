@@ -130,7 +130,7 @@ class TrainingEngine(PipelineEngine):
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._begin()
         for hook in self.hooks:
-            hook.before_step(self)
+            hook.before_micro_batches(self)
         self._running_step = step  # DeepSpeed counts on before the last hooks of a step
         try:
             self.train_batch(data_iter=batches)
@@ -237,9 +237,7 @@ class TrainingEngine(PipelineEngine):
         """Called by ``train_batch``."""
         if self.gate is None:
             return super()._train_schedule()
-        return GatedSchedule(
-            self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce
-        )
+        return GatedSchedule(self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce)
 
     def _may_start(self, micro_batch: int) -> bool:
         assert self.gate is not None

@@ -15,8 +15,8 @@ class EngineHook:
     hook is called.
     """
 
-    def before_step(self, engine: TrainingEngine) -> None:
-        """A step is about to start its first micro-batch."""
+    def before_micro_batches(self, engine: TrainingEngine) -> None:
+        """A step begins."""
 
     def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
         """This replica is about to decide whether to start a micro-batch; called on the rank that decides.

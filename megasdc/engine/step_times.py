@@ -84,7 +84,7 @@ class StepTimes(EngineHook):
         if self._on_device and 0 <= micro_batch < len(self._ends):
             self._ends[micro_batch].synchronize()
 
-    def before_step(self, engine: TrainingEngine) -> None:
+    def before_micro_batches(self, engine: TrainingEngine) -> None:
         """The step's time begins."""
         self._reset()
         self._host_origin = self._now()

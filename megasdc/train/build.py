@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.config import Layout, RunConfig, check_layout, ffn_width
-from megasdc.data.dataset import build_datasets, verify_data
+from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
@@ -32,6 +32,7 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.coverage import measure_speed, plan_checks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection import Detection
+from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
 from megasdc.train.gradient_bounds import GradientBounds
@@ -166,12 +167,15 @@ def _build_hooks(
         if eval_loader is not None and sections.training.eval_interval
         else []
     )
+    drop, interval = sections.drop_compute, sections.logging.interval
+    dropping = [DropCompute(drop, run, writer, interval)] if drop.enabled else []
     hooks = sections.optimizer_hooks
     bounding = [GradientBounds(hooks, run, sections.logging.interval, writer)] if hooks else []
-    # What a step computed and its findings first, then what is measured, then the decision to stop, then what is kept;
-    # last what may harm a checkpoint that is complete.
+    # How much a step computed, what it computed and its findings first, then what is measured, then the decision to
+    # stop, then what is kept; last what may harm a checkpoint that is complete.
     return [
         StartReport(clock),
+        *dropping,
         *recording,
         *bounding,
         SkipWatch(sections.training.max_skipped_steps),
@@ -209,7 +213,8 @@ def _build_loaders(
         sections.training.steps * layout.train_batch_size,
         eval_samples,
     )
-    loader = MicroBatchLoader(train, layout.micro_batch_size, dims.dp_rank, dims.data)
+    epoch = train.samples_per_epoch if isinstance(train, TokenDataset) else None
+    loader = MicroBatchLoader(train, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
     if valid is None:
         return loader, None
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)

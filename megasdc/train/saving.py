@@ -167,7 +167,8 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     """Take up a run that was saved at any layout.
 
     Weights, moments, learning rate schedule and counters go on. The data go on with any number of replicas, micro-batch
-    and global batch: first the samples that only some replicas had come past, then the rest of the stream. The random generators are seeded by ``seed_generators``.
+    and global batch: first the samples that only some replicas had come past, then the rest of the stream. The random
+    generators are seeded by ``seed_generators``.
 
     Args:
         run: at step 0; on return at the step that was loaded.

@@ -38,7 +38,7 @@ def workload_config(config: RunConfig) -> RunConfig:
     raw["train_micro_batch_size_per_gpu"] = golden.micro_batch_size
     raw["gradient_accumulation_steps"] = golden.micro_batches
     sections = raw["megasdc"]
-    sections["checkpoint"] = sections["audit"] = sections["sdc"] = {}
+    sections["checkpoint"] = sections["audit"] = sections["sdc"] = sections["drop_compute"] = {}
     sections["faults"], sections["process_faults"], sections["delay"] = [], [], []
     sections["model"]["initial_weights"] = None
     sections["determinism"]["enabled"] = True

@@ -22,8 +22,8 @@ from megasdc.data import blend as blend_module
 from megasdc.data.blend import BlendedTokens, blend_order
 from megasdc.data.dataset import build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
-from megasdc.data.position import merge_positions, position_for
 from megasdc.data.manifest import Manifest
+from megasdc.data.position import merge_positions, position_for
 from megasdc.data.prepare import prepare
 from megasdc.errors import CheckpointError, DataError
 

@@ -12,7 +12,7 @@ import torch
 
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
-from megasdc.data.position import Order, Position, merge_positions, position_for
+from megasdc.data.position import Position, merge_positions, position_for
 from megasdc.errors import CheckpointError, DataError
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 1)]
@@ -23,7 +23,6 @@ class Numbers:
 
     path = "numbers.bin"
     identity = "numbers"
-    samples_per_epoch = 24
 
     def __init__(self, length=96, vocab_size=1000):
         self.length = length
@@ -87,7 +86,9 @@ def merged_of(loaders):
 def go_on(merged, dp_size, stream=None):
     """Loaders of another number of replicas."""
     stream = stream or Numbers()
-    return [MicroBatchLoader(stream, 1, rank, dp_size, position_for(merged, rank, dp_size)) for rank in range(dp_size)]
+    return [
+        MicroBatchLoader(stream, 1, rank, dp_size, position_for(merged, rank, dp_size), 24) for rank in range(dp_size)
+    ]
 
 
 def test_other_number_of_replicas():
@@ -127,11 +128,11 @@ def test_no_sample_is_lost_or_doubled_when_the_number_of_replicas_changes_again_
 def test_samples_passed_over_are_gone_or_come_again_before_their_epoch_ends():
     """Given up for good they never come; else they come between the last sample of their epoch and the next epoch."""
     for again in (False, True):
-        loaders = [MicroBatchLoader(Numbers(), 2, rank, 2) for rank in range(2)]
+        loaders = [MicroBatchLoader(Numbers(), 2, rank, 2, samples_per_epoch=24) for rank in range(2)]
         taken = [[], []]
-        for loader, seen in zip(loaders, taken, strict=True):
+        for loader in loaders:
             for step in range(8):
-                seen += positions(next(loader))
+                taken[loader.dp_rank] += positions(next(loader))
                 if step in (1, 2) and loader.dp_rank == 1:
                     loader.pass_over(1, again=again)
                     if step == 1:  # from here on as a run that was resumed
@@ -145,7 +146,7 @@ def test_samples_passed_over_are_gone_or_come_again_before_their_epoch_ends():
 
 def test_what_is_to_be_taken_again_is_dealt_anew_to_other_replicas():
     """Samples passed over come once, whoever passed them over, with another number of replicas too."""
-    loaders = [MicroBatchLoader(Numbers(), 1, rank, 3) for rank in range(3)]
+    loaders = [MicroBatchLoader(Numbers(), 1, rank, 3, samples_per_epoch=24) for rank in range(3)]
     taken = []
     for loader in loaders:
         taken += positions(next(loader))

@@ -52,7 +52,9 @@ def test_all_replicas_share_the_source_s_micro_batch_and_no_sample_is_lost():
             taken = [of_replica[1:] for of_replica in taken]
         used += itertools.chain.from_iterable(itertools.chain.from_iterable(taken))
     assert len(used) == len(set(used))
-    assert {loader.position.consumed for loader in loaders} == {12 * 8 - 4 * 2}, "each was the source twice of six times"
+    assert {loader.position.consumed for loader in loaders} == {12 * 8 - 4 * 2}, (
+        "each was the source twice of six times"
+    )
     assert set(used) == set(range(3 * (12 * 8 - 4 * 2)))
 
 
