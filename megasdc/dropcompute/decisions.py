@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +93,11 @@ class StepDecisions:
     planned: int
     completed: tuple[int, ...]
 
+    @property
+    def dropped(self) -> int:
+        """Micro-batches left out, by all replicas."""
+        return self.planned * len(self.completed) - sum(self.completed)
+
 
 class DecisionLog:
     """Appends to a run's ``decisions.jsonl``; used by rank 0 alone.
@@ -109,9 +113,9 @@ class DecisionLog:
         self._file = open(run_dir / DECISIONS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
         self._write({"start": {"step": step, "data": data, "micro_batches": micro_batches}})
 
-    def add(self, step: int, planned: int, completed: Sequence[int]) -> None:
+    def add(self, step: int, decisions: StepDecisions) -> None:
         """Write what a step started."""
-        self._write({"step": step, "planned": planned, "completed": list(completed)})
+        self._write({"step": step, "planned": decisions.planned, "completed": list(decisions.completed)})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

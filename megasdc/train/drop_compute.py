@@ -1,12 +1,9 @@
-"""When does a run leave micro-batches out, what do all ranks know of it, and what is told?"""
+"""When does a run leave micro-batches out, and what do all ranks know of it?"""
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
-import statistics
-from collections import deque
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from megasdc.config.drop_sections import (
     PREDICTIVE,
     RESAMPLE,
 )
-from megasdc.dropcompute.compensation import expected_steps, extra_steps, larger_batch
+from megasdc.dropcompute.compensation import extra_steps, larger_batch
 from megasdc.dropcompute.decisions import (
     ClockDecisions,
     DecisionLog,
@@ -31,28 +28,22 @@ from megasdc.dropcompute.decisions import (
     read_decisions,
 )
 from megasdc.dropcompute.gate import ReplicaGate, new_replica_group, replica_ranks
+from megasdc.dropcompute.recent import RecentSteps
 from megasdc.dropcompute.time_log import TimeLog
-from megasdc.dropcompute.tuning import TimeWindow, Tuning, tune
+from megasdc.dropcompute.tuning import TimeWindow, tune
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.engine.step_times import StepTimes
 from megasdc.errors import ConfigError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
+from megasdc.train.drop_report import DropReport
 from megasdc.train.garbage import CollectionTimer
 from megasdc.train.run import Run, StepHook
 
-logger = logging.getLogger(__name__)
-
-EVENT_KIND = "drop"
-SLOW_SHARE = 0.9
-"""Share of steps with micro-batches left out from which a replica is called slow,"""
-UNLUCKY_SHARE = 0.5
-"""if the median replica is below this one."""
-
 
 class DropCompute(StepHook, EngineHook):
-    """Runs the section `drop_compute`: measures, chooses the threshold, decides, counts and tells.
+    """Runs the section `drop_compute`: measures, chooses the threshold, decides and counts.
 
     What all ranks do alike follows from counts that they agree on in every step; only whether to start the next
     micro-batch is decided on one rank of each replica.
@@ -64,35 +55,35 @@ class DropCompute(StepHook, EngineHook):
         interval: steps between metrics.
 
     Raises:
-        ConfigError: decisions to replay cannot be read, or do not reach to the end of the run.
+        ConfigError: decisions to replay cannot be read.
 
     Collective: all ranks of the world.
     """
 
     def __init__(self, section: DropComputeSection, run: Run, writer: MetricsWriter | None, interval: int) -> None:
         engine, dims = run.engine, run.dims
-        self._section, self._run, self._writer, self._interval = section, run, writer, interval
-        self._base_steps = run.steps
+        self._section, self._run = section, run
         self._micro_batches = engine.gradient_accumulation_steps()
-        self._tau_s = math.inf if section.threshold in ("auto", "inf") else float(section.threshold)
+        self._base_steps = run.steps
+        self._report = DropReport(section, run, run.steps, writer, interval)
+        given = not isinstance(section.threshold, str)
+        self._tau_s = float(section.threshold) if given else math.inf
         self._tuned_at: int | None = None
-        self._drop_rate: float | None = None
-        self._dropped = self._planned = 0
-        self._dropped_before = self._planned_before = 0
-        self._limited = False
-        self._recent: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=section.window_steps)
         self._window: TimeWindow | None = None
+        self._totals = [0, 0]
+        self._told = [0, 0]
+        self._recent = RecentSteps(section.window_steps)
+        self._limited = False
+        self._first_step = run.step + 1
+        self._hosts: list[str] = []
         self._log: DecisionLog | None = None
         self._time_log: TimeLog | None = None
-        self._hosts: list[str] = []
-        self._first_step = run.step + 1
         self._counts = torch.zeros(dims.data, dtype=torch.int64)
         self._exchange: Any = None
         self._group = new_replica_group(dims)
-        self._replayed = self._read_replayed()
         self.times = StepTimes(engine.device)
-        sigmas = section.sigmas if section.rule == PREDICTIVE else None
-        self._clock = ClockDecisions(self.times, section.device_lag, sigmas)
+        self._clock = ClockDecisions(self.times, section.device_lag, _sigmas(section))
+        self._replayed = self._read_replayed()
         self._replay = ReplayedDecisions(dims.dp_rank)
         decisions: ClockDecisions | ReplayedDecisions = self._clock if self._replayed is None else self._replay
         self.gate = ReplicaGate(dims, self._group, decisions.decide, decisions.time_left_s, section.min_micro_batches)
@@ -121,7 +112,7 @@ class DropCompute(StepHook, EngineHook):
             raise found
         return found
 
-    # --- a run --------------------------------------------------------------------------------------------------
+    # --- before a step ------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
         """Open the logs, and learn on which host each replica decides.
@@ -129,24 +120,28 @@ class DropCompute(StepHook, EngineHook):
         Raises:
             ConfigError: decisions to replay are missing.
         """
-        dims, section = run.dims, self._section
+        dims = run.dims
         self._first_step = run.step + 1
-        self._prolong(run)
-        if self._replayed is not None and not run.is_last_step:
-            missing = next((step for step in range(run.step + 1, run.steps + 1) if step not in self._replayed), None)
-            if missing is not None:
-                raise ConfigError(
-                    f"megasdc.drop_compute.replay_decisions: {section.replay_decisions} has no decisions of step "
-                    f"{missing}, this run has {run.steps} steps; use the log of a run that is as long."
-                )
+        self._reach(run)
+        for step in range(run.step + 1, run.steps + 1):
+            self._replayed_step(step)
         hosts = gather_objects(socket.gethostname(), run.host_group)
         self._hosts = [hosts[replica_ranks(dims, replica)[0]] for replica in range(dims.data)]
-        if section.record_times and dims.tp_rank == 0:
+        if self._section.record_times and dims.tp_rank == 0:
             self._time_log = TimeLog(run.folder, dims, self._micro_batches)
         if dims.rank == 0:
             self._log = DecisionLog(run.folder, run.step, dims.data, self._micro_batches)
-            run.events.emit(EVENT_KIND, "start", step=run.step, tau_s=_plain(self._tau_s), rule=self._describe())
-            logger.info("DropCompute: %s", self._describe())
+        self._report.start(None if self._section.threshold == AUTO and self._tuned_at is None else self._tau_s)
+
+    def _replayed_step(self, step: int) -> StepDecisions | None:
+        if self._replayed is None:
+            return None
+        if step not in self._replayed:
+            raise ConfigError(
+                f"megasdc.drop_compute.replay_decisions: {self._section.replay_decisions} has no decisions of step "
+                f"{step}, this run has {self._run.steps} steps; use the log of a run that is as long."
+            )
+        return self._replayed[step]
 
     def before_step(self, run: Run) -> None:
         """Decide whether this step may leave micro-batches out.
@@ -155,21 +150,16 @@ class DropCompute(StepHook, EngineHook):
             ConfigError: decisions to replay are missing.
         """
         engine, step = run.engine, run.step + 1
-        if self._replayed is not None:
-            engine.micro_batches = self._replayed[step].planned if step in self._replayed else self._micro_batches
-            if step not in self._replayed:
-                raise ConfigError(
-                    f"megasdc.drop_compute.replay_decisions: {self._section.replay_decisions} has no decisions of step "
-                    f"{step}; use the log of a run that is as long."
-                )
-            self._replay.begin(self._replayed[step])
+        if (replayed := self._replayed_step(step)) is not None:
+            engine.micro_batches = replayed.planned
+            self._replay.begin(replayed)
             return
         if self._is_due_to_measure(step):
             self._window = TimeWindow(self._section.window_steps, self._micro_batches, run.dims)
             engine.micro_batches = self._micro_batches
         self._clock.tau_s = self._tau_s
-        warming_up = step < self._first_step + self._section.warmup_steps
-        self.gate.open = warming_up or self._window is not None or self._limited or self._tau_s == math.inf
+        is_warm = step >= self._first_step + self._section.warmup_steps
+        self.gate.open = not is_warm or self._window is not None or self._limited or math.isinf(self._tau_s)
 
     def _is_due_to_measure(self, step: int) -> bool:
         section = self._section
@@ -179,6 +169,8 @@ class DropCompute(StepHook, EngineHook):
         if self._tuned_at is None:
             return True
         return bool(section.retune_interval) and step - self._tuned_at > section.retune_interval
+
+    # --- in and after a step ------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Tell all ranks how many micro-batches this replica has completed; nobody waits for it.
@@ -200,122 +192,53 @@ class DropCompute(StepHook, EngineHook):
         """Count, log, pass samples over, look for what is wrong, and choose the threshold where it is time."""
         self.gate.finish()
         self._exchange.wait()
-        completed = tuple(self._counts.tolist())
-        engine, planned = run.engine, run.engine.micro_batches
+        engine, section = run.engine, self._section
+        step = StepDecisions(engine.micro_batches, tuple(self._counts.tolist()))
         record, gc_s = self.times.take(), self._garbage.take()
         self._clock.learn(record)
         if self._time_log is not None:
-            self._time_log.add(run.step, planned, record, gc_s)
+            self._time_log.add(run.step, step.planned, record, gc_s)
         if self._log is not None:
-            self._log.add(run.step, planned, completed)
-        self._count(run, planned, completed)
-        if self._section.samples == DISCARD and engine.completed < planned:
-            run.loader.pass_over(planned - engine.completed, again=self._section.compensation == RESAMPLE)
+            self._log.add(run.step, step)
+        if section.samples == DISCARD and engine.completed < step.planned:
+            run.loader.pass_over(step.planned - engine.completed, again=section.compensation == RESAMPLE)
+        self._count(run, step)
+        if self._replayed is None:
+            self._watch(run, step)
         if self._window is not None:
             self._window.add(record)
             if self._window.is_full:
                 self._tune(run, self._window)
-        self._report(run)
+        if self._report.is_due():
+            self._tell_totals()
 
-    # --- what was left out --------------------------------------------------------------------------------------
+    def _count(self, run: Run, step: StepDecisions) -> None:
+        self._totals[0] += step.dropped
+        self._totals[1] += step.planned * len(step.completed)
+        self._report.step(step)
+        if step.dropped:
+            self._reach(run)
 
-    def _count(self, run: Run, planned: int, completed: tuple[int, ...]) -> None:
-        dropped = planned * len(completed) - sum(completed)
-        self._dropped += dropped
-        self._planned += planned * len(completed)
-        if not self.gate.open:
-            self._recent.append((planned, completed))
-        if dropped and run.dims.rank == 0:
-            late = {str(replica): count for replica, count in enumerate(completed) if count < planned}
-            run.events.emit(
-                EVENT_KIND, "micro_batches", step=run.step, planned=planned, dropped=dropped, completed=late
-            )
-        if dropped and self._section.compensation == EXTRA_STEPS:
-            self._prolong(run)
-        if (
-            not self.gate.open
-            and len(self._recent) == self._recent.maxlen
-            and run.step % self._section.window_steps == 0
-        ):
-            self._warn_of_slow_replicas(run)
-        self._limit(run)
-
-    def _prolong(self, run: Run) -> None:
+    def _reach(self, run: Run) -> None:
         """Let the run and its stream reach as far as is needed now."""
-        data, size = run.dims.data, run.engine.micro_batch_size
+        data, engine = run.dims.data, run.engine
         if self._section.compensation == EXTRA_STEPS:
-            run.steps = self._base_steps + extra_steps(self._dropped, self._micro_batches * data)
-        own = max(0, run.steps - run.step) * max(run.engine.micro_batches, self._micro_batches) * size
+            run.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * data)
+        own = max(0, run.steps - run.step) * engine.micro_batches * engine.micro_batch_size
         run.loader.dataset.prolong(run.loader.position.end_after(own, data))
 
-    def _limit(self, run: Run) -> None:
-        """Leave nothing out while the last steps are above the largest drop rate."""
-        if self._replayed is not None:
+    def _watch(self, run: Run, step: StepDecisions) -> None:
+        """Leave nothing out while too much was; name replicas that are always late."""
+        if self.gate.open and not self._limited:
             return
-        section = self._section
-        dropped = sum(planned * len(completed) - sum(completed) for planned, completed in self._recent)
-        allowed = section.max_drop_rate * section.window_steps * self._micro_batches * run.dims.data
-        limited = dropped > allowed
-        if self._limited:  # steps in which nothing may be left out move the window on, too
-            if not limited:
-                self._tell_limit(run, dropped, "below")
-            else:
-                self._recent.append((self._micro_batches, (self._micro_batches,) * run.dims.data))
-        elif limited:
-            self._tell_limit(run, dropped, "above")
+        self._recent.add(step)
+        if run.step % self._section.window_steps == 0:
+            for slow in self._recent.slow_replicas():
+                self._report.slow_replica(slow, self._hosts[slow.replica])
+        limited = self._recent.exceeds(self._section.max_drop_rate, self._micro_batches * run.dims.data)
+        if limited != self._limited:
+            self._report.limit(self._recent.dropped, limited)
         self._limited = limited
-
-    def _tell_limit(self, run: Run, dropped: int, where: str) -> None:
-        if run.dims.rank != 0:
-            return
-        rate = self._section.max_drop_rate
-        run.events.emit(EVENT_KIND, "limit", step=run.step, dropped=dropped, max_drop_rate=rate, now=where)
-        if where == "above":
-            logger.warning(
-                "step %d: %d micro-batches were left out in the last %d steps, more than drop_compute.max_drop_rate "
-                "%g allows: nothing is left out until it is less",
-                run.step,
-                dropped,
-                self._section.window_steps,
-                rate,
-            )
-
-    def _warn_of_slow_replicas(self, run: Run) -> None:
-        """Name replicas that are late in nearly every step while others are not."""
-        steps = len(self._recent)
-        late = [sum(done[replica] < planned for planned, done in self._recent) for replica in range(run.dims.data)]
-        median = statistics.median(late)
-        if run.dims.rank != 0 or median > UNLUCKY_SHARE * steps:
-            return
-        for replica, count in enumerate(late):
-            if count < SLOW_SHARE * steps:
-                continue
-            ranks = replica_ranks(run.dims, replica)
-            run.events.emit(
-                EVENT_KIND,
-                "slow_replica",
-                step=run.step,
-                replica=replica,
-                ranks=ranks,
-                on_host=self._hosts[replica],
-                late_steps=count,
-                of_steps=steps,
-                median_of_replicas=median,
-            )
-            logger.warning(
-                "replica %d (ranks %s, decides on %s) was past the threshold in %d of %d steps, the median replica in "
-                "%g: it is slow, not unlucky, and its samples are %s; look at its hardware and at "
-                "`megasdc dropcompute times`",
-                replica,
-                ranks,
-                self._hosts[replica],
-                count,
-                steps,
-                median,
-                "taken ever later" if self._section.samples != DISCARD else "left out more than others'",
-            )
-
-    # --- the threshold ------------------------------------------------------------------------------------------
 
     def _tune(self, run: Run, window: TimeWindow) -> None:
         """Choose the threshold, the same on all ranks.
@@ -325,102 +248,39 @@ class DropCompute(StepHook, EngineHook):
         section = self._section
         given = None if section.threshold == AUTO else self._tau_s
         tuning = tune(window.gather(run.host_group), given, section.max_drop_rate, section.min_micro_batches)
-        self._window, self._tuned_at = None, run.step
-        self._tau_s, self._drop_rate = tuning.tau_s, tuning.drop_rate
+        self._window, self._tuned_at, self._tau_s = None, run.step, tuning.tau_s
         if section.compensation == LARGER_BATCH:
             run.engine.micro_batches = larger_batch(self._micro_batches, tuning.drop_rate)
-            self._prolong(run)
-        if run.dims.rank == 0:
-            self._tell_tuning(run, tuning)
+            self._reach(run)
+        self._report.tuning(tuning, run.engine.micro_batches)
 
-    def _tell_tuning(self, run: Run, tuning: Tuning) -> None:
-        curve = tuning.curve
-        run.events.emit(
-            EVENT_KIND,
-            "threshold",
-            step=run.step,
-            tau_s=_plain(tuning.tau_s),
-            drop_rate=tuning.drop_rate,
-            speedup=tuning.speedup,
-            communication_s=tuning.communication_s,
-            micro_batches=run.engine.micro_batches,
-            expected_steps=expected_steps(self._base_steps, tuning.drop_rate),
-            curve=None
-            if curve is None
-            else {
-                "thresholds_s": curve.thresholds_s[:-1].tolist(),
-                "speedup": curve.speedup[:-1].tolist(),
-                "completed_share": curve.completed_share[:-1].tolist(),
-            },
-        )
-        gain = "" if tuning.speedup is None else f", expected effective speed-up {tuning.speedup:.3f}"
-        logger.info(
-            "step %d: DropCompute threshold %.4g s%s, %.2f %% of micro-batches left out, %d micro-batches a step%s",
-            run.step,
-            tuning.tau_s,
-            gain,
-            100 * tuning.drop_rate,
-            run.engine.micro_batches,
-            self._length(tuning.drop_rate),
-        )
-
-    def _length(self, drop_rate: float) -> str:
-        if self._section.compensation != EXTRA_STEPS:
-            return ""
-        return f", {expected_steps(self._base_steps, drop_rate)} steps in place of {self._base_steps}"
-
-    # --- what is told -------------------------------------------------------------------------------------------
-
-    def _describe(self) -> str:
-        section = self._section
-        if self._replayed is not None:
-            return f"the decisions of {section.replay_decisions} are repeated"
-        tau = "chosen after a window" if section.threshold == AUTO and self._tuned_at is None else f"{self._tau_s:g} s"
-        after = f" after {section.warmup_steps} steps" if section.warmup_steps else ""
-        return f"threshold {tau}, rule {section.rule}, samples {section.samples}, gradients {section.gradients}{after}"
-
-    def _report(self, run: Run) -> None:
-        if run.step % self._interval and not run.is_last_step:
-            return
-        dropped, planned = self._dropped - self._dropped_before, self._planned - self._planned_before
-        self._dropped_before, self._planned_before = self._dropped, self._planned
-        if self._writer is not None:
-            values: dict[str, float | int] = {
-                "drops/micro_batches": self._dropped,
-                "drops/rate": dropped / planned if planned else 0.0,
-            }
-            if self._tau_s != math.inf:
-                values["drops/threshold_s"] = self._tau_s
-            self._writer.write(run.step, values)
-        if dropped and run.dims.rank == 0:
-            share = 100 * dropped / planned
-            length = self._length(self._dropped / self._planned)
-            logger.info("step %d | %d micro-batches left out, %.2f %%%s", run.step, dropped, share, length)
+    def _tell_totals(self) -> None:
+        dropped, planned = self._totals
+        since = dropped - self._told[0], planned - self._told[1]
+        self._told = [dropped, planned]
+        self._report.totals(dropped, since, dropped / planned, self._tau_s)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Threshold and counters."""
         return {
-            "tau_s": _plain(self._tau_s),
+            "tau_s": None if math.isinf(self._tau_s) else self._tau_s,
             "tuned_at": self._tuned_at,
-            "drop_rate": self._drop_rate,
             "micro_batches": self._run.engine.micro_batches,
-            "dropped": self._dropped,
-            "planned": self._planned,
-            "dropped_before": self._dropped_before,
-            "planned_before": self._planned_before,
+            "totals": self._totals,
+            "told": self._told,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the threshold that was chosen; one that is given in the configuration wins."""
-        self._dropped, self._planned = state["dropped"], state["planned"]
-        self._dropped_before, self._planned_before = state["dropped_before"], state["planned_before"]
-        if self._section.threshold == AUTO:
+        """Go on with what was chosen; a threshold that is given in the configuration wins."""
+        self._totals, self._told = list(state["totals"]), list(state["told"])
+        section = self._section
+        if section.threshold == AUTO:
             self._tau_s = math.inf if state["tau_s"] is None else state["tau_s"]
-            self._tuned_at, self._drop_rate = state["tuned_at"], state["drop_rate"]
-        if self._section.compensation == LARGER_BATCH and state["tuned_at"] is not None:
+        if section.threshold == AUTO or section.compensation == LARGER_BATCH:
             self._tuned_at = state["tuned_at"]
+        if section.compensation == LARGER_BATCH and self._tuned_at is not None:
             self._run.engine.micro_batches = state["micro_batches"]
 
     def close(self) -> None:
@@ -431,6 +291,5 @@ class DropCompute(StepHook, EngineHook):
         self._garbage.close()
 
 
-def _plain(tau_s: float) -> float | None:
-    """For JSON: null where it is infinite."""
-    return None if math.isinf(tau_s) else tau_s
+def _sigmas(section: DropComputeSection) -> float | None:
+    return section.sigmas if section.rule == PREDICTIVE else None

@@ -14,6 +14,7 @@ RANKS = {
     "bounded": (2, (1, 1, 2)),
     "drill": (2, (1, 1, 2)),
     "delays": (2, (1, 1, 2)),
+    "drop_compute": (2, (1, 1, 2)),
     "audited": (3, (1, 1, 3)),
     "smoke_llama_2x2x2": (8, (2, 2, 2)),
     "pretrain_gpt2_124m": (8, (1, 1, 8)),

@@ -1,0 +1,177 @@
+"""What is told of micro-batches that were left out? Events, lines and metrics of rank 0."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from megasdc.config import DropComputeSection
+from megasdc.config.drop_sections import DISCARD, EXTRA_STEPS
+from megasdc.dropcompute.compensation import expected_steps
+from megasdc.dropcompute.decisions import StepDecisions
+from megasdc.dropcompute.gate import replica_ranks
+from megasdc.dropcompute.recent import SlowReplica
+from megasdc.dropcompute.tuning import Tuning
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.train.run import Run
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "drop"
+
+
+class DropReport:
+    """Tells what all ranks know; silent on ranks other than 0.
+
+    Args:
+        section: of the configuration.
+        run: with events.
+        steps: of the run, before any compensation.
+        writer: where rank 0 writes metrics; null on other ranks.
+        interval: steps between metrics.
+    """
+
+    def __init__(
+        self, section: DropComputeSection, run: Run, steps: int, writer: MetricsWriter | None, interval: int
+    ) -> None:
+        self._section, self._run, self._steps = section, run, steps
+        self._writer, self._interval = writer, interval
+        self._speaks = run.dims.rank == 0
+
+    def start(self, tau_s: float | None) -> None:
+        """A run begins; tau is null where it is to be chosen."""
+        if not self._speaks:
+            return
+        rule = self._describe(tau_s)
+        self._run.events.emit(EVENT_KIND, "start", step=self._run.step, rule=rule)
+        logger.info("DropCompute: %s", rule)
+
+    def _describe(self, tau_s: float | None) -> str:
+        section = self._section
+        if section.replay_decisions is not None:
+            return f"the decisions of {section.replay_decisions} are repeated"
+        tau = f"chosen after {section.window_steps} measured steps" if tau_s is None else f"{tau_s:g} s"
+        after = f", not in the first {section.warmup_steps} steps" if section.warmup_steps else ""
+        return f"threshold {tau}, rule {section.rule}, samples {section.samples}, gradients {section.gradients}{after}"
+
+    def step(self, decisions: StepDecisions) -> None:
+        """A step has ended."""
+        if not (decisions.dropped and self._speaks):
+            return
+        planned = decisions.planned
+        late = {str(replica): done for replica, done in enumerate(decisions.completed) if done < planned}
+        self._run.events.emit(
+            EVENT_KIND,
+            "micro_batches",
+            step=self._run.step,
+            planned=planned,
+            dropped=decisions.dropped,
+            completed=late,
+        )
+
+    def limit(self, dropped: int, limited: bool) -> None:
+        """The largest drop rate was passed, or is kept again."""
+        if not self._speaks:
+            return
+        section, step = self._section, self._run.step
+        rate = section.max_drop_rate
+        now = "above" if limited else "below"
+        self._run.events.emit(EVENT_KIND, "limit", step=step, dropped=dropped, max_drop_rate=rate, now=now)
+        if limited:
+            logger.warning(
+                "step %d: %d micro-batches were left out in the last %d steps, more than drop_compute.max_drop_rate "
+                "%g allows: nothing is left out until it is less",
+                step,
+                dropped,
+                section.window_steps,
+                rate,
+            )
+
+    def slow_replica(self, slow: SlowReplica, host: str) -> None:
+        """A replica is late in nearly every step while others are not."""
+        if not self._speaks:
+            return
+        ranks = replica_ranks(self._run.dims, slow.replica)
+        self._run.events.emit(
+            EVENT_KIND,
+            "slow_replica",
+            step=self._run.step,
+            replica=slow.replica,
+            ranks=ranks,
+            on_host=host,
+            late_steps=slow.late_steps,
+            of_steps=slow.of_steps,
+            median_of_replicas=slow.median,
+        )
+        logger.warning(
+            "replica %d (ranks %s, decides on %s) was past the threshold in %d of %d steps, the median replica in %g: "
+            "it is slow, not unlucky, and its samples are %s; look at its hardware and at `megasdc dropcompute times`",
+            slow.replica,
+            ranks,
+            host,
+            slow.late_steps,
+            slow.of_steps,
+            slow.median,
+            "left out more than others'" if self._section.samples == DISCARD else "taken ever later",
+        )
+
+    def tuning(self, tuning: Tuning, micro_batches: int) -> None:
+        """A threshold was chosen, or what a given one leaves out was measured."""
+        if not self._speaks:
+            return
+        curve = tuning.curve
+        self._run.events.emit(
+            EVENT_KIND,
+            "threshold",
+            step=self._run.step,
+            tau_s=None if math.isinf(tuning.tau_s) else tuning.tau_s,
+            drop_rate=tuning.drop_rate,
+            speedup=tuning.speedup,
+            communication_s=tuning.communication_s,
+            micro_batches=micro_batches,
+            curve=None
+            if curve is None
+            else {
+                "thresholds_s": curve.thresholds_s[:-1].tolist(),
+                "speedup": curve.speedup[:-1].tolist(),
+                "completed_share": curve.completed_share[:-1].tolist(),
+            },
+        )
+        gain = "" if tuning.speedup is None else f", expected effective speed-up {tuning.speedup:.3f}"
+        logger.info(
+            "step %d: DropCompute threshold %.4g s%s, %.2f %% of micro-batches left out, %d micro-batches a step%s",
+            self._run.step,
+            tuning.tau_s,
+            gain,
+            100 * tuning.drop_rate,
+            micro_batches,
+            self._length(tuning.drop_rate),
+        )
+
+    def _length(self, drop_rate: float) -> str:
+        if self._section.compensation != EXTRA_STEPS:
+            return ""
+        return f", {expected_steps(self._steps, drop_rate)} steps in place of {self._steps}"
+
+    def is_due(self) -> bool:
+        """Whether totals are to be told after this step."""
+        return self._run.step % self._interval == 0 or self._run.is_last_step
+
+    def totals(self, dropped: int, since: tuple[int, int], rate: float, tau_s: float) -> None:
+        """What was left out.
+
+        Args:
+            dropped: micro-batches since the run began.
+            since: left out and planned since the last time.
+            rate: share since the run began.
+            tau_s: threshold.
+        """
+        share = since[0] / since[1] if since[1] else 0.0
+        if self._writer is not None:
+            values: dict[str, float | int] = {"drops/micro_batches": dropped, "drops/rate": share}
+            if not math.isinf(tau_s):
+                values["drops/threshold_s"] = tau_s
+            self._writer.write(self._run.step, values)
+        if since[0] and self._speaks:
+            left_out = f"{since[0]} micro-batches left out, {100 * share:.2f} %"
+            logger.info("step %d | %s%s", self._run.step, left_out, self._length(rate))
