@@ -88,7 +88,7 @@ class Reporter(StepHook):
             return
         self._shown_at = now
         loss = f"loss {result.loss:.4f}"
-        self.progress.update(self.progress.task_ids[0], completed=run.step, loss=loss, refresh=True)
+        self.progress.update(self.progress.task_ids[0], completed=run.step, total=run.steps, loss=loss, refresh=True)
 
     def _report(self, run: Run, result: StepResult) -> None:
         seconds = time.perf_counter() - self._window_start - (run.paused_s - self._paused_before)
