@@ -29,6 +29,7 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
+from megasdc.train.garbage import CollectionTimer
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook, train
@@ -149,6 +150,7 @@ class MegasdcLoop:
                 interval=sections.logging.interval,
                 flops_per_token=sizes.flops_per_token(sections.data.sequence_length),
                 split=self.split,
+                collections=CollectionTimer() if self.writer is not None else None,
                 writer=self.writer,
                 peak=sections.logging.peak_tflops,
                 progress=sections.logging.progress_bar,

@@ -17,7 +17,7 @@ from megasdc.config.fault_problems import fault_problems
 from megasdc.config.hook_problems import hook_problems
 from megasdc.config.megatron_fields import megatron_problems
 from megasdc.config.problem import Problem
-from megasdc.config.sections import DataSection, MegasdcSection, ModelSection
+from megasdc.config.sections import DataSection, MegasdcSection, ModelSection, TrainingSection
 
 
 def head_width(model: ModelSection) -> int:
@@ -52,6 +52,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _data_problems(file.data)
     yield from _blend_problems(file.data)
     yield from _training_problems(file)
+    yield from _garbage_problems(file.training)
     yield from _determinism_problems(file)
     yield from _trace_problems(file)
     yield from detection_problems(file, deepspeed)
@@ -263,6 +264,17 @@ def _training_problems(file: MegasdcSection) -> Iterator[Problem]:
             ("megasdc.training.eval_interval", "megasdc.data.split"),
             f"megasdc.training.eval_interval: got {file.training.eval_interval}, but megasdc.data.split "
             f"{file.data.split} leaves nothing for validation; set 0 or give the second share.",
+        )
+
+
+def _garbage_problems(training: TrainingSection) -> Iterator[Problem]:
+    name, kind = "garbage_collection_interval", training.garbage_collection
+    if kind == "python" and getattr(training, name) != TrainingSection.model_fields[name].default:
+        path = f"megasdc.training.{name}"
+        yield Problem(
+            (path, "megasdc.training.garbage_collection"),
+            f'{path}: got {getattr(training, name)} with megasdc.training.garbage_collection "python", which does not '
+            'read it; set "managed", or remove it.',
         )
 
 

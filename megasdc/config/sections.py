@@ -195,6 +195,15 @@ class TrainingSection(Section):
     max_skipped_steps: PositiveInt = Field(
         100, description="Stop with the non-finite exit code after so many skipped steps in a row."
     )
+    garbage_collection: Literal["python", "managed"] = Field(
+        "python",
+        description="python: Python collects garbage whenever it does by itself, each rank at another moment; managed: "
+        "all ranks at the end of the same steps, without looking at what was built before the first.",
+    )
+    garbage_collection_interval: PositiveInt = Field(
+        50,
+        description="managed: steps between collections; memory that only garbage in cycles holds stays taken so long.",
+    )
 
 
 class DeterminismSection(Section):

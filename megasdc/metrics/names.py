@@ -27,6 +27,7 @@ METRICS: dict[str, str] = {
     "time/backward_s": "seconds a step in backward passes, recomputation included, rank 0",
     "time/data_s": "seconds a step waiting for micro-batches, rank 0",
     "time/optimizer_s": "seconds a step in norm, clip, update and all-gather, rank 0",
+    "time/garbage_collection_s": "seconds a step in Python's garbage collection, within the other parts, rank 0",
     "time/other_s": "the rest of a step: pipeline transfers, waiting, gradient reduction, rank 0",
     "memory/host_peak_bytes": "peak resident memory of rank 0",
     "memory/device_peak_bytes": "peak allocated device memory of rank 0; absent on CPU",

@@ -35,6 +35,7 @@ from megasdc.train.detection import Detection
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill, build_injector, build_process_faults
+from megasdc.train.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.observe import Observation, watch_for_faults, watch_for_trace
 from megasdc.train.report import Reporter
@@ -172,6 +173,8 @@ def _build_hooks(
     dropping = [DropCompute(drop, run, writer, interval)] if drop.enabled else []
     hooks = sections.optimizer_hooks
     bounding = [GradientBounds(hooks, run, sections.logging.interval, writer)] if hooks else []
+    managed = sections.training.garbage_collection == "managed"
+    collecting = [ManagedCollection(sections.training.garbage_collection_interval)] if managed else []
     # How much a step computed, what it computed and its findings first, then what is measured, then the decision to
     # stop, then what is kept; last what may harm a checkpoint that is complete.
     return [
@@ -182,10 +185,12 @@ def _build_hooks(
         SkipWatch(sections.training.max_skipped_steps),
         StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
         *evaluator,
+        *collecting,
         Reporter(
             interval=sections.logging.interval,
             flops_per_token=sizes.flops_per_token(sections.data.sequence_length),
             split=split,
+            collections=CollectionTimer() if writer is not None else None,
             writer=writer,
             peak=sections.logging.peak_tflops or _known_peak(config.precision),
             progress=sections.logging.progress_bar,

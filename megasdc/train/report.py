@@ -15,6 +15,7 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.time_split import TimeSplit
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.zero1 import squared_norm
+from megasdc.train.garbage import CollectionTimer
 from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Reporter(StepHook):
         interval: steps between lines.
         flops_per_token: arithmetic of a token, forward and backward.
         split: where the time of a step went; attached to the engine on rank 0 alone, null elsewhere.
+        collections: how long garbage was collected; on rank 0 alone, null elsewhere.
         writer: where rank 0 writes; null elsewhere.
         peak: peak TFLOP/s of a device; null: not known, MFU is not reported.
         progress: whether rank 0 shows a bar.
@@ -41,6 +43,7 @@ class Reporter(StepHook):
         interval: int,
         flops_per_token: float,
         split: TimeSplit | None,
+        collections: CollectionTimer | None,
         writer: MetricsWriter | None,
         peak: float | None,
         progress: bool,
@@ -48,6 +51,7 @@ class Reporter(StepHook):
         self.interval = interval
         self.flops_per_token = flops_per_token
         self.split = split
+        self.collections = collections
         self.writer = writer
         self.peak = peak
         self.progress = _progress_bar() if progress and writer is not None else None
@@ -67,6 +71,8 @@ class Reporter(StepHook):
             self.progress.add_task("training", total=run.steps, completed=run.step, loss="")
         if self.split is not None:
             self.split.take()
+        if self.collections is not None:
+            self.collections.take()
         losses = self._losses  # of the steps since the last line, from a checkpoint
         self._start_window(run.paused_s)
         self._losses = losses
@@ -121,6 +127,8 @@ class Reporter(StepHook):
             parts = {name: value / steps for name, value in self.split.take().items()}
             values |= {f"time/{name}_s": value for name, value in parts.items()}
             values["time/other_s"] = max(0.0, seconds / steps - sum(parts.values()))
+        if self.collections is not None:
+            values["time/garbage_collection_s"] = self.collections.take() / steps
         run.results.setdefault("first_loss", self._losses[0][0])
         run.results |= {"last_loss": values["train/loss"], "tokens_per_s": values["speed/tokens_per_s"]}
         if self.writer is not None:
@@ -136,7 +144,9 @@ class Reporter(StepHook):
         self._losses = [(loss, tokens) for loss, tokens in state["losses"]]
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Take the bar away, and stop the clock of collections."""
+        if self.collections is not None:
+            self.collections.close()
         if self.progress is not None:
             self.progress.stop()
 

@@ -94,6 +94,10 @@ def problem(deepspeed=None, **sections):
             {"determinism": {"enabled": True}, "model": {"megatron": {"deterministic_mode": False}}},
             ["deterministic_mode: got false", "needs true"],
         ),
+        (
+            {"training": {"garbage_collection_interval": 5}},
+            ["garbage_collection_interval: got 5", 'garbage_collection "python"', 'set "managed"'],
+        ),
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
         ({"trace": {"algorithm": "crc32"}}, ['trace.algorithm: got "crc32"', "xxh3_64.v1", "mixed_sum_64.v1"]),
         ({"trace": {"layers": [2, 6]}}, ["trace.layers: got 6", "num_layers 2", "2 to 3"]),
