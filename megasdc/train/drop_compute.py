@@ -69,6 +69,7 @@ class DropCompute(StepHook, EngineHook):
         given = not isinstance(section.threshold, str)
         self._tau_s = float(section.threshold) if given else math.inf
         self._tuned_at: int | None = None
+        self._chosen: dict[str, Any] = {}
         self._window: TimeWindow | None = None
         self._totals = [0, 0]
         self._told = [0, 0]
@@ -252,7 +253,7 @@ class DropCompute(StepHook, EngineHook):
         if section.compensation == LARGER_BATCH:
             run.engine.micro_batches = larger_batch(self._micro_batches, tuning.drop_rate)
             self._reach(run)
-        self._report.tuning(tuning, run.engine.micro_batches)
+        self._chosen = self._report.tuning(tuning, run.engine.micro_batches)
 
     def _tell_totals(self) -> None:
         dropped, planned = self._totals
@@ -267,6 +268,7 @@ class DropCompute(StepHook, EngineHook):
         return {
             "tau_s": None if math.isinf(self._tau_s) else self._tau_s,
             "tuned_at": self._tuned_at,
+            "chosen": self._chosen,
             "micro_batches": self._run.engine.micro_batches,
             "totals": self._totals,
             "told": self._told,
@@ -279,7 +281,7 @@ class DropCompute(StepHook, EngineHook):
         if section.threshold == AUTO:
             self._tau_s = math.inf if state["tau_s"] is None else state["tau_s"]
         if section.threshold == AUTO or section.compensation == LARGER_BATCH:
-            self._tuned_at = state["tuned_at"]
+            self._tuned_at, self._chosen = state["tuned_at"], state["chosen"]
         if section.compensation == LARGER_BATCH and self._tuned_at is not None:
             self._run.engine.micro_batches = state["micro_batches"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 from megasdc.config import DropComputeSection
 from megasdc.config.drop_sections import DISCARD, EXTRA_STEPS
@@ -115,28 +116,30 @@ class DropReport:
             "left out more than others'" if self._section.samples == DISCARD else "taken ever later",
         )
 
-    def tuning(self, tuning: Tuning, micro_batches: int) -> None:
-        """A threshold was chosen, or what a given one leaves out was measured."""
-        if not self._speaks:
-            return
+    def tuning(self, tuning: Tuning, micro_batches: int) -> dict[str, Any]:
+        """A threshold was chosen, or what a given one leaves out was measured.
+
+        Returns:
+            What the event holds, on all ranks.
+        """
         curve = tuning.curve
-        self._run.events.emit(
-            EVENT_KIND,
-            "threshold",
-            step=self._run.step,
-            tau_s=None if math.isinf(tuning.tau_s) else tuning.tau_s,
-            drop_rate=tuning.drop_rate,
-            speedup=tuning.speedup,
-            communication_s=tuning.communication_s,
-            micro_batches=micro_batches,
-            curve=None
+        fields = {
+            "tau_s": None if math.isinf(tuning.tau_s) else tuning.tau_s,
+            "drop_rate": tuning.drop_rate,
+            "speedup": tuning.speedup,
+            "communication_s": tuning.communication_s,
+            "micro_batches": micro_batches,
+            "curve": None
             if curve is None
             else {
                 "thresholds_s": curve.thresholds_s[:-1].tolist(),
                 "speedup": curve.speedup[:-1].tolist(),
                 "completed_share": curve.completed_share[:-1].tolist(),
             },
-        )
+        }
+        if not self._speaks:
+            return fields
+        self._run.events.emit(EVENT_KIND, "threshold", step=self._run.step, **fields)
         gain = "" if tuning.speedup is None else f", expected effective speed-up {tuning.speedup:.3f}"
         logger.info(
             "step %d: DropCompute threshold %.4g s%s, %.2f %% of micro-batches left out, %d micro-batches a step%s",
@@ -147,6 +150,7 @@ class DropReport:
             micro_batches,
             self._length(tuning.drop_rate),
         )
+        return fields
 
     def _length(self, drop_rate: float) -> str:
         if self._section.compensation != EXTRA_STEPS:

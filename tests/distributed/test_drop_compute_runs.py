@@ -51,7 +51,12 @@ def _decisions(run_dir: Path) -> dict[int, list[int]]:
     return {line["step"]: line["completed"] for line in lines if "step" in line}
 
 
-LAYOUTS = [(1, 1, 2), (2, 1, 4), (1, 2, 4), (2, 2, 8)]
+LAYOUTS = [
+    (1, 1, 2),
+    pytest.param(2, 1, 4, marks=pytest.mark.full),
+    pytest.param(1, 2, 4, marks=pytest.mark.full),
+    (2, 2, 8),
+]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "ranks"), LAYOUTS)
@@ -137,6 +142,8 @@ def test_auto_measures_chooses_and_goes_on_after_a_resume(tmp_path: Path, data: 
     curve = chosen["curve"]
     allowed = [one for one, share in zip(curve["speedup"], curve["completed_share"], strict=True) if share >= 0.5]
     assert chosen["speedup"] == max([1.0, *allowed])
+    saved = json.loads((tmp_path / "auto" / "checkpoints" / "step_00000012" / "megasdc.json").read_text())
+    assert saved["hooks"]["DropCompute"]["chosen"]["curve"] == curve
     done = _decisions(tmp_path / "auto")
     assert all(done[step] == [4, 4] for step in range(1, 6))
     assert _totals(tmp_path / "auto")["drops/threshold_s"] == found.tau_s
