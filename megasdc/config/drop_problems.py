@@ -8,6 +8,7 @@ from megasdc.config.drop_sections import (
     AUTO,
     DISCARD,
     INFINITE,
+    LARGER_BATCH,
     PREDICTIVE,
     RESAMPLE,
     DropComputeSection,
@@ -65,6 +66,22 @@ def _unread(drop: DropComputeSection) -> Iterator[Problem]:
             (f"{_D}.retune_interval", f"{_D}.window_steps"),
             f"{_D}.retune_interval: got {drop.retune_interval}, needed more than window_steps {drop.window_steps}, in "
             "which nothing is left out.",
+        )
+
+
+def drop_warnings(file: MegasdcSection) -> Iterator[str]:
+    """Sentences about what is probably not meant.
+
+    Args:
+        file: our sections.
+    """
+    drop, steps = file.drop_compute, file.training.steps
+    measured = drop.warmup_steps + drop.window_steps
+    chooses = drop.threshold == AUTO or drop.compensation == LARGER_BATCH
+    if drop.enabled and chooses and drop.replay_decisions is None and measured >= steps:
+        yield (
+            f"{_D}.window_steps: {drop.window_steps} after {drop.warmup_steps} steps of warm-up, but the run has {steps} steps: "
+            "it ends before a threshold is chosen."
         )
 
 

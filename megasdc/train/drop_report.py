@@ -123,7 +123,7 @@ class DropReport:
             What the event holds, on all ranks.
         """
         curve = tuning.curve
-        fields = {
+        fields: dict[str, Any] = {
             "tau_s": None if math.isinf(tuning.tau_s) else tuning.tau_s,
             "drop_rate": tuning.drop_rate,
             "speedup": tuning.speedup,
