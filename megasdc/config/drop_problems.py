@@ -80,7 +80,7 @@ def drop_warnings(file: MegasdcSection) -> Iterator[str]:
     chooses = drop.threshold == AUTO or drop.compensation == LARGER_BATCH
     if drop.enabled and chooses and drop.replay_decisions is None and measured >= steps:
         yield (
-            f"{_D}.window_steps: {drop.window_steps} after {drop.warmup_steps} of warm-up, but the run has {steps} steps: "
+            f"{_D}.window_steps: {drop.window_steps} after {drop.warmup_steps} of warm-up, the run has {steps} steps: "
             "it ends before a threshold is chosen."
         )
 
