@@ -26,4 +26,4 @@ mypy
 echo "== README's configuration table"
 megasdc config-table --check README.md
 echo "== tests"
-python -m pytest -q "${select[@]}" "$@"
+python -m pytest -q --durations=40 "${select[@]}" "$@"
