@@ -40,7 +40,7 @@ golden_app = typer.Typer(
 app.add_typer(golden_app, name="golden")
 
 dropcompute_app = typer.Typer(
-    help="DropCompute: plan what leaving late micro-batches out would bring.",
+    help="DropCompute: plan what leaving late micro-batches out would bring, and see what a run waited for.",
     epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
     no_args_is_help=True,
 )

@@ -12,6 +12,7 @@ from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
     from megasdc.distributions import Environment
+    from megasdc.report.step_times import StepTimesOfRun
 
 PAPER_SHARE = 0.5
 """Mean delay over the micro-batch's own latency in the paper's delay environment."""
@@ -126,6 +127,80 @@ def simulate_drops(
     print_result(result, render_simulations, out=out, as_json=as_json)
     if figure is not None:
         write_figure(result, figure)
+
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, with `step_times` in it.")]
+FirstStep = Annotated[
+    int | None, typer.Option("--first-step", min=1, help="Steps before it are passed over, such as slow first ones.")
+]
+LastStep = Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are passed over.")]
+Figure = Annotated[Path | None, typer.Option("--figure", help="Draw the result as an HTML page.", callback=writable)]
+
+
+@dropcompute_app.command(
+    "threshold", epilog="Example: megasdc dropcompute threshold runs/smoke --first-step 6 --figure threshold.html"
+)
+def threshold_of_run(
+    run: RunFolder,
+    first_step: FirstStep = None,
+    last_step: LastStep = None,
+    max_drop_rate: Annotated[
+        float, typer.Option("--max-drop-rate", help="Largest share of micro-batches that may be dropped.")
+    ] = 0.1,
+    min_micro_batches: Annotated[int, typer.Option("--min-micro-batches", help="Micro-batches that always run.")] = 1,
+    communication: Annotated[
+        float | None,
+        typer.Option(
+            "--communication",
+            help="Tc: seconds of a step that no threshold shortens. Default: what the recorded steps took beyond the "
+            "compute time of their slowest replica.",
+        ),
+    ] = None,
+    figure: Figure = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Search the best threshold on the steps of a run in which nothing was dropped, as the run itself would."""
+    from megasdc.report.run_threshold import search_run
+    from megasdc.report.step_times_render import draw_threshold, render_threshold
+
+    times = _load(run, first_step, last_step, as_json)
+    try:
+        result = search_run(times, max_drop_rate, min_micro_batches, communication)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print_result(result, render_threshold, out=out, as_json=as_json)
+    if figure is not None:
+        draw_threshold(result, figure)
+
+
+@dropcompute_app.command("times", epilog="Example: megasdc dropcompute times runs/smoke --figure times.html")
+def times_of_run(
+    run: RunFolder,
+    first_step: FirstStep = None,
+    last_step: LastStep = None,
+    figure: Figure = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Say what each replica of a run took, which was last how often, and why the others waited."""
+    from megasdc.report.imbalance import report_times
+    from megasdc.report.step_times_render import draw_report, render_times
+
+    result = report_times(_load(run, first_step, last_step, as_json))
+    print_result(result, render_times, out=out, as_json=as_json)
+    if figure is not None:
+        draw_report(result, figure)
+
+
+def _load(run: Path, first_step: int | None, last_step: int | None, quiet: bool) -> StepTimesOfRun:
+    from rich.console import Console
+
+    from megasdc.bench.render import progress_bar
+    from megasdc.report.step_times import load_step_times
+
+    with progress_bar(Console(stderr=True, quiet=quiet)) as on_progress:
+        return load_step_times(run, first_step, last_step, on_progress)
 
 
 def _recorded(path: Path, resample: bool, seed: int) -> Environment:

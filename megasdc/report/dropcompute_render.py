@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from megasdc.dropcompute.simulate import SimulationResult, SimulationResults
+from megasdc.dropcompute.search import Curve
+from megasdc.dropcompute.simulate import Formulas, SimulationResult, SimulationResults
 from megasdc.errors import StorageError
 
 
@@ -113,33 +115,58 @@ def write_figure(result: SimulationResults, path: Path) -> None:
     figure = make_subplots(
         rows=3, cols=2, vertical_spacing=0.1, subplot_titles=titles, specs=[[{}, {}], [{"colspan": 2}, None], [{}, {}]]
     )
-    _draw_times(figure, last)
-    _draw_thresholds(figure, last)
+    marks = {"E[T]": float(last.curve.longest_s.mean())}
+    if last.formulas and last.formulas.longest_s is not None:
+        marks["eq. 4"] = last.formulas.longest_s
+    draw_times(figure, last.replica_times_s, marks, last.at(last.best)["tau_s"])
+    draw_thresholds(figure, last.curve, last.formulas)
     _draw_growth(figure, result.results)
     figure.update_layout(title_text=f"DropCompute, simulated<br><sup>{describe(last)}</sup>", height=1200, margin_t=120)
+    write_page(figure, path)
+
+
+def write_page(figure: Any, path: Path) -> None:
+    """Write a figure of plotly as one HTML page that needs no network.
+
+    Args:
+        figure: the figure.
+        path: the file; replaced.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     try:
         path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --figure") from error
 
 
-def _draw_times(figure: Any, result: SimulationResult) -> None:
-    counts, edges = np.histogram(result.replica_times_s, bins=80)
+def draw_times(figure: Any, times_s: NDArray[np.float64], marks: dict[str, float], tau_s: float | None) -> None:
+    """Draw how compute times of replicas spread, in the first place of a figure.
+
+    Args:
+        figure: with places in rows and columns.
+        times_s: of replicas and steps, any shape.
+        marks: times to point out, by name.
+        tau_s: another one; null: never drop.
+    """
+    counts, edges = np.histogram(times_s, bins=80)
     middle = (edges[:-1] + edges[1:]) / 2
     figure.add_bar(x=middle, y=counts / counts.sum(), name="replicas", row=1, col=1)
-    marks = {"E[T]": float(result.curve.longest_s.mean())}
-    if result.formulas and result.formulas.longest_s is not None:
-        marks["eq. 4"] = result.formulas.longest_s
-    if (tau := result.at(result.best)["tau_s"]) is not None:
-        marks["tau"] = tau
-    for place, (name, value) in enumerate(marks.items()):
+    for place, (name, value) in enumerate((marks if tau_s is None else {**marks, "tau": tau_s}).items()):
         figure.add_vline(x=value, line_dash="dash", annotation_text=name, annotation_yshift=-14 * place, row=1, col=1)
     figure.update_xaxes(title_text="s", row=1, col=1)
     figure.update_yaxes(title_text="share of replicas and steps", row=1, col=1)
 
 
-def _draw_thresholds(figure: Any, result: SimulationResult) -> None:
-    curve, formulas = result.curve, result.formulas
+def draw_thresholds(figure: Any, curve: Curve, formulas: Formulas | None) -> None:
+    """Draw completed share, speed and S_eff against tau, and S_eff against the drop rate.
+
+    Args:
+        figure: with places in rows and columns; those at (1, 2) and (2, 1) are used.
+        curve: of all thresholds.
+        formulas: drawn as lines beside; null: none.
+    """
     finite = slice(None, -1)
     tau, plain = curve.thresholds_s[finite], curve.times_s[:, -1:] + curve.communication_s
     faster = (plain / (curve.times_s + curve.communication_s)).mean(axis=0)

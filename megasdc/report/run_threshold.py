@@ -1,0 +1,139 @@
+"""Which compute threshold would have been best for the steps that a run recorded?
+
+The search is that of a running job (``megasdc.dropcompute.search.search_recorded``), on steps in which nothing was left
+out: what a threshold in force has cut short says nothing about the time that was needed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasdc.dropcompute.search import Threshold, search_recorded
+from megasdc.errors import DataError
+from megasdc.report.step_times import StepTimesOfRun
+
+
+@dataclass(frozen=True)
+class RunThreshold:
+    """The best threshold of a run's steps.
+
+    Args:
+        times: of the steps it was searched on.
+        communication_s: Tc, time of a step that no threshold shortens.
+        measured: whether that was measured, not given.
+        max_drop_rate: largest share of micro-batches that may be left out.
+        min_micro_batches: that every replica completes whatever the threshold.
+        threshold: what was found.
+    """
+
+    times: StepTimesOfRun
+    communication_s: float
+    measured: bool
+    max_drop_rate: float
+    min_micro_batches: int
+    threshold: Threshold
+
+    @property
+    def best(self) -> int:
+        """Place of the best threshold in the curve."""
+        return self.threshold.curve.best(self.max_drop_rate)
+
+    @property
+    def replica_times_s(self) -> NDArray[np.float64]:
+        """Compute times of replicas, [replica, step]."""
+        return self.times.end_s[:, 0, :, -1]
+
+    def at(self, place: int) -> dict[str, Any]:
+        """What one threshold comes to, in plain values; an infinite threshold is null.
+
+        Args:
+            place: in the curve.
+        """
+        curve = self.threshold.curve
+        share, tau_s = float(curve.completed_share[place]), float(curve.thresholds_s[place])
+        return {
+            "tau_s": tau_s if math.isfinite(tau_s) else None,
+            "speedup": float(curve.speedup[place]),
+            "throughput": float(curve.throughput[place]),
+            "completed": share * curve.micro_batches,
+            "drop_rate": 1 - share,
+            "time_s": float(curve.times_s[:, place].mean()),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values."""
+        times, curve = self.times, self.threshold.curve
+        return {
+            "run": str(times.run),
+            "steps": {"first": int(times.steps[0]), "last": int(times.steps[-1]), "count": len(times.steps)},
+            "replicas": curve.num_replicas,
+            "stages": times.start_s.shape[1],
+            "micro_batches": curve.micro_batches,
+            "communication_s": self.communication_s,
+            "communication_measured": self.measured,
+            "max_drop_rate": self.max_drop_rate,
+            "min_micro_batches": self.min_micro_batches,
+            "longest_s": float(curve.longest_s.mean()),
+            "mean_compute_s": float(self.replica_times_s.mean()),
+            "best": self.at(self.best),
+            "curve": {
+                "tau_s": [*curve.thresholds_s[:-1].tolist(), None],
+                "completed_share": curve.completed_share.tolist(),
+                "speedup": curve.speedup.tolist(),
+                "throughput": curve.throughput.tolist(),
+                "time_s": curve.times_s.mean(axis=0).tolist(),
+            },
+            "notes": list(times.notes),
+        }
+
+
+def measured_communication_s(times: StepTimesOfRun) -> float:
+    """Tc: what a step takes beyond the compute time of its slowest replica, mean over the steps, at least 0.
+
+    Both are of the first stages, whose last backward pass is the last of a replica.
+    """
+    rest = times.step_s[:, 0].mean(axis=0) - times.compute_s[:, 0].max(axis=0)
+    return max(0.0, math.fsum(rest) / len(rest))
+
+
+def search_run(
+    times: StepTimesOfRun, max_drop_rate: float, min_micro_batches: int, communication_s: float | None
+) -> RunThreshold:
+    """Search the threshold on the steps of a run in which nothing was left out.
+
+    Args:
+        times: recorded.
+        max_drop_rate: largest share of micro-batches that may be left out, in [0, 1].
+        min_micro_batches: that every replica completes whatever the threshold, >= 1.
+        communication_s: Tc; null: as measured.
+
+    Raises:
+        ValueError: a wrong value.
+        DataError: micro-batches were left out in every step.
+    """
+    if not 0 <= max_drop_rate <= 1:
+        raise ValueError(f"max_drop_rate is {max_drop_rate}, needed 0 to 1")
+    whole = (times.completed == times.planned).all(axis=0)
+    if not whole.any():
+        raise DataError(
+            f"{times.run}: in all {len(times.steps)} recorded steps from {times.steps[0]} to {times.steps[-1]} "
+            "micro-batches were left out, and a threshold is searched on steps in which nothing was; name others with "
+            '--first-step and --last-step, or record some with megasdc.drop_compute.threshold "inf"'
+        )
+    left = int((~whole).sum())
+    times = times.only(
+        whole,
+        f"{left} steps in which micro-batches were left out are not used; the others are then the quicker ones, and "
+        "the threshold comes out too low: better name steps before a threshold was in force",
+    )
+    latest = times.planned == times.planned[-1]
+    times = times.only(latest, f"steps with another number of micro-batches than {times.planned[-1]} are not used")
+    measured = communication_s is None
+    rest_s = measured_communication_s(times) if communication_s is None else communication_s
+    found = search_recorded(times.start_s[:, 0], times.end_s[:, 0], rest_s, max_drop_rate, min_micro_batches)
+    return RunThreshold(times, rest_s, measured, max_drop_rate, min_micro_batches, found)
