@@ -310,51 +310,81 @@ def test_gradients_of_copies_that_differ_are_told(tmp_path: Path, data: Path) ->
     assert all(row["train/grad_norm"] < 100 for row in _losses(tmp_path, "a"))
 
 
-def _watched(config: str) -> list[dict[str, Any]]:
-    """Train, and note at each step what the bounds were given: shards, moments, settings; the norm that came out."""
+def _gathered(config: str) -> list[dict[str, Any]]:
+    """Train, and before each step's bounds gather masters and gradients of the stage with DeepSpeed's own tool.
+
+    Of each step: number, place in the replica, learning rate, the norm that came out, and by name (master, gradient,
+    dimension that tensor ranks share, null: each has it whole, weight decay), the same on all replicas.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
     from whole_runs import pretrain_rank
 
-    from megasdc.optim.zero1 import counts_here, owned_fragments
     from megasdc.train.gradient_bounds import GradientBounds
 
     seen: list[dict[str, Any]] = []
     original = GradientBounds.before_optimizer_step
 
-    def watch(self: Any, engine: Any) -> None:
-        optimizer, dims = engine.optimizer, engine.dims
-        groups = [dict(group, params=None) for group in optimizer.param_groups]
-        shards = []
-        for fragment in owned_fragments(optimizer):
-            key = (self._names[id(fragment.parameter)], dims.rank, counts_here(fragment.parameter, dims.tp_rank))
-            states = {name: value.clone() for name, value in fragment.states(optimizer).items()}
-            shards.append((key, fragment.gradient.clone(), fragment.master.clone(), states, fragment.group))
-        seen.append({"step": engine.step_number, "groups": groups, "shards": shards})
+    def gather(self: Any, engine: Any) -> None:
+        groups = engine.optimizer.bf16_groups if engine.bfloat16_enabled() else engine.optimizer.bit16_groups
+        settings = [dict(group, params=None) for group in engine.optimizer.param_groups]
+        wholes = {}
+        for group, parameters in zip(settings, groups, strict=True):
+            for one in parameters:
+                shared = one.partition_dim if getattr(one, "tensor_model_parallel", False) else None
+                whole = safe_get_full_fp32_param(one).clone(), safe_get_full_grad(one).clone()
+                wholes[self._names[id(one)]] = (*whole, shared, group["weight_decay"])
+        place = engine.dims.pp_rank, engine.dims.tp_rank
+        seen.append({"step": engine.step_number, "place": place, "lr": settings[0]["lr"], "wholes": wholes})
         original(self, engine)
         seen[-1]["norm"] = float(engine.step_control._norm)
 
-    GradientBounds.before_optimizer_step = watch  # type: ignore[method-assign]
+    GradientBounds.before_optimizer_step = gather  # type: ignore[method-assign]
     assert pretrain_rank(config, []) == (0, None)
     return seen
 
 
-def _expected(shard: Any, group: dict[str, Any], bounded: torch.Tensor, clip: float, step: int) -> torch.Tensor:
-    """AdamW in float64. Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
-    _, _, master, states, _ = shard
-    first, second = group["betas"]
-    gradient = bounded * clip
-    zero = torch.zeros_like(gradient)
-    m = first * states.get("exp_avg", zero).double() + (1 - first) * gradient
-    v = second * states.get("exp_avg_sq", zero).double() + (1 - second) * gradient**2
-    weights = master.double() * (1 - group["lr"] * group["weight_decay"])
-    corrected = (m / (1 - first**step)) / ((v / (1 - second**step)).sqrt() + group["eps"])
-    return weights - group["lr"] * corrected
+def _whole_model(ranks: list[list[dict[str, Any]]], place: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """(master, gradient, weight decay) of each parameter of the whole model before a step, fp64."""
+    stages: dict[str, dict[int, Any]] = {}
+    for seen in sorted(ranks, key=lambda one: one[place]["place"]):
+        stage, tensor_rank = seen[place]["place"]
+        for name, whole in seen[place]["wholes"].items():
+            stages.setdefault(name, {}).setdefault(stage, {})[tensor_rank] = whole
+    found = {}
+    for name, copies in stages.items():
+        joined = [_joined([parts[rank] for rank in sorted(parts)]) for _, parts in sorted(copies.items())]
+        assert all(torch.equal(one[1], joined[0][1]) for one in joined), f"the copies of the tied {name} have parted"
+        found[name] = joined[0]
+    return found
 
 
-@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
-def test_shards_of_eight_ranks_step_as_one_rank_would(tmp_path: Path, data: Path, optimizer: str) -> None:
-    """Gathered from 2x2x2, bounded, normed, clipped and stepped in float64, masters and norm are those of the run."""
-    theta, absolute = 2.0, 0.02
-    hooks = [{**SPIKE, "theta": theta, "grace_steps": 0}, {**ABSOLUTE, "theta": absolute}]
+def _joined(parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """One parameter from what its tensor ranks hold."""
+    masters, gradients, (shared, *_), (decay, *_) = zip(*parts, strict=True)
+    if shared is None:
+        assert all(torch.equal(one, gradients[0]) for one in gradients)
+        return masters[0].double(), gradients[0].double(), decay
+    return torch.cat(masters, shared).double(), torch.cat(gradients, shared).double(), decay
+
+
+PUBLISHED = {"floor": 0.0}
+CORRECTED = {"bias_corrected": True, "floor": 1e-10}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [("fp32", {}), ("bf16", {}), ("fp32", PUBLISHED), ("fp32", CORRECTED)], ids=str
+)
+def test_shards_of_eight_ranks_step_as_one_rank_would(
+    tmp_path: Path, data: Path, optimizer: str, options: dict[str, Any]
+) -> None:
+    """Gathered from 2x2x2, bounded, normed, clipped and stepped in float64 by torch's AdamW, masters are the run's.
+
+    Whole gradients are gathered before the bounds, with DeepSpeed's own tool; the oracle's V is its own all the way.
+    """
+    theta, absolute, steps = 2.0, 0.02, 5
+    first, second, eps = 0.9, 0.95, 1e-8
+    floor = options.get("floor", eps**2)
+    hooks = [{**SPIKE, "theta": theta, "grace_steps": 0, **options}, {**ABSOLUTE, "theta": absolute}]
     config = write_config(
         tmp_path / "a.json",
         data,
@@ -362,34 +392,41 @@ def test_shards_of_eight_ranks_step_as_one_rank_would(tmp_path: Path, data: Path
         parallel__tensor=2,
         parallel__pipeline=2,
         training__eval_interval=0,
-        training__steps=5,
+        training__steps=steps,
         checkpoint__interval=0,
         optimizer_hooks=hooks,
         **OPTIMIZERS[optimizer],
     )
-    ranks = run_distributed(_watched, 8, str(config), init=False)
-    bounded_elements = 0
-    for place, step in enumerate(range(1, 5)):
-        clipped: dict[Any, Any] = {}
-        for seen in ranks:
-            assert seen[place]["step"] == step
-            for shard in seen[place]["shards"]:
-                gradient, second = shard[1].double(), shard[3].get("exp_avg_sq", torch.zeros_like(shard[1])).double()
-                limit = torch.where(second > 0, (theta * second).sqrt(), torch.inf).clamp(max=absolute)
-                bounded = gradient.clamp(min=-limit, max=limit)
-                bounded_elements += int((bounded != gradient).sum())
-                clipped[shard[0]] = bounded
-        squares = [one.square().sum() for (_, _, counts), one in clipped.items() if counts]
-        norm = float(torch.stack(squares).sum().sqrt())
-        after = {shard[0]: shard[2] for seen in ranks for shard in seen[place + 1]["shards"]}
-        for seen in ranks:
-            assert seen[place]["norm"] == pytest.approx(norm, rel=1e-6)
-            for shard in seen[place]["shards"]:
-                group = seen[place]["groups"][shard[4]]
-                expected = _expected(shard, group, clipped[shard[0]], min(1.0, 1 / (norm + 1e-6)), step)
-                error = (after[shard[0]].double() - expected).norm()
-                assert float(error) <= 1e-6 * float(expected.norm()), shard[0]
-    assert bounded_elements > 1000
+    ranks = run_distributed(_gathered, 8, str(config), init=False)
+    start = _whole_model(ranks, 0)
+    weights = {name: master.clone().requires_grad_() for name, (master, _, _) in start.items()}
+    groups = [{"params": [weights[name]], "weight_decay": decay} for name, (_, _, decay) in start.items()]
+    inner = torch.optim.AdamW(groups, betas=(first, second), eps=eps)
+    bounded = least = 0
+    for place in range(steps):
+        model = _whole_model(ranks, place)
+        assert model.keys() == weights.keys() and ranks[0][place]["step"] == place + 1
+        for name, (master, gradient, _) in model.items():
+            difference = (weights[name].detach() - master).norm()
+            assert float(difference) <= 1e-6 * float(master.norm()), (place, name)
+            limit = torch.full_like(gradient, absolute)
+            if place:
+                moment = inner.state[weights[name]]["exp_avg_sq"]
+                if "bias_corrected" in options:
+                    moment = moment / (1 - second**place)
+                least += int(((moment <= floor) & (gradient != 0)).sum())
+                spike = torch.where(moment.clamp(min=floor) > 0, (theta * moment.clamp(min=floor)).sqrt(), torch.inf)
+                limit = limit.minimum(spike)
+            weights[name].grad = gradient.clamp(-limit, limit)
+            bounded += int((gradient.abs() > limit).sum())
+        norm = float(torch.cat([one.grad.flatten() for one in weights.values()]).norm())
+        assert [seen[place]["norm"] for seen in ranks] == pytest.approx([norm] * 8, rel=1e-6)
+        for one in weights.values():
+            one.grad *= min(1.0, 1 / (norm + 1e-6))
+        for group in inner.param_groups:
+            group["lr"] = ranks[0][place]["lr"]
+        inner.step()
+    assert bounded > 1000 and (least > 100) == (floor > 0)
 
 
 def test_bounds_move_to_another_layout(tmp_path: Path, data: Path) -> None:
