@@ -39,8 +39,10 @@ from megasdc.config.hook_sections import (
     ZERO,
     theta_at,
 )
+from megasdc.optim.copies import digest
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
+from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bound import SUMS, Limits, bound_
 
 PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
@@ -70,7 +72,8 @@ class Seen:
 
     Args:
         squares: of the elements that this rank counts, as they are now, 0-d, fp64.
-        copies: of the parameters that every tensor rank holds, all its shards, 0-d, fp64.
+        copies: of the parameters that every tensor rank holds, all its shards: squares, and the digest of their bits,
+            [3], fp64; zeros where there is one tensor rank.
         skip: elements that are NaN or Inf and have the step skipped, 0-d, fp64.
         halt: those that end the run, 0-d, fp64.
     """
@@ -89,7 +92,7 @@ class ShardBounds:
         names: full name of each parameter of the stage; a tied copy has the name of its original.
         specs: the entries of the configuration; those that bound nothing are ignored.
         reset: resets of the moments; null: there are none.
-        tp_rank: tensor rank.
+        dims: layout and place of this rank.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class ShardBounds:
         names: Mapping[nn.Parameter, str],
         specs: Sequence[HookSpec],
         reset: MomentumReset | None,
-        tp_rank: int,
+        dims: ParallelDims,
     ) -> None:
         self._optimizer = optimizer
         self._specs = [spec for spec in specs if spec.hook in BOUNDS and spec.where == BEFORE_NORM]
@@ -119,9 +122,10 @@ class ShardBounds:
         self._owned = torch.zeros_like(self._whole)
         for fragment in owned_fragments(optimizer):
             self._owned[self._places[id(fragment.parameter)]] += fragment.numel
-        self.counted = [counts_here(one, tp_rank) for one in self._parameters]
+        self.counted = [counts_here(one, dims.tp_rank) for one in self._parameters]
         self._counted = chosen(iter(self.counted))
-        self._copied = chosen(is_copied(one) for one in self._parameters)
+        self._compared = [dims.tensor > 1 and is_copied(one) for one in self._parameters]
+        self._copied = chosen(iter(self._compared))
         self._halting = {place: chosen(rule.policy == HALT for rule in rules) for place, rules in self.rules.items()}
         self._kept = {
             place: chosen(rule.policy in (SKIP_STEP, HALT) for rule in rules) for place, rules in self.rules.items()
@@ -175,6 +179,7 @@ class ShardBounds:
         Sync: none.
         """
         sums = self._begin()
+        copied: list[Tensor] = []
         for fragment in owned_fragments(self._optimizer):
             place = self._places[id(fragment.parameter)]
             if fragment.gradient is None:
@@ -182,6 +187,8 @@ class ShardBounds:
             moment = fragment.states(self._optimizer).get("exp_avg_sq")
             limits = self._limits_of(self.rules[BEFORE_NORM][place], fragment.flat, step, scale, moment is not None)
             bound_(fragment.gradient, moment, limits, sums[place])
+            if self._compared[place]:
+                copied.append(fragment.gradient)
         self._end(BEFORE_NORM, sums)
         bad = (sums[:, _NAN] + sums[:, _INF]) * self._kept[BEFORE_NORM]
         halting = bad * self._halting[BEFORE_NORM]
@@ -191,7 +198,9 @@ class ShardBounds:
             halting = halting + bad * self._halting[LOCAL]
             skipping = skipping + bad * (1 - self._halting[LOCAL])
         squares = sums[:, _SQUARES]
-        return Seen((squares * self._counted).sum(), (squares * self._copied).sum(), skipping.sum(), halting.sum())
+        of_copies = (squares * self._copied).sum().unsqueeze(0)
+        copies = torch.cat([of_copies, digest(copied, sums.device)])
+        return Seen((squares * self._counted).sum(), copies, skipping.sum(), halting.sum())
 
     @torch.no_grad()
     def bound_clipped(self, inner: Any, step: int) -> None:

@@ -71,6 +71,7 @@ def test_bounds_that_are_infinite_change_no_bit(
     assert {row["submodule"] for row in rows} >= {"0.word_embeddings", "3.layer.mlp.linear_fc2", "4.norm"}
     assert all(row["share"] == 0 for row in rows)
     assert max(row["largest_ratio"] for row in rows) > 1
+    assert events_of(tmp_path / "neutral", "bounds", "copies_differ") == []
 
 
 def _updates(folder: Path, name: str) -> torch.Tensor:
@@ -308,6 +309,26 @@ def test_gradients_of_copies_that_differ_are_told(tmp_path: Path, data: Path) ->
     assert [one["step"] for one in told] == [3, 4], "the copies have drifted apart"
     assert told[0]["norms"][1] > told[0]["norms"][0]
     assert all(row["train/grad_norm"] < 100 for row in _losses(tmp_path, "a"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_copies_of_equal_norm_that_differ_are_told(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """Two elements of a norm's gradient that changed places on tensor rank 1 are found; before that no bit differs."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\n"
+        "from megasdc.optim.hooks import GradientHook\n"
+        "class Swap(GradientHook):\n"
+        "    def apply(self, part):\n"
+        "        if os.environ['RANK'] == '1' and part.step == 3:\n"
+        "            part.gradient[:2] = part.gradient[:2].flip(0)\n"
+    )
+    swap = {"hook": "file", "path": str(file), "name": "Swap", "parameters": ["2.layer.input_layernorm.weight"]}
+    neutral = {**ABSOLUTE, "theta": "inf"}
+    options = {**OPTIMIZERS[optimizer], "parallel__tensor": 2, "training__steps": 3}
+    _ok(_train(tmp_path, data, "a", 2, **options, optimizer_hooks=[swap, neutral]))
+    (told,) = events_of(tmp_path / "a", "bounds", "copies_differ")
+    assert told["step"] == 3 and told["norms"][0] == pytest.approx(told["norms"][1], rel=1e-12)
 
 
 def _gathered(config: str) -> list[dict[str, Any]]:
