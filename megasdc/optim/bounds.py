@@ -114,6 +114,7 @@ class ShardBounds:
         self.table = torch.zeros(len(PLACES), len(self.names), len(COLUMNS), dtype=torch.float64, device=device)
         self.last_pass = torch.zeros(len(self.names), len(SUMS), dtype=torch.float64, device=device)
         self.local_pass = self.last_pass
+        self._taken: dict[int, int] = {}
 
         def chosen(wanted: Iterator[bool]) -> Tensor:
             return torch.tensor(list(wanted), dtype=torch.float64, device=device)
@@ -176,7 +177,8 @@ class ShardBounds:
         Raises:
             RuntimeError: a parameter has no reduced gradient, which would go unbounded and uncounted.
 
-        Sync: none.
+        Sync: none, but for ``bias_corrected`` with PyTorch's fused AdamW on a GPU, whose count of steps is there: once
+        for each of its groups.
         """
         sums = self._begin()
         copied: list[Tensor] = []
@@ -239,6 +241,7 @@ class ShardBounds:
         return None
 
     def _begin(self) -> Tensor:
+        self._taken.clear()
         self.last_pass = torch.zeros_like(self.last_pass)
         return self.last_pass
 
@@ -255,7 +258,9 @@ class ShardBounds:
         floor = eps**2 if spike.floor is None else spike.floor
         correction = 1.0
         if spike.bias_corrected:
-            taken = self._steps_taken(flat)
+            if id(flat) not in self._taken:
+                self._taken[id(flat)] = self._steps_taken(flat)
+            taken = self._taken[id(flat)]
             if taken == 0:
                 return _limits(rule, step, scale, spikes=False)
             correction = 1 / (1 - beta**taken)

@@ -112,6 +112,117 @@ def test_an_outlier_moves_nothing_but_its_own_element(tmp_path: Path, data: Path
     assert _change(tmp_path, "unbounded") > 0.1
 
 
+class _Step:
+    """Takes an optimizer's step again and again from the same gradients, masters, moments and counts."""
+
+    def __init__(self, engine: Any) -> None:
+        from megasdc.optim.zero1 import is_bf16_optimizer, owned_fragments, reduced_gradients
+
+        self._engine, self._optimizer = engine, engine.optimizer
+        self.fragments = list(owned_fragments(self._optimizer))
+        state = self._optimizer.optimizer.state
+        moments = [value for one in state.values() for value in one.values() if isinstance(value, torch.Tensor)]
+        flats = list({id(one.flat): one.flat.detach() for one in self.fragments}.values())
+        tensors = [*reduced_gradients(self._optimizer), *moments, *flats]
+        self._kept = [(tensor, tensor.clone()) for tensor in tensors]
+        self._bf16 = is_bf16_optimizer(self._optimizer)
+        if self._bf16:
+            self._present = [list(flags) for flags in self._optimizer.fp32_groups_has_gradients]
+        else:
+            self._lists = {key: list(own) for key, own in self._optimizer.averaged_gradients.items()}
+
+    def restore(self) -> None:
+        """Everything is as it was before the step."""
+        for tensor, kept in self._kept:
+            tensor.copy_(kept)
+        if self._bf16:
+            self._optimizer.fp32_groups_has_gradients[:] = [list(flags) for flags in self._present]
+        else:
+            self._optimizer.averaged_gradients.update({key: list(own) for key, own in self._lists.items()})
+
+    def take(self) -> torch.Tensor:
+        """What a step adds to the masters of this rank, fp64."""
+        before = torch.cat([one.master.double() for one in self.fragments])
+        self._optimizer.step()
+        return torch.cat([one.master.double() for one in self.fragments]) - before
+
+
+def _change_of_others(clean: torch.Tensor, update: torch.Tensor, hit: int | None) -> tuple[float, float]:
+    """Sums of squares of the difference and of the clean update, without the element that was hit."""
+    difference = update - clean
+    if hit is not None:
+        difference[hit] = 0
+    return float(difference.square().sum()), float(clean.square().sum())
+
+
+def _hit_at_random(config: str, seeds: list[int]) -> list[Any]:
+    """Train; before the third step try outliers anywhere in the model: of each the changes with bounds and without."""
+    import random
+
+    from whole_runs import pretrain_rank
+
+    from megasdc.parallel.collectives import gather_objects
+    from megasdc.train.gradient_bounds import GradientBounds
+
+    found: list[Any] = []
+    original = GradientBounds.before_optimizer_step
+
+    @torch.no_grad()
+    def attempt(self: Any, engine: Any) -> None:
+        if engine.step_number != 3:
+            return original(self, engine)
+        step, rank = _Step(engine), engine.dims.rank
+        sizes = [(self._names[id(one.parameter)], one.numel) for one in step.fragments]
+        everywhere = [
+            (name, owner, place)
+            for owner, own in enumerate(gather_objects(sizes, self._run.host_group))
+            for place, (name, _) in enumerate(own)
+        ]
+        original(self, engine)
+        clean = step.take()
+        for seed in seeds:
+            draw = random.Random(seed)
+            wanted = draw.choice(sorted({name for name, _, _ in everywhere}))
+            _, owner, place = draw.choice([one for one in everywhere if one[0] == wanted])
+            share, sign = draw.random(), draw.choice((1, -1))
+            for value in (sign * 1e12, sign * torch.inf, torch.nan):
+                changes = []
+                for bounded in (True, False):
+                    step.restore()
+                    hit = None
+                    if rank == owner:
+                        element = int(share * sizes[place][1])
+                        step.fragments[place].gradient[element] = value
+                        hit = sum(numel for _, numel in sizes[:place]) + element
+                    if bounded:
+                        original(self, engine)
+                    else:
+                        engine.step_control.decide(None, False)
+                    changes.append(_change_of_others(clean, step.take(), hit))
+                found.append(((seed, wanted, owner, str(value)), changes))
+        step.restore()
+        original(self, engine)
+
+    GradientBounds.before_optimizer_step = attempt  # type: ignore[method-assign]
+    assert pretrain_rank(config, []) == (0, None)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+def test_an_outlier_at_a_random_place_moves_nothing_else(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """Any parameter, element and rank of 2x2x2: the other updates stay with the bounds, and are destroyed without."""
+    hooks = [{**SPIKE, "non_finite": "bound"}, {**ABSOLUTE, "non_finite": "bound"}]
+    changes = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__eval_interval": 0, "training__steps": 3}
+    changes |= {"optimizer_hooks": hooks, "checkpoint__interval": 0, **OPTIMIZERS[optimizer]}
+    config = write_config(tmp_path / "a.json", data, tmp_path / "a", **changes)
+    ranks = run_distributed(_hit_at_random, 8, str(config), list(range(6)), init=False, timeout_s=240.0)
+    assert len({owner for (_, _, owner, _), _ in ranks[0]}) >= 4, "the places are all over the ranks"
+    for trials in zip(*ranks, strict=True):
+        for number, changed in enumerate((lambda share: share <= 1e-6, lambda share: not share <= 0.1)):
+            difference, whole = (sum(changes[number][one] for _, changes in trials) for one in (0, 1))
+            assert changed((difference / whole) ** 0.5), trials[0][0]
+
+
 @pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
 def test_all_ranks_skip_a_step_together(tmp_path: Path, data: Path, optimizer: str) -> None:
     """NaN in the shard of one rank of one stage: no rank takes the step, and its place is told."""
