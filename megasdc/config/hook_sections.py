@@ -56,10 +56,11 @@ class HookSpec(Section):
         20, description="spike_aware: no bound in so many first steps, nor after a reset of the moments."
     )
     bias_corrected: bool = Field(False, description="spike_aware: V / (1 - beta2^t) instead of V.")
-    floor: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="spike_aware: smallest V; without one, elements with V = 0 are not bounded, and elements with rare "
-        "gradients, whose V decays in between, are bounded ever more.",
+    floor: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare "
+        "its gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
+        "whose V decays in between, is bounded ever more.",
     )
     interval: PositiveInt = Field(500, description="momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")
     warmup_steps: NonNegativeInt = Field(

@@ -19,6 +19,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of
 from megasdc.optim.bounds import ShardBounds, fits
+from megasdc.optim.copies import differ
 from megasdc.optim.hooks import GradientHook, GradientPart, load_hook
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
 from megasdc.optim.zero1 import owned_fragments
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 EVENT_KIND = "bounds"
 LARGEST_NORM = 3.4e38
 """Of fp32, in which DeepSpeed takes norms."""
-COPIES_DIFFER = 1e-9
-"""Relative difference of two tensor ranks' sums of squares that rounding does not make."""
 TIED_NAME = "0.word_embeddings.weight"
 """What a tied parameter is called on every stage."""
 
@@ -58,7 +57,7 @@ class GradientBounds(StepHook, EngineHook):
         self._reset = _reset_of(resets[0]) if resets else None
         names = parameter_names(engine)
         self._names = {id(parameter): name for parameter, name in names.items()}
-        self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims.tp_rank)
+        self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims)
         self._files = self._load_files()
         self._warmup = RateWarmup(self._inner) if self._reset is not None else None
         self._carried: Totals = {}
@@ -89,12 +88,14 @@ class GradientBounds(StepHook, EngineHook):
                 self._tell("reset", step, interval=self._reset.interval)
         failure = self._apply_files(engine, step, scale)
         seen = self._bounds.bound_reduced(step, scale)
-        slots = torch.zeros(self._dims.tensor, dtype=torch.float64, device=engine.device)
+        slots = torch.zeros(self._dims.tensor, len(seen.copies), dtype=torch.float64, device=engine.device)
         slots[self._dims.tp_rank] = seen.copies
         failed = torch.tensor(float(failure is not None), dtype=torch.float64, device=engine.device)
-        sums = torch.cat([torch.stack([seen.squares, seen.skip, seen.halt, failed]), slots])
+        sums = torch.cat([torch.stack([seen.squares, seen.skip, seen.halt, failed]), slots.flatten()])
         dist.all_reduce(sums)
-        squares, skip, halt, failures, *copies = sums.tolist()
+        found = sums.cpu()
+        squares, skip, halt, failures = found[:4].tolist()
+        copies = found[4:].view(slots.shape).tolist()
         if failures:
             raise ConfigError([text for text in gather_objects(failure, self._run.host_group) if text is not None])
         norm = math.sqrt(squares)
@@ -107,8 +108,8 @@ class GradientBounds(StepHook, EngineHook):
                 )
         elif norm > LARGEST_NORM:
             self._skipped = f"the norm of the gradient is {norm:.3g}, more than fp32 holds"
-        elif max(copies) - min(copies) > COPIES_DIFFER * max(copies):
-            self._tell_copies(step, copies)
+        elif differ([bits for _, *bits in copies]):
+            self._tell_copies(step, [math.sqrt(one) for one, *_ in copies])
         own = bool(self._files) or self._bounds.changes(step)
         device_norm = torch.tensor(norm, dtype=torch.float64, device=engine.device) if own else None
         engine.step_control.decide(device_norm, self._skipped is not None)
@@ -174,15 +175,15 @@ class GradientBounds(StepHook, EngineHook):
         whose = f"as rank {rank} accumulated it" if where == LOCAL else f"in the shard of rank {rank}"
         return f"the gradient of {parameter} has {nan} NaN and {inf} Inf {whose}{more}"
 
-    def _tell_copies(self, step: int, copies: list[float]) -> None:
-        self._tell("copies_differ", step, norms=[math.sqrt(one) for one in copies])
+    def _tell_copies(self, step: int, norms: list[float]) -> None:
+        self._tell("copies_differ", step, norms=norms)
         first, self._copies_told = not self._copies_told, True
         if self._dims.rank == 0 and first:
             logger.warning(
                 "step %d: gradients of parameters that every tensor rank holds differ between tensor ranks (norms %s); "
                 "their copies drift apart from now on. Compare them with sdc.always_on.parameters",
                 step,
-                ", ".join(f"{math.sqrt(one):.6g}" for one in copies),
+                ", ".join(f"{one:.6g}" for one in norms),
             )
 
     def _tell(self, name: str, step: int, **fields: Any) -> None:

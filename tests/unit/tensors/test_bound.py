@@ -32,6 +32,7 @@ RULES = {
     "both": Limits(absolute=0.03, spike=4.0),
     "corrected": Limits(spike=3.0, v_factor=1 / (1 - 0.95**3)),
     "floor": Limits(spike=2.0, floor=1e-4),
+    "least floor": Limits(spike=4.0, floor=1e-8**2),
     "scaled": Limits(absolute=0.03, spike=5.0, floor=1e-9, scale=512.0),
 }
 NEAR = 1e-6
