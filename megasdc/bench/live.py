@@ -2,7 +2,7 @@
 
 ``megasdc bench detection --live``: in several layouts and types, seeded faults are injected into runs of the real loop
 with the real checks, and what these say is scored against what the injector did. The same faults are scored for what
-users have today. Clean steps in between must raise nothing.
+users have today. Clean steps in between must raise nothing. The toleranced checks, which only warn, are scored apart.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.faults.injector import Firing
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.zero1 import Fragment, accumulated_gradient, grouped_parameters, owned_fragments
+from megasdc.optim.zero1 import accumulated_gradient, grouped_parameters, owned_fragments
 from megasdc.sdc.adam import AdamSlice, adam_step
 from megasdc.sdc.linear import PERIOD, draw_signs
 from megasdc.sdc.outliers import Outliers
 from megasdc.train.gradient_checks import FeatureReader, is_finite
 from megasdc.train.run import Run, StepHook
 from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, TolerancedChecks
-from megasdc.train.toleranced import UPDATE as UPDATED
+from megasdc.train.toleranced import UPDATE as CHECK_OF_UPDATE
 from megasdc.train.update_check import settings_of, slice_of
 
 STATES = {"master": 0, "exp_avg": 1, "exp_avg_sq": 2}
@@ -66,6 +66,11 @@ class Witness(StepHook, EngineHook):
     def __init__(self, engine: TrainingEngine, checks: TolerancedChecks, features: Mapping[str, Any]) -> None:
         self._engine = engine
         self._checks = checks
+        self._parameters = {
+            (one.fqn, slot): parameter
+            for one in list_submodules(engine.module)
+            for slot, parameter in one.parameters.items()
+        }
         self._reader = FeatureReader(engine)
         self._outliers = Outliers()
         self._outliers.load_state_dict(dict(features))
@@ -126,48 +131,41 @@ class Witness(StepHook, EngineHook):
         Returns:
             The check and the size; null where no check looks at it.
         """
-        address, seen = firing.address, self.kept[firing.address.step]
-        fqn, _, state = address.slot.partition(".")
-        parameter = next(
-            value
-            for one in list_submodules(self._engine.module)
-            for slot, value in one.parameters.items()
-            if (one.fqn, slot) == (address.fqn, fqn)
-        )
+        address, optimizer = firing.address, self._engine.optimizer
+        slot, _, state = address.slot.partition(".")
+        parameter = self._parameters[address.fqn, slot]
         change = torch.tensor(firing.after, dtype=torch.float64) - torch.tensor(firing.before, dtype=torch.float64)
-        places = torch.tensor(firing.indices)
-        fragment = next((one for one in owned_fragments(self._engine.optimizer) if one.parameter is parameter), None)
+        places, seen = torch.tensor(firing.indices), self.kept[address.step]
         if address.phase == COLLECTIVE:
-            groups = grouped_parameters(self._engine.optimizer)
-            group = next(place for place, of in enumerate(groups) if any(one is parameter for one in of))
-            return REDUCTION, self._of_sums(change, places, address.step, float(seen.norms[group]), seen)
-        assert fragment is not None, "it was harmed"
-        if address.phase == REDUCED_GRAD:
-            change, places = change * self._engine.dims.data, places + fragment.offset
-            norm = float(seen.norms[fragment.group])
-            return REDUCTION, self._of_sums(change, places, address.step, norm, seen)
+            of_groups = enumerate(grouped_parameters(optimizer))
+            group = next(place for place, of in of_groups if any(one is parameter for one in of))
+            return REDUCTION, self._of_sums(change, places, address.step, float(seen.norms[group]))
+        if address.phase not in (REDUCED_GRAD, UPDATE):
+            return None
+        fragment = next(one for one in owned_fragments(optimizer) if one.parameter is parameter)
         if address.phase == UPDATE:
-            return self._of_update(change, places, fragment, state, seen, address.step)
-        return None
+            return self._of_update(change, places + fragment.start, fragment.flat, state, address.step)
+        of_sum, norm = change * self._engine.dims.data, float(seen.norms[fragment.group])
+        return REDUCTION, self._of_sums(of_sum, places + fragment.offset, address.step, norm)
 
-    def _of_sums(self, change: Tensor, places: Tensor, step: int, norm: float, seen: Seen) -> float:
+    def _of_sums(self, change: Tensor, places: Tensor, step: int, norm: float) -> float:
         """By the larger change of the two linear sums."""
         signs = draw_signs(step, torch.device("cpu"))[places % PERIOD]
         moved = max(abs(float(change.sum())), abs(float((change * signs).sum())))
-        return moved / norm / seen.thresholds[REDUCTION]
+        return moved / norm / self.kept[step].thresholds[REDUCTION]
 
     def _of_update(
-        self, change: Tensor, places: Tensor, fragment: Fragment, state: str, seen: Seen, step: int
+        self, change: Tensor, places: Tensor, flat: Tensor, state: str, step: int
     ) -> tuple[str, float] | None:
         """By the largest change of an element in the slice of this step, in roundings of its terms."""
-        part = slice_of(fragment.flat.numel(), step)
-        flat_places = places + fragment.start
-        inside = (flat_places >= part.start) & (flat_places < part.stop)
+        part, seen = slice_of(flat.numel(), step), self.kept[step]
+        inside = (places >= part.start) & (places < part.stop)
         if not inside.any():
             return None
-        kind = torch.finfo(fragment.flat.dtype)
-        terms = seen.magnitudes[id(fragment.flat)].tensors[STATES[state]][flat_places[inside]]
-        return UPDATED, float((change[inside].abs() / (kind.eps * terms + kind.tiny)).max()) / seen.thresholds[UPDATED]
+        kind = torch.finfo(flat.dtype)
+        terms = seen.magnitudes[id(flat)].tensors[STATES[state]][places[inside]]
+        moved = float((change[inside].abs() / (kind.eps * terms + kind.tiny)).max())
+        return CHECK_OF_UPDATE, moved / seen.thresholds[CHECK_OF_UPDATE]
 
 
 def feature_sizes(clean: Seen, harmed: Seen) -> dict[str, float]:

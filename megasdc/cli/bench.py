@@ -103,7 +103,8 @@ def bench_detecting(
     """Inject random faults and see whether each is found and its rank named; exit code 1 if not.
 
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
-    the injector says it did, with --live also for what users have today. Clean runs must raise nothing.
+    the injector says it did, with --live also for what users have today. Clean runs must raise nothing. The toleranced
+    checks of a run are scored apart, by the size of the fault in thresholds.
     """
     from rich.console import Console
 

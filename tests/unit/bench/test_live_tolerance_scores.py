@@ -144,4 +144,5 @@ def test_a_feature_moves_by_its_logarithm(factor: float) -> None:
     )
     features[:] = factor
     moved = feature_sizes(clean, replace(clean, features=features))
+    assert math.isinf(factor) or moved[REPLICAS] == 0.0
     assert moved[PAST] == pytest.approx(math.log(factor) / 0.25 / 8.0, rel=1e-6)
