@@ -2,7 +2,7 @@
 
 ``megasdc bench detection --live``: in several layouts and types, seeded faults are injected into runs of the real loop
 with the real checks, and what these say is scored against what the injector did. The same faults are scored for what
-users have today. Clean steps in between must raise nothing.
+users have today. Clean steps in between must raise nothing. The toleranced checks, which only warn, are scored apart.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from megasdc.bench.detection import PRECISIONS, STYLES
 from megasdc.bench.live_cases import CLEAN, LONG
 from megasdc.bench.live_today import OTHERS, compare_with_today
+from megasdc.bench.live_tolerance_trial import ToleranceResult, ToleranceTrial, read_tolerance_trial
 from megasdc.bench.live_trial import UNSEEN, LiveTrial, Named, kind_of, row_of
 from megasdc.bench.machine import describe_machine
 from megasdc.bench.ranks import run_ranks
@@ -37,22 +38,26 @@ class LiveOptions:
 
     Args:
         faults: trials with faults, over all layouts and types; rounded up to equal shares.
-        clean: steps without, likewise.
+        toleranced: trials with faults for the toleranced checks, likewise.
+        clean: steps without, likewise, for each of both that has faults.
         layouts: (tensor, pipeline, data) of each, at least 2 replicas.
         precisions: some of fp32, bf16.
         seed: of every draw.
 
     Raises:
-        ConfigError: a layout has one replica.
+        ConfigError: a layout has one replica, or nothing is to be injected.
     """
 
     faults: int = 1000
+    toleranced: int = 360
     clean: int = 500
     layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
     precisions: tuple[str, ...] = PRECISIONS
     seed: int = 1
 
     def __post_init__(self) -> None:
+        if not (self.faults or self.toleranced):
+            raise ConfigError("--faults, --toleranced: both are 0, and nothing would be tested; give one of them")
         for layout in self.layouts:
             if layout[2] < 2:
                 name = "x".join(map(str, layout))
@@ -82,11 +87,13 @@ class LiveResult:
         machine: date, processor, versions.
         options: size.
         trials: with faults and clean.
+        toleranced: those of the toleranced checks.
     """
 
     machine: dict[str, Any]
     options: LiveOptions
     trials: Sequence[LiveTrial] = field(repr=False)
+    toleranced: ToleranceResult
 
     @property
     def clean(self) -> list[LiveTrial]:
@@ -106,7 +113,8 @@ class LiveResult:
     @property
     def passed(self) -> bool:
         """Whether all trials were as they have to be, and something was tested."""
-        return not self.missed and bool(self.clean) and any(trial.harmed for trial in self.faulty)
+        tested = not self.options.faults or (bool(self.clean) and any(trial.harmed for trial in self.faulty))
+        return not self.missed and tested and (not self.options.toleranced or self.toleranced.passed)
 
     def counts(self, key: Callable[[LiveTrial], str]) -> dict[str, Counter[str]]:
         """Counts of the trials with faults, grouped by what ``key`` says."""
@@ -139,6 +147,7 @@ class LiveResult:
             "clean_steps": len(self.clean),
             "clean_alarms": sum(trial.detected for trial in self.clean),
             "trials": [_plain(trial) for trial in self.trials],
+            "toleranced": self.toleranced.as_dict(),
         }
 
 
@@ -157,24 +166,35 @@ def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, 
     build_operator()
     faults = -(-options.faults // len(options.cells))
     clean = -(-options.clean // (len(options.cells) * LONG))
+    toleranced = -(-options.toleranced // len(options.cells))
     trials: list[LiveTrial] = []
+    tolerance_trials: list[ToleranceTrial] = []
     for number, cell in enumerate(options.cells):
-        name = f"{'x'.join(map(str, cell['layout']))} {cell['precision']}"
-        on_progress(name, 0, faults + clean)
-        with tempfile.TemporaryDirectory(prefix="megasdc_live_") as scratch:
-            sizes = {"faults": faults, "clean_runs": clean, "seed": options.seed * 1000 + number, "folder": scratch}
-            tensor, pipeline, data = cell["layout"]
-            run_ranks(
-                "megasdc.bench.live_rank",
-                {**cell, **sizes},
-                tensor * pipeline * data,
-                1,
-                Path(scratch),
-                lambda message, name=name: on_progress(name, message["done"], faults + clean),  # type: ignore[misc]
-            )
-            lines = (Path(scratch) / "trials.jsonl").read_text(encoding="utf-8").splitlines()
-        trials += map(_read, map(json.loads, lines))
-    return LiveResult(machine, options, trials)
+        common = {**cell, "seed": options.seed * 1000 + number}
+        if faults:
+            sizes = {"faults": faults, "clean_runs": clean}
+            trials += map(_read, _run_cell("live_rank", {**common, **sizes}, faults + clean, on_progress))
+        if toleranced:
+            sizes = {"faults": toleranced, "clean_steps": -(-options.clean // len(options.cells))}
+            found = _run_cell("live_tolerance_rank", {**common, **sizes}, toleranced + 1, on_progress)
+            tolerance_trials += map(read_tolerance_trial, found)
+    return LiveResult(machine, options, trials, ToleranceResult(tolerance_trials))
+
+
+def _run_cell(program: str, request: dict[str, Any], total: int, on_progress: Progress) -> list[dict[str, Any]]:
+    """Run one layout and type; trials as their JSON says."""
+    name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
+    on_progress(name, 0, total)
+    with tempfile.TemporaryDirectory(prefix="megasdc_live_") as scratch:
+        run_ranks(
+            f"megasdc.bench.{program}",
+            {**request, "folder": scratch},
+            math.prod(request["layout"]),
+            1,
+            Path(scratch),
+            lambda message: on_progress(name, message["done"], total),
+        )
+        return [json.loads(line) for line in (Path(scratch) / "trials.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _read(found: dict[str, Any]) -> LiveTrial:

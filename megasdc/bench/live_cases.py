@@ -46,7 +46,11 @@ PERSISTENCE: dict[str, dict[str, Any]] = {
     SOMETIMES: {"probability": 0.5},
 }
 """How often a fault comes again, each a part of a spec."""
+LASTING = "update, in every step"
+TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
+"""How often each row comes that is scored for the toleranced checks."""
 AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
+TOLERANCED = "toleranced"
 """What detects in a case."""
 MODES = {
     CLEAN: EVERYTHING,
@@ -214,8 +218,8 @@ class Cases:
         if row == OTHER:
             phases = [BACKWARD, WEIGHT_GRAD] if self._recompute else [FORWARD, BACKWARD, WEIGHT_GRAD]
             return replace(self._target(rank, step, 1, phases, ONCE), shows=None)
-        phase = {PARAMETERS: PARAMETER, SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STEPPED: UPDATE, STATE: OPTIMIZER_STATE}
-        found = self._target(rank, step, None, [phase[row]], ONCE)
+        phase = {PARAMETERS: PARAMETER, SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STATE: OPTIMIZER_STATE}
+        found = self._target(rank, step, None, [phase.get(row, UPDATE)], ONCE)
         shows = replace(found.address, step=step + 1) if row == PARAMETERS else None
         return replace(found, shows=shows)
 

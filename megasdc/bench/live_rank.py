@@ -11,7 +11,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megasdc.bench.live_cases import (
     CLEAN,
     EVERYTHING,
     GOLDEN,
+    TOLERANCED,
     Case,
     Cases,
     deal_rows,
@@ -98,11 +99,12 @@ class LiveCampaign:
 
     Args:
         request: see ``megasdc.bench.live``.
+        kinds: of faults by name, each a part of a spec.
 
     Collective: all ranks of the world.
     """
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    def __init__(self, request: dict[str, Any], kinds: Mapping[str, Mapping[str, Any]] = KINDS) -> None:
         self._request = request
         raw = live_config(request)
         config = workload_config(parse_config(raw))
@@ -116,14 +118,15 @@ class LiveCampaign:
         self._algorithm = default_algorithm(self._engine.device)
         golden = self._folder / "campaign.golden"
         addresses = self._record(config, golden)
-        self._configs = {name: detecting(raw, name, golden) for name in (AUDITED, GOLDEN, CHECKED, EVERYTHING)}
+        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED)
+        self._configs = {name: detecting(raw, name, golden) for name in modes}
         self._stream = RandomTokens(request["seed"], 100_000)
         self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
         self._events = KeptEvents(self._folder, self.dims.rank)
         self._signals = StopSignals()
         self.draw = random.Random(request["seed"])
         layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
-        self.cases = Cases(addresses, layout, KINDS, request["precision"], self.draw, MICRO_BATCHES)
+        self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES)
 
     def _record(self, config: RunConfig, file: Path) -> list[list[Address]]:
         """Save a golden trace of these ranks; the addresses of each."""

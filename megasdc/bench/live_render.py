@@ -11,6 +11,7 @@ from rich.table import Table
 from megasdc.bench.live import LiveResult
 from megasdc.bench.live_cases import MAJORITY
 from megasdc.bench.live_today import OTHERS, compare_with_today
+from megasdc.bench.live_tolerance_render import render_tolerance
 from megasdc.bench.live_trial import UNSEEN, kind_of, row_of
 
 COLUMNS = {
@@ -28,6 +29,14 @@ COLUMNS = {
 
 def render_live(result: LiveResult, console: Console) -> None:
     """Print the result."""
+    if result.trials:
+        _exact_checks(result, console)
+    if result.toleranced.trials:
+        render_tolerance(result.toleranced, console)
+    console.print("pass" if result.passed else "FAIL")
+
+
+def _exact_checks(result: LiveResult, console: Console) -> None:
     for title, key in (
         ("question", row_of),
         ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
@@ -56,7 +65,6 @@ def render_live(result: LiveResult, console: Console) -> None:
         )
     alarms = sum(trial.detected for trial in result.clean)
     console.print(f"{len(result.clean)} clean audited steps, {alarms} alarms")
-    console.print("pass" if result.passed else "FAIL")
 
 
 def _table(title: str, groups: Mapping[str, Counter[str]], console: Console) -> None:

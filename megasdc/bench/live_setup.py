@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megasdc.bench.detection_rank import LLAMA
-from megasdc.bench.live_cases import CHECKED, EVERYTHING, GOLDEN
+from megasdc.bench.live_cases import CHECKED, EVERYTHING, GOLDEN, TOLERANCED
 from megasdc.config import RunConfig, parse_config
 from megasdc.model.randomness import mix
 
@@ -18,6 +18,9 @@ WARN = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclus
 """Every trial ends, whatever is found."""
 AUDIT = {"enabled": True, "interval": 1, "granularity": "gemm"}
 ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
+TOLERANCED_ONLY = {"enabled": True, "toleranced": True, "recompute": False, "parameters": False, "finite": False}
+ON_REQUEST = {**AUDIT, "interval": 1_000_000}
+"""Audits that come only where one is asked for."""
 
 
 def live_config(request: dict[str, Any]) -> dict[str, Any]:
@@ -89,5 +92,8 @@ def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
         sdc["always_on"] = ALWAYS_ON
     if mode == GOLDEN:
         sdc["golden"] = str(golden)
+    if mode == TOLERANCED:
+        sections = {**raw["megasdc"], "sdc": {**sdc, "always_on": TOLERANCED_ONLY}, "audit": ON_REQUEST}
+        return parse_config({**raw, "megasdc": sections})
     sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode == CHECKED else {"audit": AUDIT})
     return parse_config({**raw, "megasdc": sections})

@@ -240,6 +240,8 @@ class OverheadRank:
     def _tolerance(self, clock: Clock) -> Iterator[Any]:
         """The toleranced checks for one step; their hook in the optimizer runs between two of ours."""
         inner, began = self.engine.optimizer.optimizer, [0.0]
+        shards: EngineHook = self._toleranced.shards
+        timed_shards: Any = Timed(shards, clock)
 
         def start(*_: Any) -> None:
             began[0] = time.perf_counter()
@@ -248,6 +250,7 @@ class OverheadRank:
             clock.parts["update"] = time.perf_counter() - began[0]
 
         before = inner.register_step_pre_hook(start)
+        self._toleranced.shards = timed_shards
         self._toleranced.on_start(self._run)
         after = inner.register_step_pre_hook(stop)
         hook: Any = Timed(self._toleranced, clock)
@@ -256,6 +259,7 @@ class OverheadRank:
             yield hook
         finally:
             self._toleranced.close()
+            self._toleranced.shards = shards
             before.remove()
             after.remove()
 

@@ -71,11 +71,22 @@ def bench_detecting(
         bool, typer.Option("--live", help="The checks of a run under way, instead of a golden trace afterwards.")
     ] = False,
     faults: Annotated[
-        int | None, typer.Option("--faults", min=1, help="Faults over all layouts and types; 600, with --live 1000.")
+        int | None,
+        typer.Option(
+            "--faults", min=0, help="Faults over all layouts and types; 600, with --live 1000, and 0 leaves them out."
+        ),
+    ] = None,
+    toleranced: Annotated[
+        int | None,
+        typer.Option(
+            "--toleranced", min=0, help="With --live: faults for the toleranced checks, 360; 0 leaves them out."
+        ),
     ] = None,
     clean: Annotated[
         int | None,
-        typer.Option("--clean", min=1, help="Runs without a fault in between, 120; with --live steps, 500."),
+        typer.Option(
+            "--clean", min=1, help="Runs without a fault in between, 120; with --live steps of each part, 500."
+        ),
     ] = None,
     layouts: Annotated[
         str | None,
@@ -92,7 +103,8 @@ def bench_detecting(
     """Inject random faults and see whether each is found and its rank named; exit code 1 if not.
 
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
-    the injector says it did, with --live also for what users have today. Clean runs must raise nothing.
+    the injector says it did, with --live also for what users have today. Clean runs must raise nothing. The toleranced
+    checks of a run are scored apart, by the size of the fault in thresholds.
     """
     from rich.console import Console
 
@@ -104,6 +116,11 @@ def bench_detecting(
 
     sizes: dict[str, Any] = {"faults": faults, "clean": clean, "seed": seed}
     sizes["layouts"] = None if layouts is None else parse_layouts(layouts)
+    if toleranced is not None and not live:
+        raise typer.BadParameter("--toleranced needs --live: those checks are of a run under way")
+    if faults == 0 and not live:
+        raise typer.BadParameter("--faults 0 needs --live: nothing else would be injected")
+    sizes["toleranced"] = toleranced
     given = {name: value for name, value in sizes.items() if value is not None}
     with progress_bar(Console(stderr=True)) as on_progress:
         if live:

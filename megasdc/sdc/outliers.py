@@ -65,19 +65,28 @@ class Outliers:
         center = logs.quantile(0.5, 0)
         distance = (logs - center).abs()
         found = None
-        if len(self._centers) >= NEEDED:
-            usual = torch.stack(list(self._spreads)).quantile(0.5, 0)
-            past = torch.stack(list(self._centers))
-            middle = past.quantile(0.5, 0)
-            deviation = (past - middle).abs().quantile(0.5, 0)
+        if (scales := self.scales()) is not None:
+            middle = torch.stack(list(self._centers)).quantile(0.5, 0)
             found = (
-                _worst(distance / _scale(usual), across=True),
-                _worst(((center - middle).abs() / _scale(deviation)).unsqueeze(0)),
+                _worst(distance / scales[0], across=True),
+                _worst(((center - middle).abs() / scales[1]).unsqueeze(0)),
             )
         self._centers.append(center)
         alone = len(logs) % 2 if len(logs) > 1 else 0  # of an odd number one is the median itself
         self._spreads.append(distance.sort(0).values[alone:].quantile(0.5, 0))
         return found
+
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """The usual distances of logarithms, across replicas and from the past, each [submodules, features].
+
+        Returns:
+            Null as long as too little is known.
+        """
+        if len(self._centers) < NEEDED:
+            return None
+        past = torch.stack(list(self._centers))
+        deviation = (past - past.quantile(0.5, 0)).abs().quantile(0.5, 0)
+        return _scale(torch.stack(list(self._spreads)).quantile(0.5, 0)), _scale(deviation)
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of past steps, in plain values."""

@@ -53,12 +53,30 @@ class Finding:
     rank: int | None
 
 
+class ShardReader(EngineHook):
+    """Has the check of the reduction read the shards that this rank owns.
+
+    Args:
+        reduction: the check.
+    """
+
+    def __init__(self, reduction: ReductionCheck) -> None:
+        self._reduction = reduction
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Read them; gradient bounds come later."""
+        self._reduction.after_reduction()
+
+
 class TolerancedChecks(StepHook, EngineHook):
     """Checks gradient reduction, updates and gradient features of every step, and warns of what is unusual.
 
     Args:
         engine: of this rank.
         signals: of this process, where a warning asks for an audit; null: it does not.
+
+    Attributes:
+        shards: the hook that reads the reduced gradients.
     """
 
     def __init__(self, engine: TrainingEngine, signals: StopSignals | None) -> None:
@@ -69,23 +87,31 @@ class TolerancedChecks(StepHook, EngineHook):
         self._update: UpdateCheck | None = None
         floors = {REDUCTION: self._reduction.rounding, UPDATE: 4.0, REPLICAS: 4.0, PAST: 4.0}
         self._tolerances = {name: Tolerance(FACTORS[name], floors[name]) for name in UNITS}
+        self.shards: EngineHook = ShardReader(self._reduction)
         self._host_group: Any = None
         self._dims = engine.dims
 
+    @property
+    def thresholds(self) -> dict[str, float | None]:
+        """What each check warns above now; null: not measured yet."""
+        return {name: one.threshold for name, one in self._tolerances.items()}
+
     def on_start(self, run: Run) -> None:
-        """Look in before those that harm a reduction on purpose."""
+        """Read gradients before those hooks that harm them on purpose."""
         self._host_group = run.host_group
         self._update = UpdateCheck(run.engine)
         run.engine.hooks.insert(0, self)
+        run.engine.hooks.append(self.shards)
+
+    def before_step(self, run: Run) -> None:
+        """Read shards after those hooks that harm them on purpose, of which some came since the last step."""
+        run.engine.hooks.remove(self.shards)
+        run.engine.hooks.append(self.shards)
 
     def before_reduction(self, engine: TrainingEngine) -> None:
         """Read this rank's own gradients."""
         self._reduction.before_reduction()
         self._features.before_reduction()
-
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Read the shards that it owns."""
-        self._reduction.after_reduction()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Judge the step, the same on all ranks; a skipped one is left out."""

@@ -74,7 +74,7 @@ class Workload:
         every = list_submodules(self.engine.module)
         self.submodules = choose_submodules(every, self._trace.granularity, self._trace.layers)
         self._length: int | None = None
-        self._save_start()
+        self.save_start()
 
     def run(self, case: Case, listeners: Sequence[Listener], hooks: Sequence[EngineHook] = ()) -> list[StepResult]:
         """Take the workload's steps from its start, with its results shown to listeners.
@@ -141,7 +141,8 @@ class Workload:
 
     # --- the start ----------------------------------------------------------------------------------------------
 
-    def _save_start(self) -> None:
+    def save_start(self) -> None:
+        """Make weights, optimizer and loss scale as they are now what runs start from."""
         optimizer = self.engine.optimizer
         inner = optimizer.optimizer
         self._flats = [flat for group in inner.param_groups for flat in group["params"]]

@@ -8,16 +8,18 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.bench.live import LiveOptions, bench_live
-from megasdc.bench.live_cases import ALONE, CLEAN, LONG
+from megasdc.bench.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM
+from megasdc.bench.live_tolerance_trial import ANY, COVERED
 from megasdc.bench.live_trial import UNSEEN
 from megasdc.cli import app
+from megasdc.train.toleranced import REDUCTION, UNITS, UPDATE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 
 def test_a_sample() -> None:
     """One wrong of three replicas is always found and named; clean steps raise nothing; the counts add up."""
-    result = bench_live(LiveOptions(faults=20, clean=6, layouts=((1, 1, 3),), precisions=("bf16",)))
+    result = bench_live(LiveOptions(faults=20, toleranced=0, clean=6, layouts=((1, 1, 3),), precisions=("bf16",)))
     assert result.missed == [] and result.passed
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert sum(row["injected"] for row in found["by_row"].values()) == 20
@@ -30,6 +32,39 @@ def test_a_sample() -> None:
     assert all(not trial.detected for trial in result.faulty if trial.row in UNSEEN)
     assert sum(found["today"]["ours"].values()) == len(alone)
     assert len({(trial.loss, trial.grad_norm) for trial in result.trials if trial.row == CLEAN}) == 2 * LONG
+
+
+def test_a_sample_of_toleranced_checks() -> None:
+    """Every fault that cannot be hidden is found by its check, an audit follows, clean steps raise nothing."""
+    options = LiveOptions(faults=0, toleranced=24, clean=20, layouts=((1, 1, 3),), precisions=("fp32",))
+    result = bench_live(options)
+    assert result.toleranced.missed == [] and result.passed
+    found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert found["trials"] == []
+    rows = found["toleranced"]["by_row"]
+    assert sum(rows[f"{row}: {(checks or (ANY,))[0]}"]["injected"] for row, checks in COVERED.items()) == 24
+    for name in (f"{SUM}: {REDUCTION}", f"{SHARD}: {REDUCTION}", f"{LASTING}: {UPDATE}"):
+        assert rows[name]["larger, found"] == rows[name]["larger"] > 0
+        assert rows[name].get("smaller, found", 0) == 0
+    assert set(found["toleranced"]["thresholds"]) == set(UNITS)
+    twins = sum(trial.row == OTHER for trial in result.toleranced.trials)
+    assert (found["toleranced"]["clean_steps"], found["toleranced"]["false_warnings"]) == (20 + 3 * twins, 0)
+    assert all(trial.accused == () for trial in result.toleranced.trials)
+
+
+@pytest.mark.parametrize("arguments", [["--live", "--faults", "0", "--toleranced", "0"], ["--faults", "0"]])
+def test_a_campaign_of_nothing_is_refused(arguments: list[str]) -> None:
+    """Without any fault there is nothing to score."""
+    done = CliRunner().invoke(app, ["bench", "detection", *arguments])
+    assert done.exit_code != 0
+    assert "--faults" in done.output + str(done.exception)
+
+
+def test_toleranced_faults_need_a_run_under_way() -> None:
+    """A golden trace afterwards has no such checks."""
+    done = CliRunner().invoke(app, ["bench", "detection", "--toleranced", "5"])
+    assert done.exit_code == 2
+    assert "--toleranced needs --live" in done.output
 
 
 def test_a_layout_without_replicas_is_refused() -> None:

@@ -58,10 +58,11 @@ def test_a_clean_run_raises_no_warning(tmp_path: Path, data: Path, layout: str) 
     assert events_of(folder, "sdc", "warning") == []
 
 
+@pytest.mark.parametrize("phase", ["collective", "reduced_grad"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_harmed_reduction_breaks_the_linear_check(tmp_path: Path, data: Path, precision: str) -> None:
-    """What changes between a rank's own gradient and the reduced one is warned of, in its step alone."""
-    fault = {"submodule": "*.linear_fc1", "slot": "weight", "phase": "collective", "kind": "scale", "factor": -1e3}
+def test_a_harmed_reduction_breaks_the_linear_check(tmp_path: Path, data: Path, precision: str, phase: str) -> None:
+    """What goes into the sum or comes out of it wrong is warned of, in its step alone."""
+    fault = {"submodule": "*.linear_fc1", "slot": "weight", "phase": phase, "kind": "scale", "factor": -1e3}
     fault |= {"elements": 64}  # a single one may have next to no gradient
     options: dict[str, Any] = {"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}
     folder = _run(tmp_path, data, 2, **options, faults=[{**fault, "rank": 1, "steps": [24, 24], "once": True}])
