@@ -19,7 +19,7 @@ from megasdc.parallel import groups
 VOCAB = 250
 SEQUENCE = 32
 GLOBAL_BATCH = 8
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GPT: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 64}
 LLAMA_STYLE: dict[str, Any] = {
