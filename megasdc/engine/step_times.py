@@ -87,8 +87,8 @@ class StepTimes(EngineHook):
     def before_micro_batches(self, engine: TrainingEngine) -> None:
         """The step's time begins."""
         self._reset()
-        self._host_origin = self._now()
         self._origin = self._mark()
+        self._host_origin = self._now() if self._on_device else self._origin
 
     def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
         """A micro-batch's time begins where it is decided."""

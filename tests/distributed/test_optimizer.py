@@ -8,51 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_distributed
-from tiny import GPT, LLAMA, full_tensors, make_engine, micro_batches
+from tiny import GPT, LLAMA, GradientTap, full_tensors, make_engine, micro_batches
 
-from megasdc.engine.hooks import EngineHook
-from megasdc.optim.zero1 import is_bf16_optimizer, owned_fragments
+from megasdc.optim.zero1 import owned_fragments
 
 pytestmark = pytest.mark.distributed
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
-
-
-class _GradientTap(EngineHook):
-    """Keeps the full reduced gradients of each step, by parameter name, put together from the owners' parts."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def before_optimizer_step(self, engine: Any) -> None:
-        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        optimizer, gradients = engine.optimizer, {}
-        if is_bf16_optimizer(optimizer):
-            for group in optimizer.bf16_groups:
-                gradients |= {names[id(p)]: p._hp_grad.detach().clone().view_as(p) for p in group}
-        else:
-            for parameter, gradient in _assembled(engine):
-                gradients[names[id(parameter)]] = gradient
-        self.steps.append(full_tensors(engine, gradients))
-
-
-def _assembled(engine: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Reduced gradients of every parameter, the parts of all data-parallel ranks added (each holds its own part)."""
-    optimizer, result = engine.optimizer, []
-    for i, group in enumerate(optimizer.bit16_groups):
-        owned = optimizer.params_in_partition[i]
-        parts: dict[int, torch.Tensor] = {}
-        for parameter, gradient in zip(owned, optimizer.averaged_gradients[i], strict=False):
-            parts[id(parameter)] = gradient
-        for parameter in group:
-            full = torch.zeros(parameter.numel())
-            if id(parameter) in parts:
-                first = optimizer.first_offset[i] if owned and parameter is owned[0] else 0
-                piece = parts[id(parameter)].flatten().float()
-                full[first : first + piece.numel()] = piece
-            dist.all_reduce(full, group=engine.mpu.get_data_parallel_group())
-            result.append((parameter, full.view_as(parameter)))
-    return result
 
 
 def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -103,7 +65,7 @@ def _steps(model: dict[str, Any], tensor: int, pipeline: int, precision: str, gr
             }
         },
     )
-    tap = _GradientTap()
+    tap = GradientTap()
     engine.hooks.append(tap)
     masters, norms = [_masters(engine)], []
     for step in range(1, count + 1):

@@ -10,14 +10,16 @@ import torch.distributed as dist
 
 from megasdc.config.sections import ModelSection, ParallelSection
 from megasdc.engine.engine import TrainingEngine, build_engine
+from megasdc.engine.hooks import EngineHook
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
+from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel import groups
 
 VOCAB = 250
 SEQUENCE = 32
 GLOBAL_BATCH = 8
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GPT: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 64}
 LLAMA_STYLE: dict[str, Any] = {
@@ -134,3 +136,40 @@ def _join(pieces: list[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
     """Put tensor-parallel shards together; with a stride each shard holds a part of every block."""
     blocks = [piece.chunk(stride, dim) for piece in pieces]
     return torch.cat([block[i] for i in range(stride) for block in blocks], dim)
+
+
+class GradientTap(EngineHook):
+    """Keeps the full reduced gradients of each step, by parameter name, put together from the owners' parts."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def before_optimizer_step(self, engine: Any) -> None:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        optimizer, gradients = engine.optimizer, {}
+        if is_bf16_optimizer(optimizer):
+            for group in optimizer.bf16_groups:
+                gradients |= {names[id(p)]: p._hp_grad.detach().clone().view_as(p) for p in group}
+        else:
+            for parameter, gradient in _assembled(engine):
+                gradients[names[id(parameter)]] = gradient
+        self.steps.append(full_tensors(engine, gradients))
+
+
+def _assembled(engine: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Reduced gradients of every parameter, the parts of all data-parallel ranks added (each holds its own part)."""
+    optimizer, result = engine.optimizer, []
+    for i, group in enumerate(optimizer.bit16_groups):
+        owned = optimizer.params_in_partition[i]
+        parts: dict[int, torch.Tensor] = {}
+        for parameter, gradient in zip(owned, optimizer.averaged_gradients[i], strict=False):
+            parts[id(parameter)] = gradient
+        for parameter in group:
+            full = torch.zeros(parameter.numel())
+            if id(parameter) in parts:
+                first = optimizer.first_offset[i] if owned and parameter is owned[0] else 0
+                piece = parts[id(parameter)].flatten().float()
+                full[first : first + piece.numel()] = piece
+            dist.all_reduce(full, group=engine.mpu.get_data_parallel_group())
+            result.append((parameter, full.view_as(parameter)))
+    return result
