@@ -145,6 +145,7 @@ class LiveResult:
             "today": compare_with_today(self.trials),
             "not_run": OTHERS,
             "clean_steps": len(self.clean),
+            "clean_uneven_steps": sum(trial.uneven for trial in self.clean),
             "clean_alarms": sum(trial.detected for trial in self.clean),
             "trials": [_plain(trial) for trial in self.trials],
             "toleranced": self.toleranced.as_dict(),

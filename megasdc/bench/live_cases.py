@@ -99,6 +99,7 @@ class Case:
         persistence: of its faults; empty in a clean one.
         targets: its faults.
         consumed: samples that each replica has taken before.
+        completed: micro-batches that each replica starts in each step; empty: all.
     """
 
     row: str
@@ -107,6 +108,12 @@ class Case:
     persistence: str
     targets: tuple[Target, ...]
     consumed: tuple[int, ...]
+    completed: tuple[int, ...] = ()
+
+    @property
+    def uneven(self) -> bool:
+        """Whether replicas complete different numbers of micro-batches."""
+        return len(set(self.completed)) > 1
 
     @property
     def mode(self) -> str:
@@ -179,7 +186,8 @@ class Cases:
         first = self._draw.choice(FIRST_STEPS)
         consumed = tuple(2 * first + self._draw.randrange(4) for _ in range(self._dims.data))
         if row == CLEAN:
-            return Case(row, first, LONG, "", (), consumed)
+            completed = tuple(self._draw.randint(1, self._micro_batches) for _ in range(self._dims.data))
+            return Case(row, first, LONG, "", (), consumed, completed)
         short = row in (ALONE, PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY, MAJORITY_GOLDEN, RECOMPUTED)
         step = first if short else first + 1
         persistence, targets = self._targets(row, step)

@@ -40,6 +40,8 @@ from megasdc.config.fault_sections import TOKENS
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Position
 from megasdc.data.step_batches import StepBatches
+from megasdc.dropcompute.decisions import ReplayedDecisions, StepDecisions
+from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult
 from megasdc.events import Event, EventLog
 from megasdc.faults.injector import Firing
@@ -126,6 +128,9 @@ class LiveCampaign:
         self._signals = StopSignals()
         self.draw = random.Random(request["seed"])
         layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
+        self._decisions = ReplayedDecisions(self.dims.dp_rank)
+        group = new_replica_group(self.dims)
+        self._gate = ReplicaGate(self.dims, group, self._decisions.decide, self._decisions.time_left_s, 1)
         self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES)
 
     def _record(self, config: RunConfig, file: Path) -> list[list[Address]]:
@@ -159,16 +164,21 @@ class LiveCampaign:
         observation = Observation(self._engine, [*watches, *watches_of(detection)])
         run.hooks = [observation, detection, results]
         self._events.kept.clear()
+        if case.completed:
+            self._decisions.begin(StepDecisions(MICRO_BATCHES, case.completed))
+            self._engine.gate = self._gate
         try:
             train(run)
         finally:
             self._engine.hooks[:] = hooks_before
+            self._engine.gate = None
+        self._gate.finish()
         firings: list[Firing] = [
             one for of_rank in gather_objects(injector.firings if injector else []) for one in of_rank
         ]
         replayed = any(gather_objects(differs_from_repeat(gradients.take())))
         if case.row == CLEAN:
-            return [self._clean(result) for result in results.kept]
+            return [self._clean(result, case.uneven) for result in results.kept]
         return [self._harmed(case, firings, results.kept, replayed)]
 
     def _prepare(self, case: Case) -> tuple[Run, StepBatches]:
@@ -205,10 +215,11 @@ class LiveCampaign:
             "dropout": bool(self._request["dropout"]),
         }
 
-    def _clean(self, result: StepResult) -> LiveTrial:
+    def _clean(self, result: StepResult, uneven: bool) -> LiveTrial:
         named, found = self._named(result.step)
         return LiveTrial(
             **self._cell(),
+            uneven=uneven,
             row=CLEAN,
             persistence="",
             kinds=(),
@@ -242,6 +253,7 @@ class LiveCampaign:
         result = next(one for one in results if one.step == step)
         return LiveTrial(
             **self._cell(),
+            uneven=case.uneven,
             row=case.row,
             persistence=case.persistence,
             kinds=tuple(target.kind for target in case.targets),

@@ -64,7 +64,9 @@ def _exact_checks(result: LiveResult, console: Console) -> None:
             f"{list(trial.ranks)}, {where}: named {told}"
         )
     alarms = sum(trial.detected for trial in result.clean)
-    console.print(f"{len(result.clean)} clean audited steps, {alarms} alarms")
+    uneven = sum(trial.uneven for trial in result.clean)
+    where = f"in {uneven} of them replicas completed different numbers of micro-batches"
+    console.print(f"{len(result.clean)} clean audited steps, {where}: {alarms} alarms")
 
 
 def _table(title: str, groups: Mapping[str, Counter[str]], console: Console) -> None:

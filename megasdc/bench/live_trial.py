@@ -60,6 +60,7 @@ class LiveTrial:
         precision: type of the parameters.
         recompute: whether activations were recomputed.
         dropout: whether there was dropout.
+        uneven: whether replicas completed different numbers of micro-batches.
         row: see ``megasdc.bench.live_cases``.
         persistence: how often the fault came again.
         kinds: of the faults.
@@ -80,6 +81,7 @@ class LiveTrial:
     precision: str
     recompute: bool
     dropout: bool
+    uneven: bool
     row: str
     persistence: str
     kinds: tuple[str, ...]

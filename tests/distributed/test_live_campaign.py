@@ -24,6 +24,7 @@ def test_a_sample() -> None:
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert sum(row["injected"] for row in found["by_row"].values()) == 20
     assert (found["clean_steps"], found["clean_alarms"]) == (2 * LONG, 0)
+    assert found["clean_uneven_steps"] > 0, "replicas completed different numbers of micro-batches"
     alone = [trial for trial in result.faulty if trial.row == ALONE and trial.harmed]
     assert len(alone) >= 5
     for trial in alone:

@@ -45,6 +45,7 @@ def _trial(row: str, *named: tuple[int | None, str], **changes: Any) -> LiveTria
         "precision": "fp32",
         "recompute": False,
         "dropout": False,
+        "uneven": False,
         "row": row,
         "persistence": ONCE,
         "kinds": ("sign",),
