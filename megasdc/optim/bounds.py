@@ -7,7 +7,8 @@ Adam's eps. Hence V' = max(V, eps^2) by default: eq. 1 as it is wherever V is no
 - never frozen: a bounded element gets g^2 = theta V' and has V <= (beta2 + (1 - beta2) theta) V' then, and eps^2 <= V',
   so g / (sqrt(V) + eps) >= sqrt(theta) / (sqrt(beta2 + (1 - beta2) theta) + 1), whatever V was. Without a bound it is
   at most 1 / sqrt(1 - beta2). The quotient is the share of its update that a bounded gradient keeps at least: 0.05 to
-  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less beside sqrt(V), which adds to it;
+  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less beside sqrt(V), which adds to it
+  (fp16 gradients: where the loss scale lifts sqrt(theta) eps above the type's least number);
 - no gain for an outlier: then V >= (1 - beta2) theta eps^2, so that fraction is at most sqrt(theta) /
   (sqrt((1 - beta2) theta) + 1) <= sqrt(theta / (beta2 + (1 - beta2) theta)), which eq. 1 itself grants to a large V.
 

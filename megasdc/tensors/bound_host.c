@@ -13,7 +13,8 @@
    after the first block.
 
    The sums of a block depend on its elements and limits alone and not on the largest ratio so far, so that a repeated
-   step has the same norm, bit by bit. Measured: fetching ahead by hand gains nothing beyond the processor's own. */
+   step has the same norm, bit by bit. Measured: a processor's own fetching ahead ends with a page, so the first line of
+   the next block, which is as long as a page, is asked for by hand (9 % in the last cache); more of it costs time. */
 
 #include <float.h>
 #include <math.h>
@@ -151,6 +152,17 @@ INLINE floats read_gradient(const void *gradient, int64_t element, int type) {
 
 INLINE doubles wide(floats x) { return __builtin_convertvector(x, doubles); }
 
+/* a b - c; rounded once where the processor can, which takes an instruction less. */
+INLINE floats difference(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (floats)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b - c;
+#endif
+}
+
 INLINE floats tree(const floats *x) {
     floats sum = x[0] + x[1];
     for (int i = 2; i < UNROLL; i += 2) sum += x[i] + x[i + 1];
@@ -182,6 +194,8 @@ INLINE int check(const void *gradient, const float *second_moment, const struct 
                  floats *mass) {
     floats squares_of[UNROLL] = {0}, mass_of[UNROLL] = {0};
     ints alarms[UNROLL] = {0};
+    __builtin_prefetch(at(gradient, BLOCK, type));
+    if (second_moment) __builtin_prefetch(second_moment + BLOCK);
     for (int64_t i = 0; i < BLOCK; i += UNROLL * LANES) {
 #pragma GCC unroll 4
         for (int u = 0; u < UNROLL; u++) {
@@ -190,7 +204,7 @@ INLINE int check(const void *gradient, const float *second_moment, const struct 
             squares_of[u] += square;
             mass_of[u] += magnitude(x);
             if (second_moment) /* the sign of a difference is an alarm */
-                alarms[u] |= (ints)(load(second_moment + element) * pass->of_v - square);
+                alarms[u] |= (ints)difference(load(second_moment + element), all(pass->of_v), square);
         }
     }
     for (int u = 0; u < UNROLL; u++) alarms[0] |= alarms[u] | (ints)(pass->of_absolute - squares_of[u]);
@@ -199,14 +213,9 @@ INLINE int check(const void *gradient, const float *second_moment, const struct 
     return any(alarms[0]);
 }
 
-/* A block's sums are good if no y^2 has overflowed and those that underflowed do not matter. */
+/* A block's sums are good if no y^2 has overflowed and those that underflowed do not matter, in each lane. */
 INLINE int sums_are_good(floats squares, floats mass) {
-    float total = 0, any_mass = 0;
-    for (int lane = 0; lane < LANES; lane++) {
-        total += squares[lane];
-        any_mass += mass[lane];
-    }
-    return (total < LARGEST && total > SMALLEST) || any_mass == 0;
+    return !any(~((squares < LARGEST) & ((squares > SMALLEST) | (mass == 0))));
 }
 
 /* Looks at the few elements whose ratio may be the largest so far. */

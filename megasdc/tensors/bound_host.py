@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from torch import Tensor
@@ -53,24 +53,29 @@ def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limit
     Raises:
         LaunchError: see `fused_library`.
     """
-    numbers = factors(limits)
     fused_library().megasdc_bound(
         gradient.data_ptr(),
         None if second_moment is None else second_moment.data_ptr(),
         gradient.numel(),
         DTYPES.index(gradient.dtype),
-        _Limits(
-            numbers.absolute,
-            numbers.spike,
-            numbers.root_factor,
-            numbers.root_floor,
-            limits.spike,
-            limits.floor,
-            limits.v_factor,
-            limits.scale,
-            NON_FINITE.index(limits.non_finite),
-        ),
+        _limits_of(limits),
         sums.data_ptr(),
+    )
+
+
+@lru_cache(maxsize=64)
+def _limits_of(limits: Limits) -> _Limits:
+    numbers = factors(limits)
+    return _Limits(
+        numbers.absolute,
+        numbers.spike,
+        numbers.root_factor,
+        numbers.root_floor,
+        limits.spike,
+        limits.floor,
+        limits.v_factor,
+        limits.scale,
+        NON_FINITE.index(limits.non_finite),
     )
 
 
