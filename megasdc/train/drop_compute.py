@@ -248,8 +248,11 @@ class DropCompute(StepHook, EngineHook):
         data, size = run.dims.data, run.engine.micro_batch_size
         if self._section.compensation == EXTRA_STEPS:
             run.steps = self._base_steps + extra_steps(self._dropped, self._micro_batches * data)
-        own = max(0, run.steps - run.step) * max(run.engine.micro_batches, self._micro_batches) * size
-        run.loader.dataset.prolong(run.loader.position.end_after(own, data))
+        if self._replayed is not None:
+            own = sum(one.planned for step, one in self._replayed.items() if run.step < step <= run.steps)
+        else:
+            own = max(0, run.steps - run.step) * max(run.engine.micro_batches, self._micro_batches)
+        run.loader.dataset.prolong(run.loader.position.end_after(own * size, data))
 
     def _limit(self, run: Run) -> None:
         """Leave nothing out while the last steps are above the largest drop rate."""

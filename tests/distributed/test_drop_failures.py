@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from harness import run_distributed
-from whole_runs import events_of, leave_with_the_code, prepare_text, pretrain_rank, train_run, write_config
+from whole_runs import events_of, leave_with_the_code, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.data.dataset import TokenDataset
 from megasdc.dropcompute.decisions import ClockDecisions
@@ -133,6 +133,32 @@ def test_the_largest_drop_rate_is_kept(tmp_path: Path, data: Path) -> None:
         (10, "below", 6),
         (12, "above", 12),
     ]
+
+
+def test_a_larger_batch_is_limited_by_its_own_size_and_repeats(tmp_path: Path, data: Path) -> None:
+    """The drop rate is that of the micro-batches planned now; a replay plans as many, on a stream that is as long.
+
+    One of four is completed in the measured steps' eyes, so that 16 are planned: 15 of 16 are less than 0.95, though
+    more than 4.
+    """
+    larger = {**NEVER, "max_drop_rate": 0.95, "window_steps": 2, "samples": "discard", "compensation": "larger_batch"}
+    options = {"deepspeed__train_batch_size": 8, "checkpoint__interval": 6}
+    config = _config(tmp_path, data, drop_compute=larger, **options)
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    done = _completed(tmp_path)
+    assert [done[step] for step in range(1, 7)] == [[4, 4]] * 2 + [[1, 1]] * 4
+    assert events_of(tmp_path / "run", "drop", "limit") == []
+    (told,) = events_of(tmp_path / "run", "drop", "threshold")
+    assert told["micro_batches"] == 16
+
+    (tmp_path / "again").mkdir()
+    replay = {"enabled": True, "samples": "discard", "replay_decisions": str(tmp_path / "run" / "decisions.jsonl")}
+    again = _config(tmp_path / "again", data, drop_compute=replay, **options)
+    results = train_run(again, 2)
+    assert [code for code, _ in results] == [0, 0], results
+    last = Path("run", "checkpoints", "step_00000006")
+    first, second = state_of(tmp_path / last), state_of(tmp_path / "again" / last)
+    assert all(second[name] == value for name, value in first.items() if "shared" not in name)
 
 
 # --- a stream that ends -----------------------------------------------------------------------------------------------
