@@ -7,7 +7,6 @@ a host group on every device, so that no device is waited for.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.groups import new_host_group
 
 Decide = Callable[[int], bool]
 TimeLeft = Callable[[int], float]
@@ -29,19 +29,12 @@ def replica_ranks(dims: ParallelDims, replica: int) -> list[int]:
     return [first + stage * per_stage + tensor for stage in range(dims.pipeline) for tensor in range(dims.tensor)]
 
 
-def new_replica_group(dims: ParallelDims, timeout_s: float) -> dist.ProcessGroup:
+def new_replica_group(dims: ParallelDims) -> dist.ProcessGroup:
     """A host group of the ranks of this rank's replica.
-
-    Args:
-        dims: place of this rank.
-        timeout_s: seconds after which a decision is waited for no longer. It must be told here: what is set later holds
-            for gloo's collectives, not for its messages (torch 2.13).
 
     Collective: all ranks of the world.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    replicas = [replica_ranks(dims, replica) for replica in range(dims.data)]
-    return [dist.new_group(ranks, timeout, backend="gloo") for ranks in replicas][dims.dp_rank]
+    return [new_host_group(replica_ranks(dims, replica)) for replica in range(dims.data)][dims.dp_rank]
 
 
 class ReplicaGate:

@@ -168,8 +168,7 @@ def _build_hooks(
         else []
     )
     drop, interval = sections.drop_compute, sections.logging.interval
-    timeout_s = sections.parallel.timeout_s
-    dropping = [DropCompute(drop, run, writer, interval, timeout_s)] if drop.enabled else []
+    dropping = [DropCompute(drop, run, writer, interval)] if drop.enabled else []
     hooks = sections.optimizer_hooks
     bounding = [GradientBounds(hooks, run, sections.logging.interval, writer)] if hooks else []
     # How much a step computed, what it computed and its findings first, then what is measured, then the decision to

@@ -62,7 +62,6 @@ class DropCompute(StepHook, EngineHook):
         run: with engine and loader, at the step it goes on from.
         writer: where rank 0 writes metrics; null on other ranks.
         interval: steps between metrics.
-        timeout_s: seconds after which a rank waits for a decision no longer.
 
     Raises:
         ConfigError: decisions to replay cannot be read, or do not reach to the end of the run.
@@ -70,9 +69,7 @@ class DropCompute(StepHook, EngineHook):
     Collective: all ranks of the world.
     """
 
-    def __init__(
-        self, section: DropComputeSection, run: Run, writer: MetricsWriter | None, interval: int, timeout_s: float
-    ) -> None:
+    def __init__(self, section: DropComputeSection, run: Run, writer: MetricsWriter | None, interval: int) -> None:
         engine, dims = run.engine, run.dims
         self._section, self._run, self._writer, self._interval = section, run, writer, interval
         self._base_steps = run.steps
@@ -91,7 +88,7 @@ class DropCompute(StepHook, EngineHook):
         self._first_step = run.step + 1
         self._counts = torch.zeros(dims.data, dtype=torch.int64)
         self._exchange: Any = None
-        self._group = new_replica_group(dims, timeout_s)
+        self._group = new_replica_group(dims)
         self._replayed = self._read_replayed()
         self.times = StepTimes(engine.device)
         sigmas = section.sigmas if section.rule == PREDICTIVE else None
@@ -248,23 +245,24 @@ class DropCompute(StepHook, EngineHook):
         data, size = run.dims.data, run.engine.micro_batch_size
         if self._section.compensation == EXTRA_STEPS:
             run.steps = self._base_steps + extra_steps(self._dropped, self._micro_batches * data)
-        if self._replayed is not None:
-            own = sum(one.planned for step, one in self._replayed.items() if run.step < step <= run.steps)
-        else:
-            own = max(0, run.steps - run.step) * max(run.engine.micro_batches, self._micro_batches)
-        run.loader.dataset.prolong(run.loader.position.end_after(own * size, data))
+        own = max(0, run.steps - run.step) * max(run.engine.micro_batches, self._micro_batches) * size
+        run.loader.dataset.prolong(run.loader.position.end_after(own, data))
 
     def _limit(self, run: Run) -> None:
         """Leave nothing out while the last steps are above the largest drop rate."""
         if self._replayed is not None:
             return
-        section, planned, data = self._section, run.engine.micro_batches, run.dims.data
+        section = self._section
+        dropped = sum(planned * len(completed) - sum(completed) for planned, completed in self._recent)
+        allowed = section.max_drop_rate * section.window_steps * self._micro_batches * run.dims.data
+        limited = dropped > allowed
         if self._limited:  # steps in which nothing may be left out move the window on, too
-            self._recent.append((planned, (planned,) * data))
-        dropped = sum(wanted * len(completed) - sum(completed) for wanted, completed in self._recent)
-        limited = dropped > section.max_drop_rate * section.window_steps * planned * data
-        if limited != self._limited:
-            self._tell_limit(run, dropped, "above" if limited else "below")
+            if not limited:
+                self._tell_limit(run, dropped, "below")
+            else:
+                self._recent.append((self._micro_batches, (self._micro_batches,) * run.dims.data))
+        elif limited:
+            self._tell_limit(run, dropped, "above")
         self._limited = limited
 
     def _tell_limit(self, run: Run, dropped: int, where: str) -> None:

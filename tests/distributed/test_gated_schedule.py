@@ -226,7 +226,7 @@ def run_trials(
         )  # of a CPU DeepSpeed does not say so, though torch computes it
     engine = make_engine(model, tensor, pipeline, **options)
     dims = engine.dims
-    group = new_replica_group(dims, 60.0)
+    group = new_replica_group(dims)
     table = None if table_file is None else torch.load(table_file)
     start, before, tap = Start(engine), parameters_of(engine), GradientTap()
     engine.hooks.append(tap)
