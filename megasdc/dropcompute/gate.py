@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.groups import new_host_group
 
 Decide = Callable[[int], bool]
 TimeLeft = Callable[[int], float]
@@ -33,8 +34,7 @@ def new_replica_group(dims: ParallelDims) -> dist.ProcessGroup:
 
     Collective: all ranks of the world.
     """
-    groups = [dist.new_group(replica_ranks(dims, replica), backend="gloo") for replica in range(dims.data)]
-    return groups[dims.dp_rank]
+    return [new_host_group(replica_ranks(dims, replica)) for replica in range(dims.data)][dims.dp_rank]
 
 
 class ReplicaGate:

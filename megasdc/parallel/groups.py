@@ -112,6 +112,23 @@ def set_all_timeouts(timeout_s: float) -> int:
     return len(groups)
 
 
+def new_host_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A gloo group that gives up, also waiting for a single message, when the default group does.
+
+    ``set_all_timeouts`` would come too late for it: what it sets holds for gloo's collectives, while messages between
+    two ranks keep the timeout that their group was made with (torch 2.13).
+
+    Args:
+        ranks: of the group.
+
+    Collective: all ranks of the world.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the process group is not initialised"
+    timeout = world._get_backend(world._device_types[0]).options._timeout
+    return dist.new_group(ranks, timeout, backend="gloo")
+
+
 def shutdown() -> None:
     """Forget Megatron-core's groups and leave the process group; harmless when there is none."""
     from megatron.core import parallel_state

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
+from whole_runs import (
+    events_of,
+    leave_with_the_code,
+    metrics_of,
+    prepare_text,
+    state_of,
+    train_run,
+    write_config,
+)
 
 from megasdc.events import read_events
 
@@ -132,12 +139,6 @@ def test_a_damaged_checkpoint(tmp_path: Path, data: Path) -> None:
     assert [event["step"] for event in events_of(tmp_path / "run", "resume", "checkpoint")] == [4]
 
 
-def _leave_with_the_code(config: str) -> None:
-    """Body of a rank whose process ends with the exit code of its training, also while a peer hangs."""
-    code, _ = pretrain_rank(config, [])
-    os._exit(code)
-
-
 @pytest.mark.parametrize(
     ("fault", "ends"),
     [
@@ -154,14 +155,14 @@ def test_a_process_fault_and_the_restart(tmp_path: Path, data: Path, fault: Any,
     """
     fault = {"rank": 1, "steps": [3, 3], **fault}
     config = write_config(tmp_path / "c.json", data, tmp_path / "run", process_faults=[fault], parallel__timeout_s=8.0)
-    run_distributed(_leave_with_the_code, 2, str(config), init=False, expect_exit=ends)
+    run_distributed(leave_with_the_code, 2, str(config), init=False, expect_exit=ends)
     (told,) = events_of(tmp_path / "run", "fault", "process")
     assert (told["rank"], told["step"], told["fault"]) == (1, 3, fault["kind"])
     if fault["kind"] == "exit":
         always = [{**fault, "after_restart": True}]
         bad = write_config(tmp_path / "bad.json", data, tmp_path / "run", process_faults=always)
         for _ in (1, 2):
-            run_distributed(_leave_with_the_code, 2, str(bad), init=False, expect_exit=ends)
+            run_distributed(leave_with_the_code, 2, str(bad), init=False, expect_exit=ends)
     _train(config, 2)
     whole = write_config(tmp_path / "whole.json", data, tmp_path / "whole")
     _train(whole, 2)

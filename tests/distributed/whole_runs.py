@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -74,6 +75,12 @@ def pretrain_rank(config: str, overrides: list[str]) -> tuple[int, str | None]:
     code, error = pretrain(config, overrides)
     sys.stderr.flush()
     return code, None if error is None else str(error)
+
+
+def leave_with_the_code(config: str) -> None:
+    """Body of a rank whose process ends with the exit code of its training, also while a peer hangs."""
+    code, _ = pretrain_rank(config, [])
+    os._exit(code)
 
 
 def train_run(config: Path, world_size: int, *overrides: str, **options: Any) -> list[Any]:

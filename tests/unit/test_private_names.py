@@ -51,10 +51,13 @@ def test_names_of_deepspeed():
 
 
 def test_names_of_torch_and_megatron():
-    """The timeout setter and the modules whose device is substituted are there."""
+    """The timeouts of groups and the modules whose device is substituted are there."""
     from megatron.core import utils
     from megatron.core.tensor_parallel import layers, mappings
     from torch.distributed import distributed_c10d
 
     assert callable(distributed_c10d._set_pg_timeout)
+    assert callable(distributed_c10d.ProcessGroup._get_backend)
+    assert hasattr(distributed_c10d.ProcessGroup, "_device_types")
+    assert hasattr(distributed_c10d.ProcessGroupGloo._Options, "_timeout")
     assert all(hasattr(module, "torch") for module in (layers, mappings, utils))
