@@ -245,8 +245,12 @@ class DropCompute(StepHook, EngineHook):
         data, size = run.dims.data, run.engine.micro_batch_size
         if self._section.compensation == EXTRA_STEPS:
             run.steps = self._base_steps + extra_steps(self._dropped, self._micro_batches * data)
-        own = max(0, run.steps - run.step) * max(run.engine.micro_batches, self._micro_batches) * size
-        run.loader.dataset.prolong(run.loader.position.end_after(own, data))
+        steps = range(run.step + 1, run.steps + 1)
+        if self._replayed is None:
+            planned = len(steps) * max(run.engine.micro_batches, self._micro_batches)
+        else:
+            planned = sum(self._replayed[step].planned for step in steps if step in self._replayed)
+        run.loader.dataset.prolong(run.loader.position.end_after(planned * size, data))
 
     def _limit(self, run: Run) -> None:
         """Leave nothing out while the last steps are above the largest drop rate."""
