@@ -1,0 +1,33 @@
+"""Samples of the benchmarks of DropCompute: they run, and what they print follows from what was run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megasdc.cli import app
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+def test_a_sample_of_the_cost(tmp_path: Path) -> None:
+    """A decision costs the messages that the layout needs, every part is timed, and short micro-batches have no bar."""
+    out = tmp_path / "cost.json"
+    small = ["--steps", "2", "--delay", "0.02", "--micro-batches", "3", "--hidden", "64"]
+    done = CliRunner().invoke(app, ["bench", "dropcompute", *small, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    alone, pipe = json.loads(out.read_text())["layouts"]
+    assert (alone["layout"], pipe["layout"]) == ([1, 1, 2], [2, 2, 1])
+    assert (alone["messages_per_micro_batch"], pipe["messages_per_micro_batch"]) == (0, 3)  # a peer, and two of stage 1
+    assert (alone["bytes_reduced_per_step"], pipe["bytes_per_micro_batch"]) == (16, 24)
+    for one in (alone, pipe):
+        assert len(one["steps"]) == 2 and one["bar"] is None and one["passed"]
+        assert 0 < one["share"]["median"] < 1 and one["step_s"] > 3 * 0.02 and one["micro_batch_s"] > 0.02
+        for step in one["steps"]:
+            assert step["parts"]["marks"] > 0 and step["parts"]["count, exchange, log"] > 0
+            assert sum(step["parts"].values()) < step["wall_s"]
+    assert alone["parts"]["decide, send"] > 0 and alone["parts"]["hear"] == 0
+    assert f"{100 * pipe['share']['median']:.4f}" in done.output
