@@ -31,3 +31,21 @@ def test_a_sample_of_the_cost(tmp_path: Path) -> None:
             assert sum(step["parts"].values()) < step["wall_s"]
     assert alone["parts"]["decide, send"] > 0 and alone["parts"]["hear"] == 0
     assert f"{100 * pipe['share']['median']:.4f}" in done.output
+
+
+def test_a_sample_of_the_speedup(tmp_path: Path) -> None:
+    """A threshold is chosen for each share and by a run itself, and the exit code says whether the bar was missed."""
+    out = tmp_path / "speedup.json"
+    small = ["--steps", "3", "--replicas", "2", "--micro-batches", "3", "--drop-rates", "0.2", "--constant", "0.01"]
+    done = CliRunner().invoke(app, ["bench", "drop-speedup", *small, "--mean", "0.05", "--out", str(out)])
+    assert out.exists(), (done.output, done.exception)
+    found = json.loads(out.read_text())
+    given, own = found["thresholds"]
+    assert (given["own"], own["own"]) == (False, True)
+    assert 0 < given["tau_s"] < 3 * (0.01 + 0.05 * 12)
+    for one in (given, own):
+        assert 0 <= one["rate"] < 0.67 and 0 < one["predicted"] < 3 and one["speedup"] > 0
+        assert f"{one['speedup']:.3f}" in done.output
+    assert 0.1 < found["sleep_share"] <= 1
+    assert found["passed"] == all(abs(one["difference"]) <= 0.05 for one in found["thresholds"])
+    assert done.exit_code == int(not found["passed"]), done.output
