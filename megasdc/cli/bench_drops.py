@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result
+from megasdc.cli.app import Json, Out, bench_app, print_result, writable
 from megasdc.errors import ConfigError
 
 
@@ -95,3 +96,54 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         return tuple(float(one) for one in text.split(",") if one.strip())
     except ValueError:
         raise ConfigError(f"{name}: {text!r} must be numbers with commas between, such as 0.05,0.1") from None
+
+
+@bench_app.command("drop-training", epilog="Example: megasdc bench drop-training --log runs.jsonl --out training.json")
+def bench_training_with_drops(
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps of a run.")] = 240,
+    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each setting; a seed is of weights and delays.")] = 3,
+    rates: Annotated[
+        str, typer.Option("--rates", help="Shares of micro-batches left out, commas between; 0 is always there.")
+    ] = "0.025,0.05,0.1,0.2",
+    replicas: Annotated[int, typer.Option("--replicas", help="Of the simulated job.")] = 64,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 32.")] = 64,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 64,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 5e-3,
+    evaluations: Annotated[int, typer.Option("--evaluations", help="Of a run; a divisor of --steps.")] = 6,
+    eval_samples: Annotated[int, typer.Option("--eval-samples", help="Validation samples.")] = 256,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", help="Keeps finished runs; those in it are not made again.", callback=writable),
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT with micro-batches left out, at several shares and with each compensation at 10 %.
+
+    Which ones are late is simulated for many replicas and repeated by two that train. Prints final losses as Table 1
+    of Giladi et al. 2023 does, and loss against steps and simulated time. It measures; there is no bar.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from megasdc.bench.drop_training import bench_drop_training
+    from megasdc.bench.drop_training_render import render_drop_training
+    from megasdc.bench.drop_training_setup import GPT, DropTrainOptions
+    from megasdc.bench.render import progress_bar
+
+    options = DropTrainOptions(
+        steps=steps,
+        seeds=seeds,
+        rates=_numbers("--rates", rates),
+        replicas=replicas,
+        learning_rate=learning_rate,
+        evaluations=evaluations,
+        eval_samples=eval_samples,
+        gpt=replace(GPT, hidden=hidden, layers=layers, sequence=sequence, micro_batches=micro_batches),
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_drop_training(options, log, on_progress)
+    print_result(result, render_drop_training, out=out, as_json=as_json)

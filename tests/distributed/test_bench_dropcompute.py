@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megasdc.bench.drop_setup import SmallGpt
+from megasdc.bench.drop_training_setup import DropTrainOptions, Setting, draw
 from megasdc.cli import app
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -49,3 +51,34 @@ def test_a_sample_of_the_speedup(tmp_path: Path) -> None:
     assert 0.1 < found["sleep_share"] <= 1
     assert found["passed"] == all(abs(one["difference"]) <= 0.05 for one in found["thresholds"])
     assert done.exit_code == int(not found["passed"]), done.output
+
+
+def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run uses the samples that were drawn for it; finished runs are not made again."""
+    out, log = tmp_path / "training.json", tmp_path / "runs.jsonl"
+    small = ["--steps", "6", "--seeds", "1", "--rates", "0.3", "--evaluations", "2", "--eval-samples", "4"]
+    small += ["--hidden", "32", "--layers", "1", "--sequence", "16", "--micro-batches", "4", "--replicas", "2"]
+    small += ["--log", str(log), "--out", str(out)]
+    done = CliRunner().invoke(app, ["bench", "drop-training", *small])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    gpt = SmallGpt(32, 1, 16, 1024, micro_batches=4)
+    options = DropTrainOptions(6, 1, (0.3,), 2, evaluations=2, eval_samples=4, gpt=gpt)
+    runs = {Setting(**run["setting"]): run for run in found["runs"]}
+    assert list(runs) == options.settings
+    for setting, run in runs.items():
+        drawn = draw(options, setting, 1)
+        assert run["samples"] == drawn.completed[: run["steps"]].sum()
+        assert (run["steps"] > 6) == (setting.compensation == "extra_steps")
+        assert [point[0] for point in run["losses"]][:2] == [3, 6]
+    losses = {setting: run["losses"][-1][1] for setting, run in runs.items()}
+    assert losses[Setting(0.0)] != losses[Setting(0.3)]
+    assert found["verdict"] in " ".join(done.output.split())
+
+    def run_ranks(*_: object) -> None:
+        raise AssertionError("nothing is left to run")
+
+    monkeypatch.setattr("megasdc.bench.drop_training.run_ranks", run_ranks)
+    again = CliRunner().invoke(app, ["bench", "drop-training", *small])
+    assert again.exit_code == 0, again.output
+    assert json.loads(out.read_text())["runs"] == found["runs"]
