@@ -225,8 +225,12 @@ class DropCompute(StepHook, EngineHook):
         data, engine = run.dims.data, run.engine
         if self._section.compensation == EXTRA_STEPS:
             run.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * data)
-        own = max(0, run.steps - run.step) * engine.micro_batches * engine.micro_batch_size
-        run.loader.dataset.prolong(run.loader.position.end_after(own, data))
+        steps = range(run.step + 1, run.steps + 1)
+        if self._replayed is None:
+            planned = len(steps) * engine.micro_batches
+        else:
+            planned = sum(self._replayed[step].planned for step in steps if step in self._replayed)
+        run.loader.dataset.prolong(run.loader.position.end_after(planned * engine.micro_batch_size, data))
 
     def _watch(self, run: Run, step: StepDecisions) -> None:
         """Leave nothing out while too much was; name replicas that are always late."""
@@ -236,7 +240,7 @@ class DropCompute(StepHook, EngineHook):
         if run.step % self._section.window_steps == 0:
             for slow in self._recent.slow_replicas():
                 self._report.slow_replica(slow, self._hosts[slow.replica])
-        limited = self._recent.exceeds(self._section.max_drop_rate, self._micro_batches * run.dims.data)
+        limited = self._recent.exceeds(self._section.max_drop_rate, step.planned * run.dims.data)
         if limited != self._limited:
             self._report.limit(self._recent.dropped, limited)
         self._limited = limited

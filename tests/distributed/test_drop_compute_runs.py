@@ -224,3 +224,15 @@ def test_audits_find_nothing_in_healthy_replicas_that_completed_different_number
     _train(again, 2, "megasdc.training.stop_step=5")
     _train(again, 2)
     assert _final(tmp_path / "again", 10) == _final(tmp_path / "late", 10)
+
+
+def test_replayed_decisions_may_plan_more_than_the_configuration(tmp_path: Path, data: Path) -> None:
+    """A log of a run with a larger batch plans more micro-batches a step, and the stream reaches as far as they do."""
+    lines: list[dict[str, Any]] = [{"start": {"step": 0, "data": 2, "micro_batches": 4}}]
+    lines += [{"step": step, "planned": 6, "completed": [6, 5]} for step in range(1, STEPS + 1)]
+    log = tmp_path / "given.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drop = {"enabled": True, "replay_decisions": str(log), "samples": "discard", "compensation": "larger_batch"}
+    config = _config(tmp_path, "larger", data, drop_compute=drop)
+    _train(config, 2)
+    assert _decisions(tmp_path / "larger") == {step: [6, 5] for step in range(1, STEPS + 1)}

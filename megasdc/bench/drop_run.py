@@ -1,0 +1,149 @@
+"""How do the ranks of a benchmark train runs with DropCompute, one after another in the same processes?
+
+Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, watching for skipped steps and
+evaluation as a run of the training program has them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.bench.loops import DISTINCT_STEPS, MemoryStream
+from megasdc.config import RunConfig, check_layout, parse_config
+from megasdc.data.dataset import TokenDataset, build_datasets
+from megasdc.data.loader import EvalLoader, MicroBatchLoader
+from megasdc.data.manifest import Manifest
+from megasdc.engine.engine import StepResult
+from megasdc.events import EventLog
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel import groups
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.build import prepare_run_folder, set_threads
+from megasdc.train.build_engine import build_training_engine
+from megasdc.train.delays import DelayReport
+from megasdc.train.drop_compute import DropCompute
+from megasdc.train.evaluate import Evaluator
+from megasdc.train.run import Run, StepHook, train
+from megasdc.train.startup import StartClock
+from megasdc.train.stop import SkipWatch
+
+TIMEOUT_S = 600.0
+
+
+def start_rank(tensor: int = 1, pipeline: int = 1) -> ParallelDims:
+    """Make the groups of this process.
+
+    Collective: all ranks of the world.
+    """
+    set_threads(1)
+    groups.init_process_group(TIMEOUT_S)
+    return groups.init_model_parallel(tensor, pipeline, TIMEOUT_S)
+
+
+def end_rank() -> None:
+    """Give the groups back once all ranks have come here.
+
+    Collective: all ranks of the world.
+    """
+    dist.barrier()
+    groups.shutdown()
+
+
+class StepWalls(StepHook):
+    """Keeps how long each step took, with all that is done between steps but evaluation."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last = (0.0, 0.0)
+
+    def on_start(self, run: Run) -> None:
+        """The first step begins."""
+        self._last = (time.perf_counter(), run.paused_s)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """A step has ended, and the next one begins."""
+        now = (time.perf_counter(), run.paused_s)
+        self.seconds.append(now[0] - self._last[0] - (now[1] - self._last[1]))
+        self._last = now
+
+
+def build_drop_run(config: RunConfig, dims: ParallelDims, vocab: int | None = None) -> Run:
+    """Build one run; its first hook is ``DropCompute``.
+
+    Args:
+        config: from ``megasdc.bench.drop_setup.drop_config``.
+        dims: place of this rank.
+        vocab: entries of the vocabulary of random tokens in memory; null: the data are prepared.
+
+    Collective: all ranks of the world.
+    """
+    sections = config.megasdc
+    layout = check_layout(config, dims.world_size)
+    folder = prepare_run_folder(Path(sections.logging.run_dir))
+    steps, samples = sections.training.steps, sections.training.eval_samples if sections.training.eval_interval else 0
+    size = steps * layout.train_batch_size
+    training: Any
+    validation = epoch = None
+    if vocab is None:
+        vocab = Manifest.load(sections.data.path).tokenizer.vocab_size
+        training, validation = build_datasets(sections.data, vocab, size, samples)
+        epoch = training.samples_per_epoch if isinstance(training, TokenDataset) else None
+    else:
+        distinct = min(DISTINCT_STEPS, steps) * layout.train_batch_size
+        training = MemoryStream(vocab, sections.data.sequence_length, distinct, size)
+    engine = build_training_engine(config, layout, dims, vocab, StartClock(0.0))
+    loader = MicroBatchLoader(training, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
+    run = Run(folder, dims, engine, loader, loader, EventLog(folder, dims.rank), steps, dist.group.WORLD)
+    writer = MetricsWriter(folder) if dims.rank == 0 else None
+    delays = [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else []
+    run.hooks = [
+        DropCompute(sections.drop_compute, run, writer, sections.logging.interval),
+        SkipWatch(sections.training.max_skipped_steps),
+    ]
+    if validation is not None:
+        eval_loader = EvalLoader(validation, layout.micro_batch_size, dims.dp_rank, dims.data, samples)
+        run.hooks.append(Evaluator(eval_loader, sections.training.eval_interval, writer))
+    run.hooks += [*delays, _Files(writer)]
+    return run
+
+
+class _Files(StepHook):
+    """Closes the writer with the run."""
+
+    def __init__(self, writer: MetricsWriter | None) -> None:
+        self._writer = writer
+
+    def close(self) -> None:
+        """Close it."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def train_once(raw: dict[str, Any], dims: ParallelDims, walls: StepWalls, vocab: int | None = None) -> Run:
+    """Train one run to its end.
+
+    Args:
+        raw: from ``megasdc.bench.drop_setup.drop_config``.
+        dims: place of this rank.
+        walls: keeps the time of its steps.
+        vocab: see ``build_drop_run``.
+
+    Returns:
+        The run, ended on all ranks, whose files are whole.
+
+    Collective: all ranks of the world.
+    """
+    gc.collect()  # an engine and its hooks hold each other: those of the run before
+    run = build_drop_run(parse_config(raw, source="the benchmark's options"), dims, vocab)
+    run.hooks.append(walls)
+    try:
+        train(run)
+    finally:
+        run.events.close()
+    dist.barrier()
+    return run

@@ -1,0 +1,47 @@
+"""What does a rank of the campaign on leaving micro-batches out do? Started by ``megasdc.bench.ranks``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from megasdc.bench.drop_run import StepWalls, end_rank, start_rank, train_once
+from megasdc.bench.ranks import Messages
+from megasdc.metrics.writer import read_metrics
+from megasdc.train.main import set_up_logging
+
+
+def train_all(configs: list[dict[str, Any]], messages: Messages) -> None:
+    """Train one run after another, and report each as it ends.
+
+    Args:
+        configs: of the runs.
+        messages: where to report.
+    """
+    dims = start_rank()
+    for config in configs:
+        walls = StepWalls()
+        run = train_once(config, dims, walls)
+        rows = read_metrics(run.folder) if dims.rank == 0 else []
+        messages.send(
+            steps=run.step,
+            samples=run.samples,
+            epoch_samples=run.loader.samples_per_epoch,
+            skipped=run.skipped_steps,
+            losses=[[row["step"], row["eval/loss"]] for row in rows if "eval/loss" in row],
+            seconds=sum(walls.seconds),
+        )
+    end_rank()
+
+
+def main() -> None:
+    """Run the request of the command line."""
+    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    set_up_logging(int(os.environ["RANK"]))
+    train_all(json.loads(sys.argv[1])["configs"], messages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What did leaving micro-batches out do to the final loss? Runs of a campaign scored against those that left none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from megasdc.bench.drop_training_setup import DropTrainOptions, Setting, draw
+
+EPSILON = 0.005
+"""Relative change of the final loss up to which it is none, however equal seeds are."""
+
+
+@dataclass(frozen=True)
+class DropRun:
+    """One run.
+
+    Args:
+        setting: what is left out, and what becomes of it.
+        seed: of weights and delays.
+        steps: taken.
+        samples: used, by all replicas.
+        epoch_samples: of an epoch.
+        skipped: steps that the optimizer did not take.
+        losses: [step, validation loss in nats], the last one at the end.
+        seconds: of all steps.
+    """
+
+    setting: Setting
+    seed: int
+    steps: int
+    samples: int
+    epoch_samples: int
+    skipped: int
+    losses: Sequence[Sequence[float]]
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """At the end."""
+        return self.losses[-1][1]
+
+
+@dataclass(frozen=True)
+class SettingScore:
+    """All runs of one setting.
+
+    Args:
+        setting: which.
+        losses: at the end, of each seed.
+        over_none: mean increase of them over the runs of the same seeds that left nothing out, as a share.
+        steps: taken, mean.
+        samples: used, over those of a run that leaves nothing out, mean.
+        time: simulated, over that of a run that leaves nothing out, mean.
+        curve: (step, time, loss): of each evaluation the mean over seeds, the time in seconds of the simulated job.
+    """
+
+    setting: Setting
+    losses: tuple[float, ...]
+    over_none: float
+    steps: float
+    samples: float
+    time: float
+    curve: tuple[tuple[float, float, float], ...]
+
+    @property
+    def spread(self) -> float:
+        """Largest difference between seeds, over their mean."""
+        return (max(self.losses) - min(self.losses)) / fmean(self.losses)
+
+
+def score(runs: Sequence[DropRun], options: DropTrainOptions) -> list[SettingScore]:
+    """Score every setting.
+
+    Args:
+        runs: of all settings, with the same seeds each.
+        options: they were made with.
+    """
+    base = {run.seed: run for run in runs if not run.setting.rate}
+    seconds = {(run.setting, run.seed): draw(options, run.setting, run.seed).step_s.cumsum() for run in runs}
+    found = []
+    for setting in dict.fromkeys(run.setting for run in runs):
+        own = [run for run in runs if run.setting == setting]
+        times = [seconds[setting, run.seed] for run in own]
+        none = [seconds[base[run.seed].setting, run.seed][-1] for run in own]
+        found.append(
+            SettingScore(
+                setting=setting,
+                losses=tuple(run.loss for run in own),
+                over_none=fmean(run.loss / base[run.seed].loss - 1 for run in own),
+                steps=fmean(run.steps for run in own),
+                samples=fmean(run.samples / base[run.seed].samples for run in own),
+                time=fmean(float(time[run.steps - 1] / last) for run, time, last in zip(own, times, none, strict=True)),
+                curve=tuple(
+                    (
+                        fmean(run.losses[point][0] for run in own),
+                        fmean(float(time[int(run.losses[point][0]) - 1]) for run, time in zip(own, times, strict=True)),
+                        fmean(run.losses[point][1] for run in own),
+                    )
+                    for point in range(min(len(run.losses) for run in own))
+                ),
+            )
+        )
+    return found
+
+
+def verdict(scores: Sequence[SettingScore]) -> str:
+    """Say what leaving micro-batches out does to the final loss, and whether that is more than chance.
+
+    Args:
+        scores: of all settings, that which leaves nothing out first.
+    """
+    chance = max(EPSILON, *(one.spread for one in scores))
+    others = scores[1:]
+    plain = [one for one in others if one.setting.fate == "given up"]
+    made_up = [one for one in others if one not in plain]
+    said = []
+    if plain:
+        rates = " %, ".join(f"{100 * one.setting.rate:g}" for one in plain)
+        said.append(
+            f"leaving out {rates} % of micro-batches changes the final loss by "
+            f"{_range(plain)} in {_times(plain)} of the time (simulated)"
+        )
+    if made_up:
+        said.append(f"with ways to keep or make up for what is left out it changes by {_range(made_up)}")
+    beyond = [one.setting.name for one in others if abs(one.over_none) > chance]
+    more = f"beyond it: {'; '.join(beyond)}" if beyond else "none of these changes is beyond it"
+    seeds = len(scores[0].losses)
+    said.append(
+        f"chance is {_percent(chance)}, what the losses of one setting differ by between {seeds} seeds at most, or "
+        f"{_percent(EPSILON)}; {more}."
+    )
+    text = "; ".join(said)
+    return text[0].upper() + text[1:]
+
+
+def _range(scores: Sequence[SettingScore]) -> str:
+    found = [one.over_none for one in scores]
+    low, high = _percent(min(found), "+"), _percent(max(found), "+")
+    return low if low == high else f"{low} to {high}"
+
+
+def _times(scores: Sequence[SettingScore]) -> str:
+    found = [one.time for one in scores]
+    low, high = f"{100 * min(found):.0f}", f"{100 * max(found):.0f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def _percent(share: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.2f} %"

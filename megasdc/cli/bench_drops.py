@@ -1,0 +1,149 @@
+"""`megasdc bench ...` of DropCompute: what it costs, gains, and does to training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, Out, bench_app, print_result, writable
+from megasdc.errors import ConfigError
+
+
+@bench_app.command("dropcompute", epilog="Example: megasdc bench dropcompute --steps 20 --out dropcompute.json")
+def bench_dropping_nothing(
+    steps: Annotated[int, typer.Option("--steps", help="Steps that count, in each layout.")] = 20,
+    delay: Annotated[
+        float, typer.Option("--delay", min=0.0, help="Seconds that each stage sleeps before a micro-batch.")
+    ] = 0.5,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 4,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 64.")] = 128,
+    layouts: Annotated[
+        str, typer.Option("--layouts", help="Tensor x pipeline x data, commas between.")
+    ] = "1x1x2,2x2x1",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what DropCompute costs while nothing is left out; exit code 1 if it is more than 0.2 % of a step.
+
+    Cost is time inside its own calls over the time of a step; waiting for another stage or tensor rank to decide is not
+    in it. The bar is for micro-batches of 0.5 s and more. Run it on a machine that does nothing else.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from megasdc.bench.detection import parse_layouts
+    from megasdc.bench.drop_cost import GPT, DropCostOptions, bench_drop_cost
+    from megasdc.bench.drop_cost_render import render_drop_cost
+    from megasdc.bench.render import progress_bar
+
+    gpt = replace(GPT, hidden=hidden, micro_batches=micro_batches)
+    options = DropCostOptions(steps, delay, gpt, parse_layouts(layouts))
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_drop_cost(options, on_progress)
+    print_result(result, render_drop_cost, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+@bench_app.command("drop-speedup", epilog="Example: megasdc bench drop-speedup --drop-rates 0.05,0.1 --steps 32")
+def bench_speedup(
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are measured for each threshold.")] = 32,
+    replicas: Annotated[int, typer.Option("--replicas", help="Ranks on this machine, all data parallel.")] = 8,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
+    constant: Annotated[
+        float, typer.Option("--constant", min=0.0, help="Seconds that every micro-batch sleeps.")
+    ] = 0.06,
+    mean: Annotated[float, typer.Option("--mean", help="Mean seconds that it sleeps more, bounded log-normal.")] = 0.1,
+    drop_rates: Annotated[
+        str, typer.Option("--drop-rates", help="Shares that thresholds are to leave out, commas between.")
+    ] = "0.025,0.05,0.1",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the delays.")] = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how much faster DropCompute makes replicas that sleep, against the prediction; exit code 1 beyond 5 %.
+
+    A run without a threshold predicts; runs with thresholds and one that chooses its own are measured. Chance is in
+    it: fewer --steps than 32 miss the bar now and then.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from megasdc.bench.drop_speedup import GPT, DropSpeedupOptions, bench_drop_speedup
+    from megasdc.bench.drop_speedup_render import render_drop_speedup
+    from megasdc.bench.render import progress_bar
+
+    options = DropSpeedupOptions(
+        replicas=replicas,
+        steps=steps,
+        constant_s=constant,
+        mean_s=mean,
+        drop_rates=_numbers("--drop-rates", drop_rates),
+        seed=seed,
+        gpt=replace(GPT, micro_batches=micro_batches),
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_drop_speedup(options, on_progress)
+    print_result(result, render_drop_speedup, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(one) for one in text.split(",") if one.strip())
+    except ValueError:
+        raise ConfigError(f"{name}: {text!r} must be numbers with commas between, such as 0.05,0.1") from None
+
+
+@bench_app.command("drop-training", epilog="Example: megasdc bench drop-training --log runs.jsonl --out training.json")
+def bench_training_with_drops(
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps of a run.")] = 240,
+    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each setting; a seed is of weights and delays.")] = 3,
+    rates: Annotated[
+        str, typer.Option("--rates", help="Shares of micro-batches left out, commas between; 0 is always there.")
+    ] = "0.025,0.05,0.1,0.2",
+    replicas: Annotated[int, typer.Option("--replicas", help="Of the simulated job.")] = 64,
+    hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 32.")] = 64,
+    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 64,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 5e-3,
+    evaluations: Annotated[int, typer.Option("--evaluations", help="Of a run; a divisor of --steps.")] = 6,
+    eval_samples: Annotated[int, typer.Option("--eval-samples", help="Validation samples.")] = 256,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", help="Keeps finished runs; those in it are not made again.", callback=writable),
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT with micro-batches left out, at several shares and with each compensation at 10 %.
+
+    Which ones are late is simulated for many replicas and repeated by two that train. Prints final losses as Table 1
+    of Giladi et al. 2023 does, and loss against steps and simulated time. It measures; there is no bar.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from megasdc.bench.drop_training import bench_drop_training
+    from megasdc.bench.drop_training_render import render_drop_training
+    from megasdc.bench.drop_training_setup import GPT, DropTrainOptions
+    from megasdc.bench.render import progress_bar
+
+    options = DropTrainOptions(
+        steps=steps,
+        seeds=seeds,
+        rates=_numbers("--rates", rates),
+        replicas=replicas,
+        learning_rate=learning_rate,
+        evaluations=evaluations,
+        eval_samples=eval_samples,
+        gpt=replace(GPT, hidden=hidden, layers=layers, sequence=sequence, micro_batches=micro_batches),
+    )
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_drop_training(options, log, on_progress)
+    print_result(result, render_drop_training, out=out, as_json=as_json)

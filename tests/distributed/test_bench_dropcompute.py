@@ -1,0 +1,84 @@
+"""Samples of the benchmarks of DropCompute: they run, and what they print follows from what was run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megasdc.bench.drop_setup import SmallGpt
+from megasdc.bench.drop_training_setup import DropTrainOptions, Setting, draw
+from megasdc.cli import app
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+def test_a_sample_of_the_cost(tmp_path: Path) -> None:
+    """A decision costs the messages that the layout needs, every part is timed, and short micro-batches have no bar."""
+    out = tmp_path / "cost.json"
+    small = ["--steps", "2", "--delay", "0.02", "--micro-batches", "3", "--hidden", "64"]
+    done = CliRunner().invoke(app, ["bench", "dropcompute", *small, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    alone, pipe = json.loads(out.read_text())["layouts"]
+    assert (alone["layout"], pipe["layout"]) == ([1, 1, 2], [2, 2, 1])
+    assert (alone["messages_per_micro_batch"], pipe["messages_per_micro_batch"]) == (0, 3)  # a peer, and two of stage 1
+    assert (alone["bytes_reduced_per_step"], pipe["bytes_per_micro_batch"]) == (16, 24)
+    for one in (alone, pipe):
+        assert len(one["steps"]) == 2 and one["bar"] is None and one["passed"]
+        assert 0 < one["share"]["median"] < 1 and one["step_s"] > 3 * 0.02 and one["micro_batch_s"] > 0.02
+        for step in one["steps"]:
+            assert step["parts"]["marks"] > 0 and step["parts"]["count, exchange, log"] > 0
+            assert sum(step["parts"].values()) < step["wall_s"]
+    assert alone["parts"]["decide, send"] > 0 and alone["parts"]["hear"] == 0
+    assert f"{100 * pipe['share']['median']:.4f}" in done.output
+
+
+def test_a_sample_of_the_speedup(tmp_path: Path) -> None:
+    """A threshold is chosen for each share and by a run itself, and the exit code says whether the bar was missed."""
+    out = tmp_path / "speedup.json"
+    small = ["--steps", "3", "--replicas", "2", "--micro-batches", "3", "--drop-rates", "0.2", "--constant", "0.01"]
+    done = CliRunner().invoke(app, ["bench", "drop-speedup", *small, "--mean", "0.05", "--out", str(out)])
+    assert out.exists(), (done.output, done.exception)
+    found = json.loads(out.read_text())
+    given, own = found["thresholds"]
+    assert (given["own"], own["own"]) == (False, True)
+    assert 0 < given["tau_s"] < 3 * (0.01 + 0.05 * 12)
+    for one in (given, own):
+        assert 0 <= one["rate"] < 0.67 and 0 < one["predicted"] < 3 and one["speedup"] > 0
+        assert f"{one['speedup']:.3f}" in done.output
+    assert 0.1 < found["sleep_share"] <= 1
+    assert found["passed"] == all(abs(one["difference"]) <= 0.05 for one in found["thresholds"])
+    assert done.exit_code == int(not found["passed"]), done.output
+
+
+def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run uses the samples that were drawn for it; finished runs are not made again."""
+    out, log = tmp_path / "training.json", tmp_path / "runs.jsonl"
+    small = ["--steps", "6", "--seeds", "1", "--rates", "0.3", "--evaluations", "2", "--eval-samples", "4"]
+    small += ["--hidden", "32", "--layers", "1", "--sequence", "16", "--micro-batches", "4", "--replicas", "2"]
+    small += ["--log", str(log), "--out", str(out)]
+    done = CliRunner().invoke(app, ["bench", "drop-training", *small])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    gpt = SmallGpt(32, 1, 16, 1024, micro_batches=4)
+    options = DropTrainOptions(6, 1, (0.3,), 2, evaluations=2, eval_samples=4, gpt=gpt)
+    runs = {Setting(**run["setting"]): run for run in found["runs"]}
+    assert list(runs) == options.settings
+    for setting, run in runs.items():
+        drawn = draw(options, setting, 1)
+        assert run["samples"] == drawn.completed[: run["steps"]].sum()
+        assert (run["steps"] > 6) == (setting.compensation == "extra_steps")
+        assert [point[0] for point in run["losses"]][:2] == [3, 6]
+    losses = {setting: run["losses"][-1][1] for setting, run in runs.items()}
+    assert losses[Setting(0.0)] != losses[Setting(0.3)]
+    assert found["verdict"] in " ".join(done.output.split())
+
+    def run_ranks(*_: object) -> None:
+        raise AssertionError("nothing is left to run")
+
+    monkeypatch.setattr("megasdc.bench.drop_training.run_ranks", run_ranks)
+    again = CliRunner().invoke(app, ["bench", "drop-training", *small])
+    assert again.exit_code == 0, again.output
+    assert json.loads(out.read_text())["runs"] == found["runs"]
