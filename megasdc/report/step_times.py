@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
 from megasdc.errors import DataError
 
-STEP_TIMES_FOLDER = "step_times"
 OnProgress = Callable[[str, int, int], None]
 _LAYOUT_BEGIN = '{"kind": "layout"'
 _LAYOUT_KEYS = ("rank", "dp_rank", "pp_rank", "data", "pipeline", "micro_batches")
