@@ -7,13 +7,16 @@ since the epoch; ``step`` and ``micro_batch`` are null where an event belongs to
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class EventLog:
         self.rank = rank
         self.host = socket.gethostname()
         self.counts: Counter[str] = Counter()
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._file = open_lines(self.path)
 
     def emit(
         self, kind: str, name: str, *, step: int | None = None, micro_batch: int | None = None, **fields: Any
@@ -74,6 +77,25 @@ class EventLog:
     def close(self) -> None:
         """Close the file; further events are an error."""
         self._file.close()
+
+
+def open_lines(path: Path) -> TextIO:
+    """Open a file of lines to write on at its end.
+
+    A last line without an end, left by a killed process, is cut off, so that the next one does not become part of it.
+
+    Args:
+        path: the file; made where it is missing.
+    """
+    with open(path, "ab+") as file:
+        end, last = file.seek(0, os.SEEK_END), -1
+        while end and last < 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            last = file.read(end - start).rfind(b"\n")
+            end = start + last + 1
+        file.truncate(end)
+    return open(path, "a", encoding="utf-8")
 
 
 def read_events(

@@ -15,6 +15,7 @@ from typing import Any
 
 from megasdc.engine.step_times import StepRecord, StepTimes
 from megasdc.errors import ConfigError
+from megasdc.events import open_lines
 
 DECISIONS_FILE = "decisions.jsonl"
 REMEMBERED = 256
@@ -110,7 +111,7 @@ class DecisionLog:
     """
 
     def __init__(self, run_dir: Path, step: int, data: int, micro_batches: int) -> None:
-        self._file = open(run_dir / DECISIONS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._file = open_lines(run_dir / DECISIONS_FILE)
         self._write({"start": {"step": step, "data": data, "micro_batches": micro_batches}})
 
     def add(self, step: int, decisions: StepDecisions) -> None:

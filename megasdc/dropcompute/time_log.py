@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.engine.step_times import StepRecord
+from megasdc.events import open_lines
 from megasdc.parallel.dims import ParallelDims
 
 STEP_TIMES_FOLDER = "step_times"
@@ -30,8 +31,7 @@ class TimeLog:
     def __init__(self, run_dir: Path, dims: ParallelDims, micro_batches: int) -> None:
         folder = run_dir / STEP_TIMES_FOLDER
         folder.mkdir(exist_ok=True)
-        path = folder / f"rank_{dims.rank:05d}.jsonl"
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._file = open_lines(folder / f"rank_{dims.rank:05d}.jsonl")
         self._write(
             {
                 "kind": "layout",

@@ -57,6 +57,21 @@ def test_a_second_log_appends(tmp_path):
     assert [event.step for event in read_events(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize("torn", ["x", '{"time": 1.0, "ra', "y" * 200_000])
+def test_a_second_log_cuts_off_half_a_line(tmp_path, torn):
+    """What a killed process left half written does not spoil the first line of the restarted one."""
+    for step in (1, 2):
+        log = EventLog(tmp_path, 0)
+        log.emit("restart", "run", step=step)
+        log.close()
+        with open(log.path, "a") as file:
+            file.write(torn)
+    assert [event.step for event in read_events(tmp_path)] == [1, 2]
+    log.path.write_text(torn)
+    EventLog(tmp_path, 0).close()
+    assert log.path.read_text() == ""
+
+
 def test_half_a_last_line_is_passed_over(tmp_path):
     """A line cut by a kill is not an event; those before it are."""
     log = EventLog(tmp_path, 0)
