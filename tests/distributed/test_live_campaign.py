@@ -37,7 +37,7 @@ def test_a_sample() -> None:
 
 def test_a_sample_of_toleranced_checks() -> None:
     """Every fault that cannot be hidden is found by its check, an audit follows, clean steps raise nothing."""
-    options = LiveOptions(faults=0, toleranced=24, clean=20, layouts=((1, 1, 3),), precisions=("fp32",))
+    options = LiveOptions(faults=0, toleranced=24, clean=20, layouts=((1, 1, 2),), precisions=("fp32",))
     result = bench_live(options)
     assert result.toleranced.missed == [] and result.passed
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
