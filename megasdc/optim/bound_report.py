@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megasdc.config import HookSpec
 from megasdc.config.hook_sections import BEFORE_NORM
-from megasdc.optim.bounds import COLUMNS, PLACES, Rule, ShardBounds, rule_of
+from megasdc.optim.bound_rules import Rule, rule_of
+from megasdc.optim.bounds import COLUMNS, PLACES, ShardBounds
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 

@@ -1,45 +1,22 @@
-"""Which bound holds for which element of a shard? Rules by parameter, applied in one pass, counted on the device.
+"""What is bounded on the shards that a rank owns? The rules of all parameters in one pass, counted on the device.
 
 Bounds are applied before the norm by default, so that one outlier cannot scale every other element to nothing.
-
-Between two gradients of a rare element V decays, so eq. 1 alone bounds it ever more, until its update vanishes beside
-Adam's eps. Hence V' = max(V, eps^2) by default: eq. 1 as it is wherever V is not nothing to Adam, and below it
-- never frozen: a bounded element gets g^2 = theta V' and has V <= (beta2 + (1 - beta2) theta) V' then, and eps^2 <= V',
-  so g / (sqrt(V) + eps) >= sqrt(theta) / (sqrt(beta2 + (1 - beta2) theta) + 1), whatever V was. Without a bound it is
-  at most 1 / sqrt(1 - beta2). The quotient is the share of its update that a bounded gradient keeps at least: 0.05 to
-  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less beside sqrt(V), which adds to it
-  (fp16 gradients: where the loss scale lifts sqrt(theta) eps above the type's least number);
-- no gain for an outlier: then V >= (1 - beta2) theta eps^2, so that fraction is at most sqrt(theta) /
-  (sqrt((1 - beta2) theta) + 1) <= sqrt(theta / (beta2 + (1 - beta2) theta)), which eq. 1 itself grants to a large V.
 
 Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; Huang et al., SPAM, arXiv 2501.06842.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megasdc.config import HookSpec
-from megasdc.config.hook_sections import (
-    ABSOLUTE,
-    AFTER_NORM,
-    BEFORE_NORM,
-    BOUND,
-    BOUNDS,
-    HALT,
-    LOCAL,
-    SKIP_STEP,
-    SPIKE_AWARE,
-    ZERO,
-    theta_at,
-)
+from megasdc.config.hook_sections import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP
+from megasdc.optim.bound_rules import Rule, limits_at, may_act, rule_of
 from megasdc.optim.copies import digest
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
@@ -50,21 +27,6 @@ PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
 COLUMNS = (*SUMS, "elements")
 """What is counted for each parameter: ``megasdc.tensors.bound.SUMS``, and the elements that were looked at."""
 _SQUARES, _NAN, _INF, _RATIO = (SUMS.index(name) for name in ("squares", "nan", "inf", "largest_ratio"))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What bounds one parameter at one place.
-
-    Args:
-        absolute: the first absolute bound that fits it; null: none does.
-        spike: the first spike-aware one.
-        policy: what happens to NaN and Inf, of the first bound that fits.
-    """
-
-    absolute: HookSpec | None = None
-    spike: HookSpec | None = None
-    policy: str = SKIP_STEP
 
 
 @dataclass(frozen=True)
@@ -144,7 +106,7 @@ class ShardBounds:
 
     def changes(self, step: int) -> bool:
         """Whether any rank may change gradients before the norm at this step; the same on all ranks."""
-        return any(_may_act(spec, step) for spec in self._specs)
+        return any(may_act(spec, step) for spec in self._specs)
 
     @torch.no_grad()
     def bound_local(self, step: int, scale: float) -> None:
@@ -160,7 +122,7 @@ class ShardBounds:
         for place, parameter in enumerate(self._parameters):
             rule = self.rules[LOCAL][place]
             gradient = accumulated_gradient(self._optimizer, parameter).view(-1)
-            bound_(gradient, None, _limits(rule, step, scale, spikes=False), sums[place])
+            bound_(gradient, None, limits_at(rule, step, scale), sums[place])
         self._end(LOCAL, sums)
         self.local_pass = sums
 
@@ -254,7 +216,7 @@ class ShardBounds:
     def _limits_of(self, rule: Rule, flat: Tensor, step: int, scale: float, has_moment: bool) -> Limits:
         spike = rule.spike
         if spike is None or not has_moment or self._in_grace(spike, step):
-            return _limits(rule, step, scale, spikes=False)
+            return limits_at(rule, step, scale)
         beta, eps = self._adam[id(flat)]
         floor = eps**2 if spike.floor is None else spike.floor
         correction = 1.0
@@ -263,9 +225,9 @@ class ShardBounds:
                 self._taken[id(flat)] = self._steps_taken(flat)
             taken = self._taken[id(flat)]
             if taken == 0:
-                return _limits(rule, step, scale, spikes=False)
+                return limits_at(rule, step, scale)
             correction = 1 / (1 - beta**taken)
-        return _limits(rule, step, scale, spikes=True, floor=floor, correction=correction)
+        return limits_at(rule, step, scale, floor=floor, v_factor=correction)
 
     def _in_grace(self, spike: HookSpec, step: int) -> bool:
         since = step - 1 if self._reset is None else self._reset.steps_since(step)
@@ -282,11 +244,6 @@ class ShardBounds:
         )
 
 
-def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a full name fits one of the patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def add(table: Tensor, more: Tensor) -> None:
     """Add counts to counts, in place; of the largest ratios the larger.
 
@@ -297,44 +254,3 @@ def add(table: Tensor, more: Tensor) -> None:
     largest = torch.maximum(table[:, _RATIO], more[:, _RATIO])
     table += more
     table[:, _RATIO] = largest
-
-
-def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
-    """What bounds a parameter at a place: of each kind the first entry that fits.
-
-    Args:
-        name: full name of the parameter.
-        specs: the entries of the configuration.
-        place: one of ``PLACES``.
-    """
-    fitting = [
-        spec
-        for spec in specs
-        if spec.hook in (ABSOLUTE, SPIKE_AWARE) and spec.where == place and fits(name, spec.parameters)
-    ]
-    if not fitting:
-        return Rule()
-    return Rule(
-        absolute=next((spec for spec in fitting if spec.hook == ABSOLUTE), None),
-        spike=next((spec for spec in fitting if spec.hook == SPIKE_AWARE), None),
-        policy=fitting[0].non_finite,
-    )
-
-
-def _may_act(spec: HookSpec, step: int) -> bool:
-    """Whether a bound may change an element at this step."""
-    return spec.non_finite in (ZERO, BOUND) or (spec.theta is not None and math.isfinite(theta_at(spec.theta, step)))
-
-
-def _limits(
-    rule: Rule, step: int, scale: float, *, spikes: bool, floor: float = 0.0, correction: float = 1.0
-) -> Limits:
-    absolute, spike = rule.absolute, rule.spike if spikes else None
-    return Limits(
-        absolute=math.inf if absolute is None or absolute.theta is None else theta_at(absolute.theta, step),
-        spike=math.inf if spike is None or spike.theta is None else theta_at(spike.theta, step),
-        floor=0.0 if spike is None else floor,
-        v_factor=correction,
-        scale=scale,
-        non_finite=rule.policy if rule.policy in (ZERO, BOUND) else "keep",
-    )

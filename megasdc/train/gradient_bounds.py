@@ -18,7 +18,8 @@ from megasdc.errors import ConfigError, NonFiniteError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of
-from megasdc.optim.bounds import ShardBounds, fits
+from megasdc.optim.bound_rules import fits
+from megasdc.optim.bounds import ShardBounds
 from megasdc.optim.copies import differ
 from megasdc.optim.hooks import GradientHook, GradientPart, load_hook
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup

@@ -1,0 +1,93 @@
+"""Which bound holds for which parameter, and how large may its elements be in a step? Functions of the entries alone.
+
+Between two gradients of a rare element V decays, so eq. 1 alone bounds it ever more, until its update vanishes beside
+Adam's eps. Hence V' = max(V, eps^2) by default: eq. 1 as it is wherever V is not nothing to Adam, and below it
+- never frozen: a bounded element gets g^2 = theta V' and has V <= (beta2 + (1 - beta2) theta) V' then, and eps^2 <= V',
+  so g / (sqrt(V) + eps) >= sqrt(theta) / (sqrt(beta2 + (1 - beta2) theta) + 1), whatever V was. Without a bound it is
+  at most 1 / sqrt(1 - beta2). The quotient is the share of its update that a bounded gradient keeps at least: 0.05 to
+  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less beside sqrt(V), which adds to it
+  (fp16 gradients: where the loss scale lifts sqrt(theta) eps above the type's least number);
+- no gain for an outlier: then V >= (1 - beta2) theta eps^2, so that fraction is at most sqrt(theta) /
+  (sqrt((1 - beta2) theta) + 1) <= sqrt(theta / (beta2 + (1 - beta2) theta)), which eq. 1 itself grants to a large V.
+
+Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; Huang et al., SPAM, arXiv 2501.06842.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megasdc.config import HookSpec
+from megasdc.config.hook_sections import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, theta_at
+from megasdc.tensors.bound import Limits
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What bounds one parameter at one place.
+
+    Args:
+        absolute: the first absolute bound that fits it; null: none does.
+        spike: the first spike-aware one.
+        policy: what happens to NaN and Inf, of the first bound that fits.
+    """
+
+    absolute: HookSpec | None = None
+    spike: HookSpec | None = None
+    policy: str = SKIP_STEP
+
+
+def fits(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a full name fits one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
+    """What bounds a parameter at a place: of each kind the first entry that fits.
+
+    Args:
+        name: full name of the parameter.
+        specs: the entries of the configuration.
+        place: one of ``megasdc.optim.bounds.PLACES``.
+    """
+    fitting = [
+        spec
+        for spec in specs
+        if spec.hook in (ABSOLUTE, SPIKE_AWARE) and spec.where == place and fits(name, spec.parameters)
+    ]
+    if not fitting:
+        return Rule()
+    return Rule(
+        absolute=next((spec for spec in fitting if spec.hook == ABSOLUTE), None),
+        spike=next((spec for spec in fitting if spec.hook == SPIKE_AWARE), None),
+        policy=fitting[0].non_finite,
+    )
+
+
+def may_act(spec: HookSpec, step: int) -> bool:
+    """Whether a bound may change an element at this step (first is 1)."""
+    return spec.non_finite in (ZERO, BOUND) or (spec.theta is not None and math.isfinite(theta_at(spec.theta, step)))
+
+
+def limits_at(rule: Rule, step: int, scale: float, *, floor: float | None = None, v_factor: float = 1.0) -> Limits:
+    """How large the elements of a parameter may be in a step.
+
+    Args:
+        rule: of the parameter.
+        step: optimizer step, first is 1.
+        scale: loss scale.
+        floor: smallest V; null: the spike-aware bound does not act in this step.
+        v_factor: what V is multiplied by.
+    """
+    absolute, spike = rule.absolute, None if floor is None else rule.spike
+    return Limits(
+        absolute=math.inf if absolute is None or absolute.theta is None else theta_at(absolute.theta, step),
+        spike=math.inf if spike is None or spike.theta is None else theta_at(spike.theta, step),
+        floor=floor or 0.0,
+        v_factor=v_factor,
+        scale=scale,
+        non_finite=rule.policy if rule.policy in (ZERO, BOUND) else "keep",
+    )
