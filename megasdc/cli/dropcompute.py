@@ -18,6 +18,14 @@ PAPER_SHARE = 0.5
 """Mean delay over the micro-batch's own latency in the paper's delay environment."""
 
 
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, with `step_times` in it.")]
+FirstStep = Annotated[
+    int | None, typer.Option("--first-step", min=1, help="Steps before it are passed over, such as slow first ones.")
+]
+LastStep = Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are passed over.")]
+Figure = Annotated[Path | None, typer.Option("--figure", help="Draw the result as an HTML page.", callback=writable)]
+
+
 @dropcompute_app.command(
     "simulate",
     epilog="Example: megasdc dropcompute simulate --replicas 8,64,512 --micro-batches 12 --communication 0.5 "
@@ -76,9 +84,7 @@ def simulate_drops(
     ] = 10_000,
     thresholds: Annotated[int, typer.Option("--thresholds", help="Thresholds to try.")] = 200,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
-    figure: Annotated[
-        Path | None, typer.Option("--figure", help="Draw the result as an HTML page.", callback=writable)
-    ] = None,
+    figure: Figure = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -127,14 +133,6 @@ def simulate_drops(
     print_result(result, render_simulations, out=out, as_json=as_json)
     if figure is not None:
         write_figure(result, figure)
-
-
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, with `step_times` in it.")]
-FirstStep = Annotated[
-    int | None, typer.Option("--first-step", min=1, help="Steps before it are passed over, such as slow first ones.")
-]
-LastStep = Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are passed over.")]
-Figure = Annotated[Path | None, typer.Option("--figure", help="Draw the result as an HTML page.", callback=writable)]
 
 
 @dropcompute_app.command(
