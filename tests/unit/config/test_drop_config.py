@@ -47,7 +47,7 @@ def problem(drop: dict[str, Any], **sections: Any) -> str:
         ),
         (
             {"samples": "discard", "compensation": "resample"},
-            {"data": {"blend": BLEND}},
+            {"data": {"path": "a", "blend": BLEND}},
             ["compensation: got", '"resample" with megasdc.data.blend', 'set samples "defer"'],
         ),
         ({"sigmas": 2.0}, {}, ["sigmas: got 2", 'with rule "elapsed"', 'set rule "predictive"']),
