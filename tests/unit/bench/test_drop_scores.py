@@ -136,7 +136,7 @@ def test_what_is_drawn_leaves_out_the_share_and_takes_its_time(tmp_path: Path, s
     planned = 7 if setting.compensation == "larger_batch" else 6
     assert (drawn.planned, replicas) == (planned, 2)
     assert steps == (50 if setting.compensation == "extra_steps" else 40)
-    assert 1 - drawn.completed.mean() / planned == pytest.approx(setting.rate, abs=2 / drawn.completed.size)
+    assert 1 - drawn.completed.mean() / planned == pytest.approx(setting.rate, abs=2 / (drawn.completed.size * planned))
     environment = Environment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), 5)
     for step in (1, steps):
         latencies = environment.draw(step, 0, 2, planned, 1)[:, :, 0]
