@@ -8,9 +8,11 @@ expected, and where they are split, what lies in files that are unchanged since 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from megasdc.errors import CheckpointError
 
 _RANKLESS = ("engine/", "optimizer/")
 """Scalars that stand for those of all ranks; compared only where layouts differ."""
+_OF_ELEMENTS: tuple[Pattern, ...] = ("bit", "element", "run", "period", "scattered", "tail")
 _OF_A_LAYOUT = ("rank", "loader/")
 """Scalars whose meaning depends on the layout; compared only where all have one layout."""
 
@@ -88,6 +91,11 @@ class Finding:
     pieces: list[PieceDamage]
     unchanged: dict[str, bool | None]
     covers_all: bool = False
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """Files that it lies in."""
+        return frozenset(one.piece.file for one in self.pieces)
 
     @property
     def meaning(self) -> str:
@@ -178,8 +186,7 @@ class _Part:
     @property
     def intact(self) -> bool | None:
         """Whether its files are as they were saved; null: not known of all."""
-        states = [self.view.changed(piece.file) for piece in self.copy.pieces]
-        return False if any(states) else (True if all(state is False for state in states) else None)
+        return _state([self.view.changed(piece.file) for piece in self.copy.pieces])
 
 
 def compare_checkpoints(
@@ -230,7 +237,7 @@ class _Comparison:
         for slot in (one for one in self._slots() if one in lacking):
             without = ", ".join(str(view.path) for view in self.views if slot not in view.slots)
             self.report.notes.append(f"{slot} is not in the format of {without}")
-        self.report.findings = [self._settled(finding) for finding in self.report.findings]
+        self._settle()
         self.report.problems = list(dict.fromkeys(self.report.problems))
         return self.report
 
@@ -266,7 +273,9 @@ class _Comparison:
 
     def _judge(self, fqn: str, slot: Slot, classes: list[list[_Part]], rows: int | None) -> None:
         """Find out which copies are expected to be right, and what is wrong with the others."""
-        right, basis = _reference(classes)
+        votes = [len({id(part.view) for part in parts}) for parts in classes]
+        place, basis = _expected(votes, [[part.intact for part in parts] for parts in classes])
+        right = classes[place]
         expected = right[0].read(rows)
         for wrong in classes:
             if wrong is right:
@@ -332,19 +341,38 @@ class _Comparison:
             )
         )
 
-    def _settled(self, finding: Finding) -> Finding:
-        """A difference of everything in a tensor is drift only where most tensors of the slot differ so."""
-        if finding.pattern != "shard" or not finding.covers_all:
-            return finding
-        place = (finding.checkpoint, finding.slot)
-        alike = {one.fqn for one in self.report.findings if one.covers_all and (one.checkpoint, one.slot) == place}
-        total = sum(slot == finding.slot for _, slot in tensors_to_compare(self.views, self.options))
-        return replace(finding, pattern="drift") if 2 * len(alike) > total else finding
+    def _settle(self) -> None:
+        """Let findings that belong together say the same.
+
+        What looks like damage of single elements is not, in a file of which most tensors hold another state: of bf16
+        weights one step changes few. And another state of most tensors of a slot is drift, not that of a shard.
+        """
+        findings = self.report.findings
+        shards = Counter(file for one in findings if one.pattern == "shard" for file in one.files)
+        all_of = Counter(file for one in findings if one.slot != "scalar" for file in one.files)
+        other_state = {file for file, count in shards.items() if 2 * count > all_of[file] > 1}
+        findings = [
+            replace(one, pattern="shard") if one.pattern in _OF_ELEMENTS and one.files <= other_state else one
+            for one in findings
+        ]
+        drifted: dict[tuple[str, Slot], set[str]] = {}
+        for one in findings:
+            if one.covers_all and one.pattern == "shard":
+                drifted.setdefault((one.checkpoint, one.slot), set()).add(one.fqn)
+        total = Counter(slot for _, slot in tensors_to_compare(self.views, self.options))
+        self.report.findings = [
+            replace(one, pattern="drift")
+            if one.pattern == "shard" and 2 * len(drifted.get((one.checkpoint, one.slot), ())) > total[one.slot]
+            else one
+            for one in findings
+        ]
 
     def _compare_scalars(self) -> None:
         views = [view for view in self.views if "scalar" in view.slots]
         if len(views) < 2:
             return
+        if self.options.wants("", "scalar"):
+            self.report.problems += [problem for view in views for problem in view.problems]
         layouts = {(view.kind, view.layout) for view in views}
         for name in dict.fromkeys(name for view in views for name in view.scalars):
             if not self.options.wants(name, "scalar"):
@@ -357,31 +385,47 @@ class _Comparison:
                 self._compare_scalar(name, holders)
 
     def _compare_scalar(self, name: str, holders: list[tuple[View, Scalar]]) -> None:
-        values = [scalar.value for _, scalar in holders if scalar.value is not None]
-        counts = {value: values.count(value) for value in values}
-        best = max(counts, key=lambda value: counts[value], default=None)
-        majority = best is not None and 2 * counts[best] > len(holders)
-        against = next((view for view, scalar in holders if scalar.value == best), holders[0][0])
+        classes: dict[str, list[tuple[View, Scalar]]] = {}
         for view, scalar in holders:
-            piece = _whole_piece(Piece(scalar.file, scalar.owner, 1, _nothing))
             if scalar.value is None:
+                piece = _whole_piece(Piece(scalar.file, scalar.owner, 1, _nothing))
+                against = next((other for other, one in holders if one.value is not None), view)
                 self._add(name, "scalar", view, against, "missing", f"{scalar.file.name} does not hold it", [piece])
-            elif scalar.value != best:
-                detail = f"{scalar.value}, expected {best}"
-                basis = "what most checkpoints hold" if majority else ""
-                self._add(name, "scalar", view, against, "scalar", detail, [piece], basis)
+            else:
+                classes.setdefault(scalar.value, []).append((view, scalar))
+        if len(classes) < 2:
+            return
+        states = [[_state([view.changed(one.file)]) for view, one in members] for members in classes.values()]
+        right, basis = _expected([len(members) for members in classes.values()], states)
+        value, members = list(classes.items())[right]
+        for found, wrong in classes.items():
+            for view, scalar in wrong if found != value else ():
+                piece = _whole_piece(Piece(scalar.file, scalar.owner, 1, _nothing))
+                detail = f"{found}, expected {value}"
+                self._add(name, "scalar", view, members[0][0], "scalar", detail, [piece], basis)
 
 
-def _reference(classes: list[list[_Part]]) -> tuple[list[_Part], str]:
-    """The copies that are expected to be right, and why; the first where nothing tells."""
-    votes = [len({id(part.view) for part in parts}) for parts in classes]
-    most = [parts for parts, count in zip(classes, votes, strict=True) if count == max(votes)]
+def _expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> tuple[int, str]:
+    """Which of several classes of equal content is expected to be right, and why; the first where nothing tells.
+
+    Args:
+        votes: checkpoints in each.
+        states: of each member of each, whether its files are as they were saved.
+    """
+    most = [place for place, count in enumerate(votes) if count == max(votes)]
     if len(most) == 1:
         return most[0], "what most checkpoints hold"
-    intact = [parts for parts in most if any(part.intact is True for part in parts)]
-    if len(intact) == 1 and all(part.intact is False for parts in most if parts is not intact[0] for part in parts):
+    intact = [place for place in most if True in states[place]]
+    if len(intact) == 1 and all(state is False for place in most if place != intact[0] for state in states[place]):
         return intact[0], "its files are as they were saved, the others are not"
-    return classes[0], ""
+    return 0, ""
+
+
+def _state(changed: Sequence[bool | None]) -> bool | None:
+    """Whether files are as they were saved; null: not known of all."""
+    if any(changed):
+        return False
+    return True if all(one is False for one in changed) else None
 
 
 def _common_rows(entries: list[Entry]) -> int | None:

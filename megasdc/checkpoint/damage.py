@@ -21,7 +21,8 @@ MEANINGS: dict[Pattern, str] = {
     "element": "one element, several bits: a wrong result of a computation, or damage of a memory word",
     "run": "adjacent elements: a wrong vector lane or tile of a computation, or damage of a memory line",
     "period": "elements at equal distances: one lane of a computation, or one memory column",
-    "scattered": "single elements here and there: a computation that is wrong now and then",
+    "scattered": "elements here and there: a computation that is wrong now and then, or another step of a table whose "
+    "rows are seldom used",
     "zeros": "a range of zeros: a write that did not reach the disk, or a block that was lost",
     "tail": "everything from one place to the end of the piece: a torn write over an older file",
     "shard": "a whole piece, others not: the file of another step, or a rank that computed another update",
@@ -35,6 +36,8 @@ MEANINGS: dict[Pattern, str] = {
 """What usually makes a pattern."""
 _DENSE = 0.9
 """Share of the elements in a range that must differ for it to count as wholly different: some are equal by chance."""
+_MANY, _WIDE = 0.1, 0.8
+"""Share of the elements that differ, and of the piece that they are spread over, from which on it is another state."""
 _TAIL = 8
 """Shortest range at the end of a piece that is called a tail."""
 _BLOCK = 1 << 22
@@ -194,18 +197,23 @@ def _pattern(expected: Tensor, got: Tensor, at: Tensor) -> tuple[Pattern, str, b
     if at.numel() == 1:
         return ("bit", flipped, False) if flipped else ("element", f"bits {masks[0]:#x}", False)
     alive = _alive(expected, got)
+    from_start, to_end = (not bool(part.any()) for part in (alive[:first], alive[last + 1 :]))
+    dense = at.numel() >= _DENSE * int(alive[first : last + 1].sum())
+    if dense and not bool(as_bits(got[first : last + 1]).any()):
+        whole = from_start and to_end
+        place = "all of the piece" if whole else "to the end of the piece" if to_end else "within the piece"
+        return "zeros", place, whole
     if at.numel() >= _DENSE * int(alive.sum()):
-        zero = not bool(as_bits(got).any())
-        return ("zeros", "all of the piece", True) if zero else ("shard", "", True)
-    if at.numel() >= _DENSE * int(alive[first : last + 1].sum()):
-        to_end = not bool(alive[last + 1 :].any())
-        if not bool(as_bits(got[first : last + 1]).any()):
-            return "zeros", "to the end of the piece" if to_end else "within the piece", False
+        return "shard", "", True
+    if dense:
         return ("tail", "", False) if to_end and at.numel() >= _TAIL else ("run", flipped, False)
     steps = at.diff()
     if at.numel() > 2 and bool((steps == steps[0]).all()):
         detail = f"every {int(steps[0])} elements"
         return "period", f"{detail}, {flipped}" if flipped else detail, False
+    share, span = at.numel() / int(alive.sum()), (last - first + 1) / alive.numel()
+    if share >= _MANY and span >= _WIDE:  # one step changes only some of the bits that bf16 keeps
+        return "shard", f"{share:.0%} of the elements", True
     return "scattered", flipped, False
 
 

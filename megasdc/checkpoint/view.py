@@ -207,7 +207,7 @@ class View:
         entries: by (fqn, slot).
         scalars: by name; names of one rank begin with ``rank``.
         records: what the manifest says of files, by path.
-        problems: files that cannot be read.
+        problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
     """
 
     path: Path

@@ -96,6 +96,7 @@ class _Opening:
         self.splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
         self.prefix = _PREFIXES.get(manifest.engine.get("optimizer", ""), "")
         self.copies: dict[tuple[str, Slot], list[Copy]] = {}
+        self.problems: list[str] = []
 
     def view(self) -> View:
         """All of it."""
@@ -105,6 +106,7 @@ class _Opening:
             for group in range(len(stages[0]["param_shapes"])):
                 self._add_states([stage["param_shapes"][group] for stage in stages], pp_rank, group)
         self._add_rng()
+        self._add_empty_layers()
         return View(
             path=self.path,
             kind="DeepSpeed pipeline with ZeRO-1",
@@ -115,6 +117,7 @@ class _Opening:
                 for key, copies in self.copies.items()
             },
             scalars=self.scalars,
+            problems=self.problems,
             records={self.path / name: record for name, record in self.records.items()},
         )
 
@@ -216,7 +219,9 @@ class _Opening:
         try:
             base = self.files.load(file)["optimizer_state_dict"]["base_optimizer_state"]
             found = {"step": base["state"][group]["step"], "lr": base["param_groups"][group]["lr"]}
-        except (FileNotFoundError, KeyError, IndexError, TypeError, CheckpointError):
+        except CheckpointError:
+            return  # said when its tensors are read
+        except (FileNotFoundError, KeyError, IndexError, TypeError):
             found = {"step": None, "lr": None}
         for key, value in found.items():
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -234,8 +239,16 @@ class _Opening:
             except FileNotFoundError:
                 pass
             except CheckpointError as error:
-                value = f"cannot be read: {error}"
+                self.problems.append(str(error))
+                continue
             self.scalars[f"rank {rank:05d}/random generators"] = Scalar(value, file, self._writer(file.name))
+
+    def _add_empty_layers(self) -> None:
+        """Files of layers without parameters: DeepSpeed needs them to be there."""
+        for name, record in self.records.items():
+            if record.tensors == {}:
+                value = "is there" if (self.path / name).exists() else None
+                self.scalars[f"rank {record.rank:05d}/{name}"] = Scalar(value, self.path / name, self._writer(name))
 
     def _add(self, name: str, slot: Slot, local: tuple[int, ...], shards: list[tuple[Piece, ...]]) -> None:
         fqn = torch_name(name)
