@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
 from megasdc.checkpoint.manifest import Manifest, read_manifest
+from megasdc.checkpoint.sources import find_missing
 from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, StateFiles, View, flatten, whole_shape
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError
@@ -30,7 +31,6 @@ from megasdc.parallel.dims import ParallelDims
 
 _ALIGNMENT = 2
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
-_PREFIXES = {"BF16_Optimizer": "bf16_"}
 _STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 _SHARED_SCALARS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 _Fragments = dict[str, tuple[int, int]]
@@ -44,8 +44,8 @@ def open_deepspeed(path: Path) -> View:
         path: its folder, ``step_NNNNNNNN``.
 
     Raises:
-        CheckpointError: the manifest, ``megasdc.json`` or the file of a stage cannot be read, or parameters are laid
-            out in a way that is not known.
+        CheckpointError: the manifest, ``megasdc.json`` or the file of a stage cannot be read, files of other nodes are
+            not here, or parameters are laid out in a way that is not known.
     """
     return _Opening(path).view()
 
@@ -90,11 +90,14 @@ class _Opening:
         for other in (read_manifest(path, file.name) for file in sorted(path.glob("manifest.*.json"))):
             _same_save(path, manifest, other)
             self.records |= other.by_name()
+        if manifest.storage == "node_local" and (lacking := find_missing(path, manifest, set(self.records))):
+            raise CheckpointError("; ".join(lacking))
         self.scalars, state = shared_scalars(path)
         self.real_rows = int(state["vocab_size"]) if state.get("vocab_size") else None
         model = model_of(state, path)
         self.splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
-        self.prefix = _PREFIXES.get(manifest.engine.get("optimizer", ""), "")
+        shard = next((name for name in self.records if name.endswith("_optim_states.pt")), "")
+        self.prefix = shard.partition("zero_pp_rank_")[0]  # bf16_ where weights are bf16
         self.copies: dict[tuple[str, Slot], list[Copy]] = {}
         self.problems: list[str] = []
 

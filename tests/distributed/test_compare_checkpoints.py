@@ -19,6 +19,7 @@ from whole_runs import MODELS, prepare_text, pretrain_rank, train_run, write_con
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints
 from megasdc.checkpoint.convert import convert_to_universal
 from megasdc.checkpoint.export_hf import export_hf
+from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.view import View
 from megasdc.errors import CheckpointError
@@ -60,6 +61,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **common,
     )
     assert train_run(bf16, 8) == [(0, None)] * 8
+    summed = write_config(
+        folder / "summed.json",
+        data,
+        folder / "summed",
+        deepspeed__bf16={"enabled": True},
+        deepspeed__data_types={"grad_accum_dtype": "bf16"},
+        **common,
+    )
+    assert train_run(summed, 2) == [(0, None)] * 2
+    convert_to_universal(folder / "summed" / STEP, folder / "summed_universal")
     for name in ("fp32", "bf16"):
         convert_to_universal(folder / name / STEP, folder / f"{name}_universal")
         export_hf(folder / name / STEP, folder / f"{name}_hf")
@@ -90,12 +101,13 @@ PAIRS = [
     (f"bf16/{STEP}", f"bf16/{STEP}", 15 * 4),
     (f"bf16/{STEP}", "bf16_universal", 15 * 3),
     (f"bf16/{STEP}", "bf16_hf", 15),
+    (f"summed/{STEP}", "summed_universal", 28 * 3),
 ]
 
 
 @pytest.mark.parametrize(("one", "other", "least"), PAIRS, ids=lambda value: str(value).split("/")[0])
 def test_equal_content_is_equal(made: Path, one: str, other: str, least: int) -> None:
-    """Over layouts (2x2x1, 2x2x2, 1x1x1) and formats, every tensor that both have is compared, and equal."""
+    """Over layouts, formats and DeepSpeed's optimizers, every tensor that both have is compared, and equal."""
     report = compare_checkpoints([open_view(made / one), open_view(made / other)])
     assert report.findings == []
     assert report.problems == []
@@ -286,3 +298,16 @@ def test_a_truncated_file_is_named(made: Path, tmp_path: Path, name: str) -> Non
     result = _run(made / "bf16" / STEP, copy)
     assert result.exit_code == 2
     assert name in result.output
+
+
+def test_a_folder_of_one_node_is_refused(made: Path, tmp_path: Path) -> None:
+    """With storage on every node, a folder that lacks another node's files is no difference: it says what to copy."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / "step_00000003"))
+    manifest = read_manifest(copy)
+    mine = [record for record in manifest.files if record.rank < 4]
+    nodes = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
+    write_manifest(
+        copy, manifest.model_copy(update={"storage": "node_local", "node": "a", "nodes": nodes, "files": mine})
+    )
+    with pytest.raises(CheckpointError, match=r"lacks the files of node b .*copy the \.pt files"):
+        open_view(copy)
