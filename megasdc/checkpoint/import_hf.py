@@ -82,8 +82,8 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     check_out(target, force, WEIGHTS_FILE, "format_version", source)
     folder = _local(source)
     config = _read_json(folder / "config.json")
-    model = _section({**model_fields(config), "initial_weights": str(out)})
-    shards = _Shards(folder)
+    model = section_of({**model_fields(config), "initial_weights": str(out)})
+    shards = HfShards(folder)
     todo = {index: found for index in range(num_pipeline_layers(model)) if (found := rules(model, index))}
     shards.check(model, hf_shapes(model, vocabulary(config)))
     section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
@@ -117,7 +117,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     return ImportResult(str(source), str(out), architecture(config), parameters, rows, tokens, section, note)
 
 
-class _Shards:
+class HfShards:
     """The safetensors files of a model, by tensor.
 
     Args:
@@ -164,13 +164,13 @@ class _Shards:
         first = "transformer." if model.position_embedding == "learned" else "model."
         if not any(name.startswith(first) for name in self.file_of):
             self.prefix = first
-        missing = sorted(name for name in wanted if self._there(name) not in self.file_of)
+        missing = sorted(name for name in wanted if self.name_in_file(name) not in self.file_of)
         tied = {"lm_head.weight"} if model.tie_embeddings else set()
-        known = {self._there(name) for name in wanted} | tied
+        known = {self.name_in_file(name) for name in wanted} | tied
         extra = sorted(name for name in self.file_of if name not in known and not name.endswith(_BUFFERS))
         problems = [f"{name}: is missing in {self.folder}" for name in missing[:5]]
         problems += [f"{name}: is not a tensor of a supported architecture" for name in extra[:5]]
-        shapes = {name: self.shape_of[self._there(name)] for name in wanted if name not in missing}
+        shapes = {name: self.shape_of[self.name_in_file(name)] for name in wanted if name not in missing}
         problems += [
             f"{name}: has shape {shapes[name]}; config.json needs {wanted[name]}"
             for name in sorted(name for name in shapes if shapes[name] != wanted[name])[:5]
@@ -178,7 +178,8 @@ class _Shards:
         if problems:
             raise ConfigError([f"{problem}." for problem in problems], f"the tensors of {self.folder}")
 
-    def _there(self, name: str) -> str:
+    def name_in_file(self, name: str) -> str:
+        """The name that a tensor has here, from its full name."""
         return name.removeprefix(self.prefix)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
@@ -188,11 +189,11 @@ class _Shards:
             ConfigError: a tensor is not of floating point.
         """
         found: dict[str, Tensor] = {}
-        for file in sorted({self.file_of[self._there(name)] for name in names}):
+        for file in sorted({self.file_of[self.name_in_file(name)] for name in names}):
             with open_tensors(self.folder / file) as opened:
                 for name in names:
-                    if self.file_of[self._there(name)] == file:
-                        found[name] = opened.get_tensor(self._there(name))
+                    if self.file_of[self.name_in_file(name)] == file:
+                        found[name] = opened.get_tensor(self.name_in_file(name))
         for name, tensor in found.items():
             if tensor.dtype not in DTYPES:
                 raise ConfigError(f"{name}: has type {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
@@ -218,7 +219,15 @@ def _local(source: Path | str) -> Path:
         ) from error
 
 
-def _section(fields: dict[str, Any]) -> ModelSection:
+def section_of(fields: dict[str, Any]) -> ModelSection:
+    """The model section that the fields of a ``config.json`` make.
+
+    Args:
+        fields: as ``megasdc.model.hf.model_fields`` returns them.
+
+    Raises:
+        ConfigError: each field that is not allowed.
+    """
     try:
         return ModelSection.model_validate(fields)
     except ValidationError as error:

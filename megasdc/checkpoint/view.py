@@ -1,0 +1,303 @@
+"""What is in a checkpoint of any format or layout? Logical tensors, the pieces they lie in, and who owned each piece.
+
+Nothing is read when a view is opened but what says where tensors lie. A tensor is put together from its pieces when it
+is asked for, from files that are mapped into memory; one at a time is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.files import hash_file
+from megasdc.checkpoint.manifest import FileRecord
+from megasdc.errors import CheckpointError
+from megasdc.model.sharding import Split, join, take_shard
+
+Slot = Literal["weight", "master", "exp_avg", "exp_avg_sq", "scalar"]
+TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
+"""Weights that the model computes with; the optimizer's own copy, first and second moment."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The rank that wrote a piece.
+
+    Attributes:
+        rank: global rank; null where the format does not say, as the others.
+        dp: its replica.
+        pp: its stage.
+        tp: its tensor rank.
+        host: the node that it was on.
+    """
+
+    rank: int | None = None
+    dp: int | None = None
+    pp: int | None = None
+    tp: int | None = None
+    host: str | None = None
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return "no rank known"
+        return f"rank {self.rank} (dp {self.dp}, pp {self.pp}, tp {self.tp}) on {self.host}"
+
+
+class PieceError(Exception):
+    """A piece is not what its place asks for; a difference, not a failure to compare.
+
+    Args:
+        kind: missing, or of another shape or type.
+        text: what was found.
+        pieces: those that are concerned.
+    """
+
+    def __init__(self, kind: Literal["missing", "shape", "dtype"], text: str, pieces: list[Piece]) -> None:
+        super().__init__(text)
+        self.kind: Literal["missing", "shape", "dtype"] = kind
+        self.pieces = pieces
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements that lies in one file.
+
+    Attributes:
+        file: the file.
+        owner: who wrote it.
+        numel: elements that its place asks for.
+        stored: the tensor in the file that it is in.
+        start: its first element in there.
+        shape: what ``stored`` must have; null: any that is long enough.
+        dtype: what ``stored`` must have; null: any.
+        holds: whose piece the file says it is, where that is another; else empty.
+    """
+
+    file: Path
+    owner: Owner
+    numel: int
+    stored: Callable[[], Tensor]
+    start: int = 0
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    holds: str = ""
+
+    def read(self) -> Tensor:
+        """Its elements, [n], mapped where the format allows it.
+
+        Raises:
+            PieceError: it is missing, or has another shape or type.
+            CheckpointError: the file cannot be read.
+        """
+        try:
+            tensor = self.stored().detach()
+        except (FileNotFoundError, KeyError) as error:
+            what = "is not there" if isinstance(error, FileNotFoundError) else f"does not hold {error}"
+            raise PieceError("missing", f"{self.file.name} {what}", [self]) from error
+        if self.dtype is not None and tensor.dtype != self.dtype:
+            text = f"{self.file.name} holds {_name(tensor.dtype)}, needed is {_name(self.dtype)}"
+            raise PieceError("dtype", text, [self])
+        if self.shape is not None and tuple(tensor.shape) != self.shape:
+            text = f"{self.file.name} holds shape {list(tensor.shape)}, needed is {list(self.shape)}"
+            raise PieceError("shape", text, [self])
+        if tensor.numel() < self.start + self.numel:
+            text = f"{self.file.name} holds {tensor.numel()} elements, needed are {self.start + self.numel}"
+            raise PieceError("shape", text, [self])
+        return tensor.reshape(-1)[self.start : self.start + self.numel]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a whole logical tensor.
+
+    Attributes:
+        shape: of the whole tensor, the vocabulary with its padding where the format has it.
+        shards: the pieces of each tensor rank that it is divided over, in order.
+        split: how tensor ranks divide it.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[tuple[Piece, ...], ...]
+    split: Split = Split.REPLICATED
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All pieces, by tensor rank, then in order of their elements."""
+        return [piece for shard in self.shards for piece in shard]
+
+    def read(self) -> Tensor:
+        """The whole tensor.
+
+        Raises:
+            PieceError: pieces are missing, or have another shape or type; the first kind that is met, with all of it.
+            CheckpointError: a file cannot be read.
+        """
+        parts: list[list[Tensor]] = []
+        wrong: list[PieceError] = []
+        for shard in self.shards:
+            parts.append([])
+            for piece in shard:
+                try:
+                    parts[-1].append(piece.read())
+                except PieceError as error:
+                    wrong.append(error)
+        if wrong:
+            same = [error for error in wrong if error.kind == wrong[0].kind]
+            text = "; ".join(str(error) for error in same)
+            raise PieceError(wrong[0].kind, text, [piece for error in same for piece in error.pieces])
+        shape = _shard_shape(self.shape, self.split, len(self.shards))
+        flat = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+        return join([one.view(shape) for one in flat], self.split)
+
+    def cut(self, whole: Tensor) -> Iterator[Tensor]:
+        """What each of ``pieces`` has of a whole tensor [of this copy's shape], flat."""
+        for tp_rank, shard in enumerate(self.shards):
+            flat = take_shard(whole, self.split, len(self.shards), tp_rank).reshape(-1)
+            yield from flat.split([piece.numel for piece in shard])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A logical tensor.
+
+    Attributes:
+        copies: at least one; they must hold the same bits.
+        real_rows: rows without the vocabulary's padding; null: it is no tensor over the vocabulary.
+    """
+
+    copies: tuple[Copy, ...]
+    real_rows: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate for progress: elements of all copies, 4 bytes each."""
+        return sum(4 * piece.numel for copy in self.copies for piece in copy.pieces)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value that is no tensor of the model: a counter, a rate, a digest of a generator's state.
+
+    Attributes:
+        value: as text; null: the file that must hold it is not there.
+        file: where it lies.
+        owner: who wrote it.
+    """
+
+    value: str | None
+    file: Path
+    owner: Owner
+
+
+@dataclass
+class View:
+    """A checkpoint, canonically.
+
+    Attributes:
+        path: as it was named.
+        kind: its format, for people.
+        layout: of the ranks that saved it; null: a format without one.
+        slots: those that the format has.
+        entries: by (fqn, slot).
+        scalars: by name; names of one rank begin with ``rank``.
+        records: what the manifest says of files, by path.
+        problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
+    """
+
+    path: Path
+    kind: str
+    layout: str | None
+    slots: tuple[Slot, ...]
+    entries: dict[tuple[str, Slot], Entry] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    records: dict[Path, FileRecord] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _changed: dict[Path, bool | None] = field(default_factory=dict)
+
+    def changed(self, file: Path) -> bool | None:
+        """Whether a file has other bytes than when it was saved; null: no manifest says. Reads the file once."""
+        if file not in self._changed:
+            record = self.records.get(file)
+            self._changed[file] = None if record is None else not file.exists() or hash_file(file) != record.xxh3_128
+        return self._changed[file]
+
+
+class StateFiles:
+    """Files of ``torch.save``, each checked against the allow-list and opened once, mapped into memory."""
+
+    def __init__(self) -> None:
+        self._states: dict[Path, Any] = {}
+
+    def load(self, path: Path) -> Any:
+        """The content of a file.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            CheckpointError: it is unsafe or damaged.
+        """
+        if path not in self._states:
+            if not path.exists():
+                raise FileNotFoundError(path)
+            try:
+                self._states[path] = load_checked(path, mmap=True)
+            except CheckpointError as error:
+                self._states[path] = error
+        state = self._states[path]
+        if isinstance(state, CheckpointError):
+            raise state
+        return state
+
+    def tensor(self, path: Path, *keys: Any) -> Tensor:
+        """A tensor in a file.
+
+        Raises:
+            KeyError: there is none under these keys.
+            FileNotFoundError, CheckpointError: as ``load``.
+        """
+        value = self.load(path)
+        for key in keys:
+            if isinstance(value, list) and isinstance(key, int) and key >= len(value):
+                raise KeyError(key)
+            value = value[key]
+        if not isinstance(value, Tensor):
+            raise KeyError(keys[-1] if keys else path.name)
+        return value
+
+
+def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts and lists, each with its path, such as ``groups/0/lr``."""
+    items: Any = None
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    if items is None:
+        yield name, value
+        return
+    for key, item in items:
+        yield from flatten(f"{name}/{key}" if name else str(key), item)
+
+
+def _shard_shape(shape: tuple[int, ...], split: Split, tensor: int) -> tuple[int, ...]:
+    if split is Split.REPLICATED or tensor == 1:
+        return shape
+    dim = 1 if split is Split.ROW else 0
+    return tuple(size // tensor if place == dim else size for place, size in enumerate(shape))
+
+
+def whole_shape(local: tuple[int, ...], split: Split, tensor: int) -> tuple[int, ...]:
+    """The shape of a parameter whose shards have the shape ``local``."""
+    if split is Split.REPLICATED:
+        return local
+    dim = 1 if split is Split.ROW else 0
+    return tuple(size * tensor if place == dim else size for place, size in enumerate(local))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

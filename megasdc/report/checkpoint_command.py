@@ -1,0 +1,92 @@
+"""The command behind ``tools/compare_checkpoints.py``: compares, prints, and answers with an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
+from megasdc.checkpoint.open_view import open_view
+from megasdc.checkpoint.view import View
+from megasdc.errors import MegasdcError
+from megasdc.report.checkpoint_render import render
+
+SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
+
+app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command(
+    epilog="Example: python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/.../step_00000100",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+def compare(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="A B [C ...]",
+            help="Checkpoints of any layout, universal ones, Hugging Face models, .pt or .safetensors files.",
+        ),
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Tensors to compare, such as '*.mlp.*' or '*/exp_avg'."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", metavar="PATTERN", help="Tensors and values to leave out.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Compare weights alone.")] = False,
+    ulp: Annotated[
+        int, typer.Option("--ulp", min=0, help="Representable values that equal elements may be apart.")
+    ] = 0,
+    rtol: Annotated[
+        float, typer.Option("--rtol", min=0.0, help="Relative difference that equal elements may have.")
+    ] = 0.0,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Say whether checkpoints hold the same bits, and if not: what differs, where, whose it was, what kind of damage.
+
+    Exit code 0: all is equal; 1: something is not; 2: something could not be compared, or the command line is wrong.
+    """
+    if len(checkpoints) < 2:
+        raise typer.BadParameter("two or more checkpoints are needed", param_hint="A B [C ...]")
+    options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
+    try:
+        views = [open_view(path) for path in checkpoints]
+        report = _compare(views, options, quiet=as_json or not sys.stderr.isatty())
+    except MegasdcError as error:
+        typer.echo(f"compare_checkpoints: error: {error}", err=True)
+        if as_json:
+            typer.echo(json.dumps({"same": False, "findings": [], "not_compared": [str(error)]}, indent=2))
+        raise typer.Exit(NOT_COMPARED) from error
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        render(report, Console() if sys.stdout.isatty() else Console(width=240), limit)
+    for problem in report.problems:
+        typer.echo(f"compare_checkpoints: error: {problem}", err=True)
+    if report.problems:
+        raise typer.Exit(NOT_COMPARED)
+    raise typer.Exit(SAME if report.same else DIFFERENT)
+
+
+def _compare(views: list[View], options: Options, quiet: bool) -> Report:
+    """Compare, with a bar in bytes and bytes per second where standard error is a terminal."""
+    keys = tensors_to_compare(views, options)
+    total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
+    columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("comparing", total=total)
+        return compare_checkpoints(views, options, lambda count: bar.advance(task, count))
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="compare_checkpoints")

@@ -1,0 +1,313 @@
+"""Do checkpoints of equal content compare equal over layouts and formats, and is every damage found where it is?"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_harm import KINDS, Harm
+from harness import run_distributed
+from typer.testing import CliRunner
+from whole_runs import MODELS, prepare_text, pretrain_rank, train_run, write_config
+
+from megasdc.checkpoint.compare import Options, Report, compare_checkpoints
+from megasdc.checkpoint.convert import convert_to_universal
+from megasdc.checkpoint.export_hf import export_hf
+from megasdc.checkpoint.manifest import read_manifest, write_manifest
+from megasdc.checkpoint.open_view import open_view
+from megasdc.checkpoint.view import View
+from megasdc.errors import CheckpointError
+from megasdc.report.checkpoint_command import app
+
+pytestmark = pytest.mark.distributed
+
+STEP = "checkpoints/step_00000003"
+LLAMA = {**MODELS["llama"], "num_query_groups": 2}
+
+
+def _save_at_once(config: str) -> tuple[int, str | None]:
+    """Start a run, save without training, and end."""
+    from megasdc.train import run as run_module
+
+    def save(run: Any) -> None:
+        next(hook for hook in run.hooks if type(hook).__name__ == "Saver").after_step(run, None)
+
+    run_module.train = save
+    return pretrain_rank(config, [])
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs at two layouts, their universal and exported forms, and one of them moved to one rank without a step."""
+    folder = tmp_path_factory.mktemp("compared")
+    data = prepare_text(folder)
+    common: dict[str, Any] = {"training": {"steps": 3, "eval_interval": 0}, "checkpoint__interval": 1}
+    fp32 = write_config(folder / "fp32.json", data, folder / "fp32", parallel__tensor=2, parallel__pipeline=2, **common)
+    assert train_run(fp32, 4) == [(0, None)] * 4
+    bf16 = write_config(
+        folder / "bf16.json",
+        data,
+        folder / "bf16",
+        model=LLAMA,
+        parallel__tensor=2,
+        parallel__pipeline=2,
+        deepspeed__bf16={"enabled": True},
+        **common,
+    )
+    assert train_run(bf16, 8) == [(0, None)] * 8
+    summed = write_config(
+        folder / "summed.json",
+        data,
+        folder / "summed",
+        deepspeed__bf16={"enabled": True},
+        deepspeed__data_types={"grad_accum_dtype": "bf16"},
+        **common,
+    )
+    assert train_run(summed, 2) == [(0, None)] * 2
+    convert_to_universal(folder / "summed" / STEP, folder / "summed_universal")
+    for name in ("fp32", "bf16"):
+        convert_to_universal(folder / name / STEP, folder / f"{name}_universal")
+        export_hf(folder / name / STEP, folder / f"{name}_hf")
+    moved = write_config(
+        folder / "moved.json",
+        data,
+        folder / "moved",
+        checkpoint__universal=str(folder / "fp32_universal"),
+        **{**common, "training": {"steps": 4, "eval_interval": 0}},
+    )
+    assert run_distributed(_save_at_once, 1, str(moved), init=False) == [(0, None)]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def good(made: Path) -> View:
+    """The view of the unharmed 2x2x2 checkpoint."""
+    return open_view(made / "bf16" / STEP)
+
+
+PAIRS = [
+    (f"fp32/{STEP}", f"fp32/{STEP}", 28 * 4),
+    (f"fp32/{STEP}", "fp32_universal", 28 * 3),
+    (f"fp32/{STEP}", "fp32_hf", 28),
+    (f"fp32/{STEP}", f"moved/{STEP}", 28 * 4),
+    (f"moved/{STEP}", "fp32_universal", 28 * 3),
+    (f"moved/{STEP}", "fp32_hf", 28),
+    (f"bf16/{STEP}", f"bf16/{STEP}", 15 * 4),
+    (f"bf16/{STEP}", "bf16_universal", 15 * 3),
+    (f"bf16/{STEP}", "bf16_hf", 15),
+    (f"summed/{STEP}", "summed_universal", 28 * 3),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "least"), PAIRS, ids=lambda value: str(value).split("/")[0])
+def test_equal_content_is_equal(made: Path, one: str, other: str, least: int) -> None:
+    """Over layouts, formats and DeepSpeed's optimizers, every tensor that both have is compared, and equal."""
+    report = compare_checkpoints([open_view(made / one), open_view(made / other)])
+    assert report.findings == []
+    assert report.problems == []
+    assert report.num_compared >= least
+
+
+def test_another_step_is_drift(made: Path, good: View) -> None:
+    """Two steps of one run differ in nearly all elements of all moments: drift, and nothing says who is wrong."""
+    report = compare_checkpoints([good, open_view(made / "bf16/checkpoints/step_00000002")])
+    moments = [one for one in report.findings if one.slot.startswith("exp_avg")]
+    assert {one.pattern for one in moments} == {"drift"}
+    assert {one.slot for one in moments} == {"exp_avg", "exp_avg_sq"}
+    assert {one.basis for one in report.findings} == {""}
+
+
+def _check(report: Report, expected: Any, harmed: Path) -> None:
+    """Compare what was found with what had been done."""
+    assert report.findings, expected
+    assert report.problems == []
+    assert {one.checkpoint for one in report.findings} == {str(harmed)}
+    assert {one.pattern for one in report.findings} <= expected.patterns
+    pieces = [piece for one in report.findings for piece in one.pieces]
+    assert {piece.piece.file.name for piece in pieces} == expected.files
+    assert {piece.piece.owner.rank for piece in pieces} == expected.ranks
+    assert all(piece.piece.owner.host for piece in pieces)
+    assert any(expected.detail in one.detail for one in report.findings)
+    if expected.tensor is None:
+        return
+    (only,) = report.findings
+    assert (only.fqn, only.slot) == expected.tensor
+    if expected.first is not None:
+        assert only.measure is not None
+        assert (only.measure.first, only.measure.last) == (expected.first, expected.last)
+        assert only.measure.num_different == expected.count
+
+
+def _campaign(made: Path, good: View, folder: Path, kind: str, seeds: range) -> None:
+    for seed in seeds:
+        harm = Harm(made / "bf16" / STEP, made / "bf16/checkpoints/step_00000002", seed)
+        place = folder / str(seed)
+        harmed, expected = harm.apply(kind, place)
+        views = [open_view(harmed), good] if seed % 2 else [good, open_view(harmed)]
+        report = compare_checkpoints(views)
+        try:
+            _check(report, expected, harmed)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}, seed {seed}: {expected}") from error
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damage_is_found_where_it_is(made: Path, good: View, tmp_path: Path, kind: str) -> None:
+    """The right checkpoint of two in either order, tensor, first and last index, owner, pattern; nothing else."""
+    _campaign(made, good, tmp_path, kind, range(4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damages_are_found_where_they_are(made: Path, good: View, tmp_path: Path, kind: str) -> None:
+    """The same of twenty damages of each kind."""
+    _campaign(made, good, tmp_path, kind, range(100, 120))
+
+
+def test_there_are_enough_damages() -> None:
+    """At least 60 in the default campaign, 300 in the full one."""
+    assert len(KINDS) * 4 >= 60
+    assert len(KINDS) * 20 >= 300
+
+
+def _tampered(made: Path, tmp_path: Path, name: str) -> Path:
+    """A copy of a checkpoint whose manifest says nothing of its files' bytes being changed: one bit is."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / name / "step_00000003"))
+    file = copy / "layer_02-model_01-model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["layer.mlp.linear_fc2.weight"].view(torch.int16)[3, 5] ^= 1 << 9
+    torch.save(state, file)
+    return copy
+
+
+def test_the_odd_one_of_three_is_named(made: Path, tmp_path: Path) -> None:
+    """The first of three is the harmed one: the majority is expected to be right, bit and index are named."""
+    harmed = _tampered(made, tmp_path, "harmed")
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / "copy" / "step_00000003"))
+    report = compare_checkpoints([open_view(harmed), open_view(copy), open_view(made / "bf16_hf")])
+    (found,) = report.findings
+    assert (found.checkpoint, found.basis) == (str(harmed), "what most checkpoints hold")
+    assert (found.fqn, found.pattern, found.detail) == ("2.layer.mlp.linear_fc2.weight", "bit", "bit 9")
+    assert found.measure is not None
+    assert found.measure.first == [3, 64 + 5]
+
+
+def test_copies_in_one_checkpoint_are_compared(made: Path, good: View, tmp_path: Path) -> None:
+    """A norm that differs between tensor ranks of one checkpoint is found in it, in the copy that is wrong."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / "step_00000003"))
+    file = copy / "layer_03-model_01-model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["layer.input_layernorm.weight"][7] = 3.0
+    torch.save(state, file)
+    (found,) = compare_checkpoints([open_view(copy), open_view(made / "bf16_hf")]).findings
+    assert (found.fqn, found.slot, found.against) == ("3.layer.input_layernorm.weight", "weight", str(copy))
+    assert [piece.piece.file.name for piece in found.pieces] == [file.name]
+
+
+def test_tolerances(made: Path, tmp_path: Path) -> None:
+    """A difference within --ulp or --rtol counts as the same and is counted; one beyond does not."""
+    one, other = tmp_path / "one.pt", tmp_path / "other.pt"
+    torch.save({"a": torch.tensor([1.0, 2.0])}, one)
+    torch.save({"a": torch.tensor([1.0, 2.0 + 2**-21])}, other)
+    views = [open_view(one), open_view(other)]
+    assert len(compare_checkpoints(views, Options(ulp=1)).findings) == 1
+    assert compare_checkpoints(views, Options(ulp=2)).num_tolerated == 1
+    assert compare_checkpoints(views, Options(ulp=2)).findings == []
+    assert compare_checkpoints(views, Options(rtol=1e-6)).findings == []
+    assert len(compare_checkpoints(views, Options(rtol=1e-7)).findings) == 1
+
+
+def _run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_exit_codes_and_json(made: Path, tmp_path: Path) -> None:
+    """0 the same, 1 different, 2 not compared; --json says what and where; --only and --ignore narrow it."""
+    good, harmed = made / "bf16" / STEP, _tampered(made, tmp_path, "harmed")
+    assert _run(good, good).exit_code == 0
+    different = _run(good, harmed, "--json")
+    assert different.exit_code == 1
+    found = json.loads(different.stdout)
+    assert not found["same"]
+    (finding,) = found["findings"]
+    assert (finding["checkpoint"], finding["measure"]["first"]) == (str(harmed), [3, 69])
+    assert finding["pieces"][0]["rank"] == 1
+    assert finding["pieces"][0]["unchanged_since_saved"] is False
+    shown = _run(good, harmed)
+    assert "2.layer.mlp.linear_fc2.weight" in shown.stdout
+    assert "changed since it was saved" in shown.stdout
+    assert _run(good, harmed, "--ignore", "*.linear_fc2.*").exit_code == 0
+    assert _run(good, harmed, "--only", "*/exp_avg").exit_code == 0
+    assert _run(good, harmed, "--only", "*/weight").exit_code == 1
+    assert _run(good, harmed, "--weights-only", "--ulp", 10**6).exit_code == 0
+    for wrong in ([good], [good, tmp_path / "nothing"], [good, tmp_path], [made / "bf16_universal", made / "bf16_hf"]):
+        assert _run(*wrong).exit_code == 2, wrong
+
+
+class _Executes:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (self.target,))
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+
+def test_no_code_of_a_pickle_runs(made: Path, good: View, tmp_path: Path) -> None:
+    """A pickle that would act is refused with its file's name and exit code 2; the others' tensors are compared."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / "step_00000003"))
+    file = copy / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": _Executes(str(tmp_path / "acted"))}, file)
+    result = _run(copy, made / "bf16" / STEP)
+    assert result.exit_code == 2
+    assert "would run code when loaded" in result.output
+    assert not (tmp_path / "acted").exists()
+    report = compare_checkpoints([open_view(copy), good])
+    assert report.findings == []
+    assert len(report.problems) == 1
+    assert report.num_compared > 60
+    plain = tmp_path / "plain.pt"
+    plain.write_bytes(pickle.dumps(_Executes(str(tmp_path / "acted"))))
+    with pytest.raises(CheckpointError, match=r"plain\.pt"):
+        open_view(plain)
+    assert not (tmp_path / "acted").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_02-model_00-model_states.pt",
+        "bf16_zero_pp_rank_0_mp_rank_03_optim_states.pt",
+        "mp_rank_01_model_states.pt",
+        "rank_00003_state.pt",
+        "manifest.json",
+        "megasdc.json",
+    ],
+)
+def test_a_truncated_file_is_named(made: Path, tmp_path: Path, name: str) -> None:
+    """Exit code 2 and the file's name, whichever file it is."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / "step_00000003"))
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[: len(content) // 2])
+    result = _run(made / "bf16" / STEP, copy)
+    assert result.exit_code == 2
+    assert name in result.output
+
+
+def test_a_folder_of_one_node_is_refused(made: Path, tmp_path: Path) -> None:
+    """With storage on every node, a folder that lacks another node's files is no difference: it says what to copy."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, tmp_path / "step_00000003"))
+    manifest = read_manifest(copy)
+    mine = [record for record in manifest.files if record.rank < 4]
+    nodes = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
+    write_manifest(
+        copy, manifest.model_copy(update={"storage": "node_local", "node": "a", "nodes": nodes, "files": mine})
+    )
+    with pytest.raises(CheckpointError, match=r"lacks the files of node b .*copy the \.pt files"):
+        open_view(copy)

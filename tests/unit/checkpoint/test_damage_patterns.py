@@ -1,0 +1,141 @@
+"""Are patterns of differences named right, and their sizes measured right? Against NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megasdc.checkpoint.damage import MEANINGS, Damage, classify, measure
+from megasdc.checkpoint.view import Copy, Owner, Piece
+from megasdc.checkpoint.view_deepspeed import lay_out
+from megasdc.model.sharding import Split
+
+SHAPE = (16, 8)
+
+
+def _whole() -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) + 10
+
+
+def _copy(whole: torch.Tensor) -> Copy:
+    """Two tensor ranks that hold columns, each in two pieces of 40 and 24 elements."""
+    shards = []
+    for tp_rank in range(2):
+        flat = whole[:, 4 * tp_rank : 4 * tp_rank + 4].reshape(-1)
+        pieces = []
+        for dp_rank, (start, numel) in enumerate(((0, 40), (40, 24))):
+            owner = Owner(2 * dp_rank + tp_rank, dp_rank, 0, tp_rank, "host")
+            stored = partial(torch.clone, flat)
+            pieces.append(Piece(Path(f"tp{tp_rank}_dp{dp_rank}"), owner, numel, stored, start))
+        shards.append(tuple(pieces))
+    return Copy(SHAPE, tuple(shards), Split.ROW)
+
+
+def _found(change: dict[tuple[int, int], float]) -> Damage:
+    """What is found where elements of the whole tensor were given other values."""
+    expected, got = _whole(), _whole()
+    for index, value in change.items():
+        got[index] = value
+    return classify(expected, got, _copy(expected))
+
+
+def test_a_copy_puts_its_pieces_together_and_cuts_them_again() -> None:
+    """Reading gives the whole tensor, cutting the whole gives what each piece holds."""
+    whole = _whole()
+    copy = _copy(whole)
+    assert torch.equal(copy.read(), whole)
+    for piece, part in zip(copy.pieces, copy.cut(whole), strict=True):
+        assert torch.equal(piece.read(), part)
+
+
+def test_elements_are_found_in_the_piece_that_holds_them() -> None:
+    """Column 5 of row 12 is element 49 of tensor rank 1's 64, so the ninth of its second piece."""
+    found = _found({(12, 5): 99.0})
+    (damaged,) = found.pieces
+    assert damaged.piece.file.name == "tp1_dp1"
+    assert (damaged.first, damaged.offsets, damaged.num_different) == ([12, 5], (9, 9), 1)
+    assert found.pattern == "element"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows"),
+    [
+        ("run", [(0, 1), (0, 2), (0, 3), (1, 0)]),
+        ("period", [(0, 1), (2, 1), (4, 1)]),
+        ("scattered", [(0, 1), (2, 1), (5, 1)]),
+        ("shard", [(row, column) for row in range(10) for column in range(4)]),
+        ("tail", [(row, column) for row in range(7, 10) for column in range(4)]),
+    ],
+)
+def test_patterns(pattern: str, rows: list[tuple[int, int]]) -> None:
+    """Each pattern in the first piece of tensor rank 0, which has 10 rows of 4."""
+    found = _found({index: 50.0 + place for place, index in enumerate(rows)})
+    assert found.pattern == pattern
+    assert [damaged.piece.file.name for damaged in found.pieces] == ["tp0_dp0"]
+    assert not found.covers_all
+    assert pattern in MEANINGS
+
+
+def test_zeros_and_all() -> None:
+    """Zeros are told from other ranges; a difference of everything says so."""
+    assert _found({(row, column): 0.0 for row in range(2) for column in range(4)}).pattern == "zeros"
+    everything = _found({(row, column): 1.0 + row for row in range(16) for column in range(8)})
+    assert everything.pattern == "shard"
+    assert everything.covers_all
+
+
+def test_one_bit_is_named() -> None:
+    """The number of the bit that was flipped, the highest too."""
+    for bit in (0, 23, 31):
+        expected, got = _whole(), _whole()
+        got.view(torch.int32)[3, 3] ^= -(1 << 31) if bit == 31 else 1 << bit
+        found = classify(expected, got, _copy(expected))
+        assert (found.pattern, found.detail) == ("bit", f"bit {bit}")
+
+
+def test_swapped_pieces_are_named() -> None:
+    """Two tensor ranks' halves exchanged: each holds what belongs to the other."""
+    whole = _whole()
+    got = torch.cat((whole[:, 4:], whole[:, :4]), 1)
+    found = classify(whole, got, _copy(whole))
+    assert found.pattern == "swapped"
+    assert "tp0_dp0 holds what belongs into tp1_dp0" in found.detail
+
+
+def test_measure() -> None:
+    """Counts, places, relative differences and norms are NumPy's; NaN is beyond every distance."""
+    expected, got = _whole(), _whole()
+    got[2, 3] += 1
+    got[9, 1] *= 1.5
+    found = measure(expected, got)
+    a, b = (one.double().numpy() for one in (expected, got))
+    differs = a != b
+    relative = (np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)))[differs]
+    assert (found.num_different, found.numel, found.first, found.last) == (2, 128, [2, 3], [9, 1])
+    assert found.max_relative == pytest.approx(relative.max(), rel=1e-12)
+    assert found.mean_relative == pytest.approx(relative.mean(), rel=1e-12)
+    assert found.norms == pytest.approx((np.linalg.norm(a), np.linalg.norm(b)), rel=1e-12)
+    steps = np.abs(expected.numpy().view(np.int32)[differs] - got.numpy().view(np.int32)[differs])
+    assert found.max_ulp == int(steps.max())
+    got[0, 0], got[0, 1] = float("nan"), float("-inf")
+    found = measure(expected, got)
+    assert (found.num_nan, found.num_inf, found.max_ulp) == ((0, 1), (0, 1), None)
+    assert found.max_relative == float("inf")
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_every_element_lies_in_one_shard(replicas: int) -> None:
+    """Shards are of one length, a multiple of 2; all elements lie in order, none twice."""
+    shapes = {"a": torch.Size([7, 3]), "b": torch.Size([5]), "c": torch.Size([1, 2])}
+    length, found = lay_out(shapes, replicas)
+    assert length % 2 == 0
+    assert len(found) == replicas
+    assert 28 <= replicas * length < 28 + 2 * replicas
+    flat = [(rank * length + start, numel) for rank, one in enumerate(found) for start, numel in one.values()]
+    ends = [0, *(start + numel for start, numel in flat)]
+    assert [start for start, _ in flat] == ends[:-1]
+    assert ends[-1] == 28
