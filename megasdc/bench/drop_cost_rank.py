@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megasdc.bench.drop_run import build_drop_run, end_rank, start_rank
 from megasdc.bench.overhead_rank import Clock, Timed
 from megasdc.bench.ranks import Messages
-from megasdc.config import parse_config
 from megasdc.dropcompute.gate import ReplicaGate
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -89,9 +88,9 @@ def measure(request: dict[str, Any], messages: Messages) -> None:
         request: configuration, and entries of the vocabulary.
         messages: where to report.
     """
-    config = parse_config(request["config"], source="the benchmark's options")
-    parallel = config.megasdc.parallel
-    dims = start_rank(parallel.tensor, parallel.pipeline)
+    config = request["config"]
+    parallel = config["megasdc"]["parallel"]
+    dims = start_rank(parallel["tensor"], parallel["pipeline"])
     run = build_drop_run(config, dims, request["vocab"])
     drop = run.hooks[0]
     assert isinstance(drop, DropCompute)

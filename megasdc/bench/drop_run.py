@@ -1,4 +1,4 @@
-"""How do the ranks of a benchmark train runs with DropCompute, one after another in the same processes?
+"""How do the ranks of a benchmark train several runs with DropCompute in the same processes?
 
 Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, watching for skipped steps and
 evaluation as a run of the training program has them.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megasdc.bench.loops import DISTINCT_STEPS, MemoryStream
-from megasdc.config import RunConfig, check_layout, parse_config
+from megasdc.config import check_layout, parse_config
 from megasdc.data.dataset import TokenDataset, build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
-from megasdc.engine.engine import StepResult
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel import groups
@@ -28,7 +28,7 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
-from megasdc.train.run import Run, StepHook, train
+from megasdc.train.run import Run, StepHook, take_step
 from megasdc.train.startup import StartClock
 from megasdc.train.stop import SkipWatch
 
@@ -54,34 +54,17 @@ def end_rank() -> None:
     groups.shutdown()
 
 
-class StepWalls(StepHook):
-    """Keeps how long each step took, with all that is done between steps but evaluation."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._last = (0.0, 0.0)
-
-    def on_start(self, run: Run) -> None:
-        """The first step begins."""
-        self._last = (time.perf_counter(), run.paused_s)
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        """A step has ended, and the next one begins."""
-        now = (time.perf_counter(), run.paused_s)
-        self.seconds.append(now[0] - self._last[0] - (now[1] - self._last[1]))
-        self._last = now
-
-
-def build_drop_run(config: RunConfig, dims: ParallelDims, vocab: int | None = None) -> Run:
+def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None) -> Run:
     """Build one run; its first hook is ``DropCompute``.
 
     Args:
-        config: from ``megasdc.bench.drop_setup.drop_config``.
+        raw: from ``megasdc.bench.drop_setup.drop_config``.
         dims: place of this rank.
         vocab: entries of the vocabulary of random tokens in memory; null: the data are prepared.
 
     Collective: all ranks of the world.
     """
+    config = parse_config(raw, source="the benchmark's options")
     sections = config.megasdc
     layout = check_layout(config, dims.world_size)
     folder = prepare_run_folder(Path(sections.logging.run_dir))
@@ -124,26 +107,36 @@ class _Files(StepHook):
             self._writer.close()
 
 
-def train_once(raw: dict[str, Any], dims: ParallelDims, walls: StepWalls, vocab: int | None = None) -> Run:
-    """Train one run to its end.
+def train_in_turn(runs: Sequence[Run], after_step: Callable[[], None] = lambda: None) -> list[list[float]]:
+    """Train runs to their ends, one step of each in turn, so that a machine that changes meanwhile touches all alike.
 
     Args:
-        raw: from ``megasdc.bench.drop_setup.drop_config``.
-        dims: place of this rank.
-        walls: keeps the time of its steps.
-        vocab: see ``build_drop_run``.
+        runs: as built.
+        after_step: called after each step of any.
 
     Returns:
-        The run, ended on all ranks, whose files are whole.
+        Seconds of each step of each run, with what its hooks do. The files of the runs are whole.
 
     Collective: all ranks of the world.
     """
-    gc.collect()  # an engine and its hooks hold each other: those of the run before
-    run = build_drop_run(parse_config(raw, source="the benchmark's options"), dims, vocab)
-    run.hooks.append(walls)
+    seconds: list[list[float]] = [[] for _ in runs]
     try:
-        train(run)
+        for run in runs:
+            for hook in run.hooks:
+                hook.on_start(run)
+        while not all(run.is_last_step for run in runs):
+            for run, walls in zip(runs, seconds, strict=True):
+                if run.is_last_step:
+                    continue
+                began = time.perf_counter()
+                take_step(run)
+                walls.append(time.perf_counter() - began)
+                after_step()
     finally:
-        run.events.close()
+        for run in runs:
+            for hook in run.hooks:
+                hook.close()
+            run.events.close()
     dist.barrier()
-    return run
+    gc.collect()  # an engine and its hooks hold each other
+    return seconds

@@ -1,9 +1,9 @@
 """Is a run with DropCompute as much faster as was predicted? ``megasdc bench drop-speedup``: gloo replicas that sleep.
 
-Runs of the same delays: one without a threshold, one for each of several thresholds, and one that chooses its own. Each
-micro-batch is a constant delay and one from the paper's environment, which no threshold cuts; computation is little
-beside them, so that many replicas fit few cores. What is predicted for steps comes from others, in which nothing was
-left out, by the search that runs use.
+Runs of the same delays take steps in turn: one without a threshold, one for each of several thresholds, and one that
+chooses its own. Each micro-batch is a constant delay and one from the paper's environment, which no threshold cuts;
+computation is little beside them, so that many replicas fit few cores. What is predicted for steps comes from steps of
+other delays, in which nothing was left out, by the search that runs use.
 
 Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 """
@@ -40,12 +40,12 @@ class DropSpeedupOptions:
         constant_s: that every micro-batch sleeps.
         mean_s: mean of what it sleeps more, bounded log-normal.
         drop_rates: shares that the thresholds are to leave out; one that a run chooses itself comes on top.
-        seed: of delays.
+        seed: of delays; the steps that predict have those of the next one, or in a run that chooses are its first.
         gpt: the model.
     """
 
     replicas: int = 8
-    steps: int = 32
+    steps: int = 28
     warmup: int = 2
     constant_s: float = 0.06
     mean_s: float = 0.1
@@ -73,24 +73,33 @@ class DropSpeedupOptions:
         """As many steps after those."""
         return Segment(self.first.stop, self.first.stop + self.steps)
 
-    @property
-    def delay(self) -> list[dict[str, Any]]:
+    def delay(self, seed: int) -> list[dict[str, Any]]:
         """Entries of `delay`."""
-        constant = {"kind": "normal", "mean_s": self.constant_s, "std_s": 0.0, "seed": self.seed}
-        return [constant, {"kind": "bounded_lognormal", "mean_s": self.mean_s, "seed": self.seed}]
+        constant = {"kind": "normal", "mean_s": self.constant_s, "std_s": 0.0, "seed": seed}
+        return [constant, {"kind": "bounded_lognormal", "mean_s": self.mean_s, "seed": seed}]
 
     @property
     def num_steps(self) -> int:
         """Of all runs."""
-        return 2 * self.second.stop + len(self.drop_rates) * self.first.stop
+        return 2 * self.second.stop + (1 + len(self.drop_rates)) * self.first.stop
 
-    def config(self, folder: Path, threshold: float | str) -> dict[str, Any]:
-        """The run of a threshold; it ends when what is measured of it has ended."""
-        steps = self.second.stop if isinstance(threshold, str) else self.first.stop
+    def config(
+        self, folder: Path, threshold: float | str, steps: int | None = None, seed: int | None = None
+    ) -> dict[str, Any]:
+        """A run.
+
+        Args:
+            folder: where it writes.
+            threshold: as in the section.
+            steps: of the run; null: until what is measured of it has ended.
+            seed: of its delays; null: that of the runs that are compared.
+        """
+        if steps is None:
+            steps = self.second.stop if isinstance(threshold, str) else self.first.stop
         drop = {"threshold": threshold, "warmup_steps": self.warmup, "window_steps": self.steps, "max_drop_rate": 1.0}
         if threshold == NEVER:
             drop = {"threshold": threshold}
-        return drop_config(self.gpt, folder, steps, drop, delay=self.delay)
+        return drop_config(self.gpt, folder, steps, drop, delay=self.delay(self.seed if seed is None else seed))
 
 
 @dataclass(frozen=True)
@@ -155,9 +164,10 @@ def bench_drop_speedup(
         request = {"options": asdict(options), "folder": scratch}
         run_ranks("megasdc.bench.drop_speedup_rank", request, options.replicas, 1, Path(scratch), take)
         (plain, *dropping, own), first, second = runs, options.first, options.second
-        found = [compare(tau, plain, run, first, plain, second) for tau, run in zip(taus[1:-1], dropping, strict=True)]
-        found.append(compare(taus[-1], plain, own, second, own, first))
-        slept = sleep_share(recorded_steps(plain[0], first), first, options.delay)
+        before = Path(scratch) / "before"
+        found = [compare(tau, plain, run, first, before, first) for tau, run in zip(taus[1:-1], dropping, strict=True)]
+        found.append(compare(taus[-1], plain, own, second, own[0], first))
+        slept = sleep_share(recorded_steps(plain[0], first), first, options.delay(options.seed))
     return DropSpeedupResult(machine, options, found, slept)
 
 

@@ -48,7 +48,8 @@ def render_drop_speedup(result: DropSpeedupResult, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "predicted: from as many other steps without a threshold, their micro-batches dealt out anew; of the same "
-        "steps: from the run without a threshold, whose delays the measured run has again, so that no chance is in it",
+        "predicted: from as many steps of other delays in which nothing was left out, their micro-batches dealt out "
+        "anew; of same steps: from the run without a threshold, whose delays the measured run has again, so that no "
+        "chance is in it",
         soft_wrap=True,
     )

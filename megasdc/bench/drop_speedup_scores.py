@@ -120,7 +120,7 @@ def choose_thresholds(steps: RecordedSteps, rates: Sequence[float]) -> list[floa
 
 
 def compare(
-    tau_s: float | None, plain: TimedRun, dropping: TimedRun, measured: Segment, predicting: TimedRun, others: Segment
+    tau_s: float | None, plain: TimedRun, dropping: TimedRun, measured: Segment, predicting: Path, others: Segment
 ) -> Comparison:
     """Compare what a run with a threshold measured with what was predicted for it.
 
@@ -129,11 +129,11 @@ def compare(
         plain: run without a threshold.
         dropping: run with it.
         measured: steps of both that are compared.
-        predicting: run whose steps predict, and in them left nothing out.
-        others: these steps, not among those compared.
+        predicting: folder of the run whose steps predict, and in them left nothing out.
+        others: these of its steps, whose delays are not those compared.
     """
     tau = math.inf if tau_s is None else tau_s
-    predicted, predicted_rate = _at(resampled_curve(recorded_steps(predicting[0], others)), tau)
+    predicted, predicted_rate = _at(resampled_curve(recorded_steps(predicting, others)), tau)
     same = recorded_steps(plain[0], measured)
     predicted_same, _ = _at(search_recorded(same.start_s, same.end_s, same.communication_s).curve, tau)
     replicas, _, micro_batches = same.start_s.shape
@@ -143,7 +143,7 @@ def compare(
     seconds, plain_s = (math.fsum(run[1][measured.start : measured.stop]) for run in (dropping, plain))
     return Comparison(
         tau_s=tau_s,
-        own=predicting[0] == dropping[0],
+        own=predicting == dropping[0],
         predicted_rate=predicted_rate,
         rate=1 - completed / planned,
         predicted=predicted,

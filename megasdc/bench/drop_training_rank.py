@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from megasdc.bench.drop_run import StepWalls, end_rank, start_rank, train_once
+from megasdc.bench.drop_run import build_drop_run, end_rank, start_rank, train_in_turn
 from megasdc.bench.ranks import Messages
 from megasdc.metrics.writer import read_metrics
 from megasdc.train.main import set_up_logging
@@ -22,8 +22,8 @@ def train_all(configs: list[dict[str, Any]], messages: Messages) -> None:
     """
     dims = start_rank()
     for config in configs:
-        walls = StepWalls()
-        run = train_once(config, dims, walls)
+        run = build_drop_run(config, dims)
+        (walls,) = train_in_turn([run])
         rows = read_metrics(run.folder) if dims.rank == 0 else []
         messages.send(
             steps=run.step,
@@ -31,7 +31,7 @@ def train_all(configs: list[dict[str, Any]], messages: Messages) -> None:
             epoch_samples=run.loader.samples_per_epoch,
             skipped=run.skipped_steps,
             losses=[[row["step"], row["eval/loss"]] for row in rows if "eval/loss" in row],
-            seconds=sum(walls.seconds),
+            seconds=sum(walls) - run.paused_s,
         )
     end_rank()
 

@@ -47,9 +47,9 @@ def bench_dropping_nothing(
     raise typer.Exit(int(not result.passed))
 
 
-@bench_app.command("drop-speedup", epilog="Example: megasdc bench drop-speedup --drop-rates 0.05,0.1 --steps 32")
+@bench_app.command("drop-speedup", epilog="Example: megasdc bench drop-speedup --drop-rates 0.05,0.1 --steps 28")
 def bench_speedup(
-    steps: Annotated[int, typer.Option("--steps", help="Steps that are measured for each threshold.")] = 32,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are measured for each threshold.")] = 28,
     replicas: Annotated[int, typer.Option("--replicas", help="Ranks on this machine, all data parallel.")] = 8,
     micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
     constant: Annotated[
@@ -65,8 +65,8 @@ def bench_speedup(
 ) -> None:
     """Measure how much faster DropCompute makes replicas that sleep, against the prediction; exit code 1 beyond 5 %.
 
-    A run without a threshold predicts; runs with thresholds and one that chooses its own are measured. Chance is in
-    it: fewer --steps than 32 miss the bar now and then.
+    Runs without a threshold, with thresholds, and one that chooses its own take steps in turn; other steps predict. The
+    fewer --steps, the more often the bar is missed by chance. Run it on a machine that does nothing else.
     """
     from dataclasses import replace
 

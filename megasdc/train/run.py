@@ -109,15 +109,7 @@ def train(run: Run) -> None:
         for hook in hooks:
             hook.on_start(run)
         while not run.is_last_step:
-            for hook in hooks:
-                hook.before_step(run)
-            result = run.engine.train_step(run.batches)
-            run.step = result.step
-            run.tokens += result.tokens
-            run.samples += result.micro_batches * run.engine.micro_batch_size
-            run.skipped_steps += result.skipped is not None
-            for hook in hooks:
-                hook.after_step(run, result)
+            take_step(run)
         for hook in hooks:
             hook.on_end(run)
     except BaseException as error:
@@ -127,3 +119,22 @@ def train(run: Run) -> None:
     finally:
         for hook in hooks:
             hook.close()
+
+
+def take_step(run: Run) -> None:
+    """Run one step, and let all hooks look in before and after it.
+
+    Args:
+        run: the run, started.
+
+    Collective: all ranks of the world.
+    """
+    for hook in run.hooks:
+        hook.before_step(run)
+    result = run.engine.train_step(run.batches)
+    run.step = result.step
+    run.tokens += result.tokens
+    run.samples += result.micro_batches * run.engine.micro_batch_size
+    run.skipped_steps += result.skipped is not None
+    for hook in run.hooks:
+        hook.after_step(run, result)

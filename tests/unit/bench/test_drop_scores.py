@@ -96,7 +96,7 @@ def test_speedup_is_compared_with_what_other_steps_predict(tmp_path: Path) -> No
     """By hand: half of the latencies are 1 s, half 3 s; tau 2 s leaves out the second micro-batch after a slow one."""
     plain, late = _write_run(tmp_path / "plain", [2, 2]), _write_run(tmp_path / "late", [2, 1])
     walls = [100.0] + [7.0] * 80, [50.0] + [4.0] * 40
-    found = compare(2.0, (plain, walls[0]), (late, walls[1]), FIRST, (plain, walls[0]), SECOND)
+    found = compare(2.0, (plain, walls[0]), (late, walls[1]), FIRST, plain, SECOND)
     assert found.speedup == pytest.approx(3 / 4 * 7 / 4) and found.rate == pytest.approx(1 / 4)
     assert found.predicted_same == pytest.approx(3 / 4 * 6.5 / 3.5)
     # dealt out anew, a replica takes 2, 4, 4 or 6 s, and with tau 2, 4, 3 or 3 s; the slower of two counts
@@ -104,8 +104,8 @@ def test_speedup_is_compared_with_what_other_steps_predict(tmp_path: Path) -> No
     assert found.predicted == pytest.approx(3 / 4 * longest / dropped, rel=0.03)
     assert found.predicted_rate == pytest.approx(1 / 4, abs=0.02)
     assert found.difference == pytest.approx(found.speedup / found.predicted - 1)
-    assert not found.own and compare(2.0, (plain, walls[0]), (late, walls[0]), SECOND, (late, walls[0]), FIRST).own
-    nothing = compare(None, (plain, walls[0]), (plain, walls[0]), FIRST, (plain, walls[0]), SECOND)
+    assert not found.own and compare(2.0, (plain, walls[0]), (late, walls[0]), SECOND, late, FIRST).own
+    nothing = compare(None, (plain, walls[0]), (plain, walls[0]), FIRST, plain, SECOND)
     assert (nothing.speedup, nothing.predicted, nothing.predicted_rate) == (1, 1, 0)
 
 
