@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,67 @@ def test_a_folder_of_one_node_is_refused(made: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"lacks the files of node b .*copy the \.pt files"):
         open_view(copy)
+
+
+def _edited(made: Path, folder: Path, names: list[str], edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of the 2x2x2 checkpoint with files of layers edited."""
+    copy = Path(shutil.copytree(made / "bf16" / STEP, folder / "step_00000003"))
+    for name in names:
+        state = torch.load(copy / name, weights_only=False)
+        edit(state)
+        torch.save(state, copy / name)
+    return copy
+
+
+def test_copies_of_one_checkpoint_have_one_vote(made: Path, tmp_path: Path) -> None:
+    """Two equal wrong copies in one checkpoint do not outvote the one of another: nothing tells who is right."""
+
+    def edit(state: dict[str, torch.Tensor]) -> None:
+        state["layer.input_layernorm.weight"][7] = 3.0
+
+    names = [f"layer_03-model_0{tp_rank}-model_states.pt" for tp_rank in range(2)]
+    report = compare_checkpoints([open_view(_edited(made, tmp_path, names, edit)), open_view(made / "bf16_hf")])
+    assert {one.basis for one in report.findings} == {""}
+    assert {one.fqn for one in report.findings} == {"3.layer.input_layernorm.weight"}
+
+
+def test_a_file_of_another_state_is_one_thing(made: Path, good: View, tmp_path: Path) -> None:
+    """Where most tensors of a file hold another state, one of which a single bit differs is no bit flip."""
+
+    def edit(state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and "norm" not in name:
+                tensor.add_(1)
+        state["layer.input_layernorm.weight"].view(torch.int16)[4] ^= 1
+
+    harmed = _edited(made, tmp_path, ["layer_03-model_01-model_states.pt"], edit)
+    report = compare_checkpoints([good, open_view(harmed)])
+    assert len(report.findings) == 5
+    assert {one.pattern for one in report.findings} == {"shard"}
+
+
+def test_another_shape_of_as_many_elements(made: Path, good: View, tmp_path: Path) -> None:
+    """A matrix that is saved as [64, 32] instead of [32, 64] is of another shape, in its file."""
+
+    def edit(state: dict[str, torch.Tensor]) -> None:
+        name = "layer.mlp.linear_fc2.weight"
+        state[name] = state[name].reshape(64, 32)
+
+    harmed = _edited(made, tmp_path, ["layer_03-model_01-model_states.pt"], edit)
+    (found,) = compare_checkpoints([good, open_view(harmed)]).findings
+    assert (found.pattern, found.fqn) == ("shape", "3.layer.mlp.linear_fc2.weight")
+    assert [piece.piece.owner.rank for piece in found.pieces] == [5]
+
+
+def test_what_one_has_not_is_missing(made: Path, good: View, tmp_path: Path) -> None:
+    """A tensor that only one file has, and a layer's file that has none: missing, in the one that lacks it."""
+    one, other = tmp_path / "one.pt", tmp_path / "other.pt"
+    torch.save({"a": torch.ones(3), "b": torch.ones(3)}, one)
+    torch.save({"a": torch.ones(3)}, other)
+    (found,) = compare_checkpoints([open_view(one), open_view(other)]).findings
+    assert (found.fqn, found.pattern, found.checkpoint) == ("b", "missing", str(other))
+    harmed = _edited(made, tmp_path, [], lambda state: None)
+    (harmed / "layer_01-model_01-model_states.pt").unlink()
+    (found,) = compare_checkpoints([good, open_view(harmed)]).findings
+    assert (found.pattern, found.checkpoint) == ("missing", str(harmed))
+    assert found.pieces[0].piece.owner.rank == 1

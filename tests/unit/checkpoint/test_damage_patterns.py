@@ -127,15 +127,27 @@ def test_measure() -> None:
     assert found.max_relative == float("inf")
 
 
+def test_measuring_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that divide the tensor unevenly give the same numbers and places as one."""
+    expected, got = _whole(), _whole()
+    got[2, 3] += 1
+    got[15, 7] *= 1.5
+    whole = measure(expected, got)
+    monkeypatch.setattr("megasdc.checkpoint.damage._BLOCK", 50)
+    parts = measure(expected, got)
+    assert (parts.num_different, parts.first, parts.last, parts.max_ulp) == (2, [2, 3], [15, 7], whole.max_ulp)
+    assert parts.norms == pytest.approx(whole.norms, rel=1e-12)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_every_element_lies_in_one_shard(replicas: int) -> None:
     """Shards are of one length, a multiple of 2; all elements lie in order, none twice."""
-    shapes = {"a": torch.Size([7, 3]), "b": torch.Size([5]), "c": torch.Size([1, 2])}
+    shapes = {"a": torch.Size([7, 3]), "b": torch.Size([5]), "c": torch.Size([1, 3])}
     length, found = lay_out(shapes, replicas)
     assert length % 2 == 0
     assert len(found) == replicas
-    assert 28 <= replicas * length < 28 + 2 * replicas
+    assert 29 <= replicas * length < 29 + 2 * replicas
     flat = [(rank * length + start, numel) for rank, one in enumerate(found) for start, numel in one.values()]
     ends = [0, *(start + numel for start, numel in flat)]
     assert [start for start, _ in flat] == ends[:-1]
-    assert ends[-1] == 28
+    assert ends[-1] == 29
