@@ -151,6 +151,7 @@ class DropCompute(StepHook, EngineHook):
             ConfigError: decisions to replay are missing.
         """
         engine, step = run.engine, run.step + 1
+        self._garbage.take()  # what was collected between steps is no time of this one
         if (replayed := self._replayed_step(step)) is not None:
             engine.micro_batches = replayed.planned
             self._replay.begin(replayed)
