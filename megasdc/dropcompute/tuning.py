@@ -17,6 +17,18 @@ from megasdc.parallel.dims import ParallelDims
 Seconds = NDArray[np.float64]
 
 
+def measured_communication_s(compute_s: Seconds, step_s: Seconds) -> float:
+    """Tc: what a step takes beyond the compute time of its slowest replica, mean over the steps, at least 0.
+
+    Args:
+        compute_s: when each replica's micro-batches had ended on its first stage, whose last backward pass is the last
+            of the replica, [replica, step].
+        step_s: when its optimizer was done, [replica, step].
+    """
+    rest = step_s.mean(axis=0) - compute_s.max(axis=0)
+    return max(0.0, math.fsum(rest) / len(rest))
+
+
 @dataclass(frozen=True)
 class RecordedSteps:
     """Times of steps in which nothing was left out, of the first stage of every replica, in seconds.
@@ -35,9 +47,8 @@ class RecordedSteps:
 
     @property
     def communication_s(self) -> float:
-        """Tc: what a step takes beyond the compute time of its slowest replica; mean over the steps."""
-        rest = self.step_s.mean(axis=0) - self.compute_s.max(axis=0)
-        return max(0.0, math.fsum(rest) / len(rest))
+        """Tc of these steps."""
+        return measured_communication_s(self.compute_s, self.step_s)
 
     def drop_rate(self, tau_s: float, min_micro_batches: int) -> float:
         """Share of the micro-batches that a threshold would have left out.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.dropcompute.search import Threshold, search_recorded
+from megasdc.dropcompute.tuning import measured_communication_s
 from megasdc.errors import DataError
 from megasdc.report.step_times import StepTimesOfRun
 
@@ -92,15 +93,6 @@ class RunThreshold:
         }
 
 
-def measured_communication_s(times: StepTimesOfRun) -> float:
-    """Tc: what a step takes beyond the compute time of its slowest replica, mean over the steps, at least 0.
-
-    Both are of the first stages, whose last backward pass is the last of a replica.
-    """
-    rest = times.step_s[:, 0].mean(axis=0) - times.compute_s[:, 0].max(axis=0)
-    return max(0.0, math.fsum(rest) / len(rest))
-
-
 def search_run(
     times: StepTimesOfRun, max_drop_rate: float, min_micro_batches: int, communication_s: float | None
 ) -> RunThreshold:
@@ -134,6 +126,10 @@ def search_run(
     latest = times.planned == times.planned[-1]
     times = times.only(latest, f"steps with another number of micro-batches than {times.planned[-1]} are not used")
     measured = communication_s is None
-    rest_s = measured_communication_s(times) if communication_s is None else communication_s
+    rest_s = (
+        measured_communication_s(times.compute_s[:, 0], times.step_s[:, 0])
+        if communication_s is None
+        else communication_s
+    )
     found = search_recorded(times.start_s[:, 0], times.end_s[:, 0], rest_s, max_drop_rate, min_micro_batches)
     return RunThreshold(times, rest_s, measured, max_drop_rate, min_micro_batches, found)

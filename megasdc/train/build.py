@@ -132,7 +132,6 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     run.hooks = _build_hooks(
         config, run, eval_loader, manifest, split, clock, signals, recording, drilling, before_save
     )
-    groups.set_all_timeouts(sections.parallel.timeout_s)  # of groups that hooks have made, too
     for hook in run.hooks:
         if state := hook_states.get(type(hook).__name__):
             hook.load_state_dict(state)
