@@ -12,24 +12,26 @@ from megasdc.train.toleranced import UNITS
 
 SIZES = {"smaller": "< 1", "up to twice": f"1 to {CERTAIN:g}", "larger": f"> {CERTAIN:g}", "not looked at": "unseen"}
 """Heading of each class of sizes."""
-COLUMNS = {"first": "first", "audits": "audits", "wrong accusations": "wrong"}
+COLUMNS = {"first": "first", "audits": "audits"}
 
 
 def render_tolerance(result: ToleranceResult, console: Console) -> None:
     """Print the result."""
-    table = Table(title="toleranced checks: found of injected faults, by size in thresholds")
-    table.add_column("fault: check")
-    for heading in ("injected", "no bit", "skipped", *SIZES.values(), *COLUMNS.values()):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table(title="toleranced checks: found of injected faults, by size in thresholds", padding=0)
+    table.add_column("fault: check", min_width=12)
+    for heading in ("faults", "same", "skip", *SIZES.values(), *COLUMNS.values()):
+        table.add_column(heading, justify="right", overflow="fold")
     for name, count in sorted(result.counts().items()):
         injected = [str(count[column]) for column in ("injected", "no bit changed", "step skipped")]
         table.add_row(name, *injected, *(_found(count, size) for size in SIZES), *(str(count[one]) for one in COLUMNS))
     console.print(table)
     console.print(
         "size: how far the fault moves the value of the check; unseen: outside the slice of that step, or no check "
-        "looks there; skipped: the gradient was not finite, and the optimizer did not step; first: no check warned "
-        "before this one; audits: one was called; wrong: a healthy rank was named"
+        "looks there; same: no bit changed; skip: the gradient was not finite, and the optimizer did not step; first: "
+        "no check warned before this one; audits: one was called"
     )
+    wrong = sum(count["wrong accusations"] for count in result.counts().values())
+    console.print(f"healthy ranks were named in {wrong} trials")
     for row, reason in UNCOVERED.items():
         console.print(f"{row}: {reason}")
     for check, (least, most) in result.thresholds().items():
