@@ -26,8 +26,6 @@ LAYOUTS = ((1, 1, 2), (2, 2, 1))
 """(tensor, pipeline, data)."""
 BAR = 0.002
 """Largest share of a step."""
-SLACK = 0.5
-"""How far the interval's upper end may lie above the bar, as a share of it: wake-ups on busy cores are not ours."""
 LEAST_MICRO_BATCH_S = 0.5
 """Seconds of a micro-batch on a stage below which the bar does not hold."""
 NEVER_S = 1e6
@@ -124,8 +122,8 @@ class LayoutCost:
 
     @property
     def passed(self) -> bool:
-        """Whether the median is within the bar, and the interval's upper end within bar and slack."""
-        return self.bar is None or self.own.passes(self.bar, SLACK * self.bar)
+        """Whether the median and the interval's upper end are within the bar."""
+        return self.bar is None or self.own.passes(self.bar, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -167,7 +165,6 @@ class DropCostResult:
         """As JSON holds it, with verdicts."""
         return {
             "passed": self.passed,
-            "slack": SLACK,
             "machine": self.machine,
             "options": asdict(self.options),
             "layouts": [one.as_dict() for one in self.layouts],
