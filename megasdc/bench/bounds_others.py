@@ -55,9 +55,11 @@ def others(device: str) -> tuple[list[Other], list[str]]:
     found = [Other("g.sum() and V.sum()", _both_sums, reads_once=True)]
     if device == "cpu":
         try:
-            found.insert(0, Other("compiled loop that reads g and V", _read_loop(), reads_once=True))
+            read, compare = _loops()
+            found.insert(0, Other("compiled loop that reads g and V", read, reads_once=True))
+            found.append(Other("compiled loop that compares g^2 with V", compare))
         except LaunchError as error:
-            problems.append(f"time of the compiled loop that reads g and V: {error}")
+            problems.append(f"time of the compiled loops over g and V: {error}")
     found += [Other("torch AdamW step, fused", _adamw("fused")), Other("torch AdamW step, foreach", _adamw("foreach"))]
     if device == "cpu":
         problem = _build_cpu_adam()
@@ -68,15 +70,22 @@ def others(device: str) -> tuple[list[Other], list[str]]:
     return [*found, Other("the formula in torch's operations", _formula)], problems
 
 
-def _read_loop() -> Build:
-    function = load_library(READ_BOTH).megasdc_read_both
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    function.restype = ctypes.c_double
+def _loops() -> tuple[Build, Build]:
+    """Reading both and adding up; reading both and comparing, the least that any pass has to do."""
+    library, pointer = load_library(READ_BOTH), ctypes.c_void_p
+    library.megasdc_read_both.argtypes = (pointer, pointer, ctypes.c_int64)
+    library.megasdc_read_both.restype = ctypes.c_double
+    library.megasdc_compare_both.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_float)
+    library.megasdc_compare_both.restype = ctypes.c_int64
 
-    def build(gradient: Tensor, second_moment: Tensor) -> Callable[[], Any]:
-        return lambda: function(gradient.data_ptr(), second_moment.data_ptr(), gradient.numel())
+    def read(gradient: Tensor, second_moment: Tensor) -> Callable[[], Any]:
+        return lambda: library.megasdc_read_both(gradient.data_ptr(), second_moment.data_ptr(), gradient.numel())
 
-    return build
+    def compare(gradient: Tensor, second_moment: Tensor) -> Callable[[], Any]:
+        sizes = gradient.data_ptr(), second_moment.data_ptr(), gradient.numel()
+        return lambda: library.megasdc_compare_both(*sizes, LIMITS.spike)
+
+    return read, compare
 
 
 def _both_sums(gradient: Tensor, second_moment: Tensor) -> Callable[[], Any]:

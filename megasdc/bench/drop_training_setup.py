@@ -81,7 +81,7 @@ class DropTrainOptions:
     seeds: int = 3
     rates: tuple[float, ...] = (0.025, 0.05, 0.1, 0.2)
     replicas: int = 64
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
     evaluations: int = 6
     eval_samples: int = 256
     gpt: SmallGpt = GPT

@@ -110,7 +110,7 @@ def bench_training_with_drops(
     layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
     sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 64,
     micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 5e-3,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 2e-3,
     evaluations: Annotated[int, typer.Option("--evaluations", help="Of a run; a divisor of --steps.")] = 6,
     eval_samples: Annotated[int, typer.Option("--eval-samples", help="Validation samples.")] = 256,
     log: Annotated[

@@ -44,6 +44,7 @@ def test_every_comparison_is_made(result):
     assert [(one.against, one.bar) for one in host if not one.bounded] == [
         (loop, BAR),
         (sums, BAR),
+        ("compiled loop that compares g^2 with V", None),
         ("torch AdamW step, fused", None),
         ("torch AdamW step, foreach", None),
         ("the formula in torch's operations", None),
@@ -57,10 +58,22 @@ def test_every_comparison_is_made(result):
 
 def test_the_compiled_loop_reads_everything_once():
     """It gives the sum of both arrays, also of lengths that fill no vector."""
-    (loop,) = [one for one in others("cpu")[0] if "loop" in one.name]
+    (loop,) = [one for one in others("cpu")[0] if "loop that reads" in one.name]
     for count in (0, 1, 63, 64, 1000):
         first, second = torch.arange(count, dtype=torch.float32), torch.full((count,), 0.5)
         assert loop.build(first, second)() == first.sum() + second.sum()
+
+
+def test_the_comparing_loop_finds_every_element_above_the_limit():
+    """One element whose g^2 / V is above the limit shows wherever it is, and none below it."""
+    (loop,) = [one for one in others("cpu")[0] if "loop that compares" in one.name]
+    for count in (1, 63, 64, 200):
+        gradient, second_moment = torch.full((count,), 1.0), torch.full((count,), 1.001 / LIMITS.spike)
+        assert loop.build(gradient, second_moment)() == 0
+        for place in {0, count // 2, count - 1}:
+            gradient[place] = -1.01
+            assert loop.build(gradient, second_moment)() == 1
+            gradient[place] = 1.0
 
 
 def test_the_shard_has_what_is_to_bound():
