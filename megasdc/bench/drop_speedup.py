@@ -10,6 +10,7 @@ Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from megasdc.bench.drop_speedup_scores import Comparison, Segment, compare, reco
 from megasdc.bench.machine import describe_machine
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
+from megasdc.config.drop_sections import PREDICTIVE
 from megasdc.parallel.local_ranks import build_operator
 
 GPT = SmallGpt()
@@ -40,6 +42,7 @@ class DropSpeedupOptions:
         constant_s: that every micro-batch sleeps.
         mean_s: mean of what it sleeps more, bounded log-normal.
         drop_rates: shares that the thresholds are to leave out; one that a run chooses itself comes on top.
+        sigmas: of the rule "predictive"; null: that of the paper, which starts micro-batches before tau.
         seed: of delays; the steps that predict have those of the next one, or in a run that chooses are its first.
         gpt: the model.
     """
@@ -50,11 +53,14 @@ class DropSpeedupOptions:
     constant_s: float = 0.06
     mean_s: float = 0.1
     drop_rates: tuple[float, ...] = (0.025, 0.05, 0.1)
+    sigmas: float | None = None
     seed: int = 1
     gpt: SmallGpt = GPT
 
     def __post_init__(self) -> None:
         problems = self.gpt.problems()
+        if self.sigmas is not None and not 0 <= self.sigmas < math.inf:
+            problems.append(f"--sigmas: {self.sigmas} must be at least 0")
         if self.warmup < 1:
             problems.append(f"--warmup: {self.warmup} must be at least 1, since a first step is slower")
         if not self.mean_s > 0:
@@ -96,9 +102,16 @@ class DropSpeedupOptions:
         """
         if steps is None:
             steps = self.second.stop if isinstance(threshold, str) else self.first.stop
-        drop = {"threshold": threshold, "warmup_steps": self.warmup, "window_steps": self.steps, "max_drop_rate": 1.0}
+        drop: dict[str, Any] = {
+            "threshold": threshold,
+            "warmup_steps": self.warmup,
+            "window_steps": self.steps,
+            "max_drop_rate": 1.0,
+        }
         if threshold == NEVER:
             drop = {"threshold": threshold}
+        elif self.sigmas is not None:
+            drop |= {"rule": PREDICTIVE, "sigmas": self.sigmas}
         return drop_config(self.gpt, folder, steps, drop, delay=self.delay(self.seed if seed is None else seed))
 
 
@@ -165,8 +178,12 @@ def bench_drop_speedup(
         run_ranks("megasdc.bench.drop_speedup_rank", request, options.replicas, 1, Path(scratch), take)
         (plain, *dropping, own), first, second = runs, options.first, options.second
         before = Path(scratch) / "before"
-        found = [compare(tau, plain, run, first, before, first) for tau, run in zip(taus[1:-1], dropping, strict=True)]
-        found.append(compare(taus[-1], plain, own, second, own[0], first))
+        sigmas = options.sigmas
+        found = [
+            compare(tau, plain, run, first, before, first, sigmas)
+            for tau, run in zip(taus[1:-1], dropping, strict=True)
+        ]
+        found.append(compare(taus[-1], plain, own, second, own[0], first, sigmas))
         slept = sleep_share(recorded_steps(plain[0], first), first, options.delay(options.seed))
     return DropSpeedupResult(machine, options, found, slept)
 

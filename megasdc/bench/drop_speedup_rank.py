@@ -44,7 +44,7 @@ def measure(request: dict[str, Any], messages: Messages) -> None:
     before = build("before", NEVER, steps=options.first.stop, seed=options.seed + 1)
     train_in_turn([before], count)
     steps = recorded_steps(before.folder, options.first) if dims.rank == 0 else None
-    taus = gather_objects(None if steps is None else choose_thresholds(steps, options.drop_rates))[0]
+    taus = gather_objects(None if steps is None else choose_thresholds(steps, options.drop_rates, options.sigmas))[0]
     assert taus is not None, "rank 0 chose them"
     runs = [build(NEVER, NEVER), *(build(f"tau_{number}", tau) for number, tau in enumerate(taus)), build(AUTO, AUTO)]
     for run, walls_s in zip(runs, train_in_turn(runs, count), strict=True):

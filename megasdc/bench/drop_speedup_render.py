@@ -31,7 +31,8 @@ def render_drop_speedup(result: DropSpeedupResult, console: Console) -> None:
         f"log-normal delay of mean {options.mean_s:g} s, {100 * result.sleep_share:.0f} % of its time; {options.steps} "
         "steps of each"
     )
-    table = Table(title="DropCompute: micro-batches per second over those without a threshold")
+    rule = "elapsed" if options.sigmas is None else f"predictive, {options.sigmas:g} standard deviations"
+    table = Table(title=f"DropCompute: micro-batches per second over those without a threshold; rule {rule}")
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if number else "left")
     for one in result.thresholds:

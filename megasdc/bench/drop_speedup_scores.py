@@ -107,20 +107,38 @@ def resampled_curve(steps: RecordedSteps) -> Curve:
     ).curve
 
 
-def choose_thresholds(steps: RecordedSteps, rates: Sequence[float]) -> list[float]:
+def choose_thresholds(steps: RecordedSteps, rates: Sequence[float], sigmas: float | None) -> list[float]:
     """Thresholds that leave out about these shares, as the steps predict.
 
     Args:
         steps: recorded.
         rates: of micro-batches.
+        sigmas: see ``expected_s``.
     """
     curve = resampled_curve(steps)
     dropped = 1 - curve.completed_share[:-1]
-    return [float(curve.thresholds_s[int(np.abs(dropped - rate).argmin())]) for rate in rates]
+    starts = [float(curve.thresholds_s[int(np.abs(dropped - rate).argmin())]) for rate in rates]
+    return [start + expected_s(steps, sigmas) for start in starts]
+
+
+def expected_s(steps: RecordedSteps, sigmas: float | None) -> float:
+    """So long before the threshold the last micro-batch is started: mean over replicas that are alike.
+
+    Args:
+        steps: recorded.
+        sigmas: of the rule "predictive"; null: the other rule, which starts them before it.
+    """
+    return float(steps.expected_s(sigmas).mean())
 
 
 def compare(
-    tau_s: float | None, plain: TimedRun, dropping: TimedRun, measured: Segment, predicting: Path, others: Segment
+    tau_s: float | None,
+    plain: TimedRun,
+    dropping: TimedRun,
+    measured: Segment,
+    predicting: Path,
+    others: Segment,
+    sigmas: float | None = None,
 ) -> Comparison:
     """Compare what a run with a threshold measured with what was predicted for it.
 
@@ -131,11 +149,14 @@ def compare(
         measured: steps of both that are compared.
         predicting: folder of the run whose steps predict, and in them left nothing out.
         others: these of its steps, whose delays are not those compared.
+        sigmas: of the rule "predictive"; null: the other rule.
     """
     tau = math.inf if tau_s is None else tau_s
-    predicted, predicted_rate = _at(resampled_curve(recorded_steps(predicting, others)), tau)
+    known = recorded_steps(predicting, others)
+    predicted, predicted_rate = _at(resampled_curve(known), tau - expected_s(known, sigmas))
     same = recorded_steps(plain[0], measured)
-    predicted_same, _ = _at(search_recorded(same.start_s, same.end_s, same.communication_s).curve, tau)
+    searched = search_recorded(same.start_s, same.end_s, same.communication_s, expected_s=same.expected_s(sigmas))
+    predicted_same, _ = _at(searched.curve, tau)
     replicas, _, micro_batches = same.start_s.shape
     counts = read_decisions(dropping[0] / DECISIONS_FILE, replicas, micro_batches)
     completed = sum(sum(counts[step].completed) for step in measured.steps)

@@ -59,6 +59,10 @@ def bench_speedup(
     drop_rates: Annotated[
         str, typer.Option("--drop-rates", help="Shares that thresholds are to leave out, commas between.")
     ] = "0.025,0.05,0.1",
+    sigmas: Annotated[
+        float | None,
+        typer.Option("--sigmas", min=0.0, help='Use rule "predictive" with so many standard deviations.'),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the delays.")] = 1,
     out: Out = None,
     as_json: Json = False,
@@ -82,6 +86,7 @@ def bench_speedup(
         constant_s=constant,
         mean_s=mean,
         drop_rates=_numbers("--drop-rates", drop_rates),
+        sigmas=sigmas,
         seed=seed,
         gpt=replace(GPT, micro_batches=micro_batches),
     )

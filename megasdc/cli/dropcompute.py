@@ -154,6 +154,9 @@ def threshold_of_run(
             "compute time of their slowest replica.",
         ),
     ] = None,
+    sigmas: Annotated[
+        float, typer.Option("--sigmas", min=0, help="Of rule predictive: standard deviations above the mean.")
+    ] = 1.0,
     figure: Figure = None,
     out: Out = None,
     as_json: Json = False,
@@ -164,7 +167,7 @@ def threshold_of_run(
 
     times = _load(run, first_step, last_step, as_json)
     try:
-        result = search_run(times, max_drop_rate, min_micro_batches, communication)
+        result = search_run(times, max_drop_rate, min_micro_batches, communication, sigmas)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print_result(result, render_threshold, out=out, as_json=as_json)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,18 @@ class ClockDecisions:
         if self._sigmas is None:
             return
         self._durations.extend(end - start for start, end in zip(record.start_s, record.end_s, strict=True))
-        self._expected_s = statistics.fmean(self._durations) + self._sigmas * statistics.pstdev(self._durations)
+        self._expected_s = expected_time_s(list(self._durations), self._sigmas)
+
+
+def expected_time_s(durations_s: Sequence[float], sigmas: float) -> float:
+    """What a micro-batch is expected to take, seconds, with exactly rounded sums.
+
+    Args:
+        durations_s: what earlier ones took; the last ``REMEMBERED`` count.
+        sigmas: standard deviations above their mean.
+    """
+    last = durations_s[-REMEMBERED:]
+    return statistics.fmean(last) + sigmas * statistics.pstdev(last)
 
 
 class ReplayedDecisions:

@@ -168,10 +168,12 @@ def search_recorded(
     max_drop_rate: float = 1.0,
     min_micro_batches: int = 1,
     count: int = 200,
+    expected_s: Seconds | None = None,
 ) -> Threshold:
     """The threshold of the largest effective speed-up on the times of steps in which nothing was dropped.
 
-    The rule is ``finish``: a micro-batch that was started is finished, and none is started later than tau. A replica
+    The rule is ``finish``: a micro-batch that was started is finished, and none is started later than tau, or, with
+    ``expected_s``, than so long before tau. A replica
     whose last started micro-batch is m is taken to be done when m was in the recording. With one stage, and with
     several that are equally fast, that is so; else it can be earlier by forwards of later micro-batches that ran
     before the backward of m.
@@ -184,6 +186,7 @@ def search_recorded(
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
         min_micro_batches: that every replica completes whatever the threshold, >= 1.
         count: of finite thresholds, at equal distances.
+        expected_s: what each replica expects a micro-batch to take, [replica], seconds; null: it asks for its start.
 
     Returns:
         The same on every rank that gives the same arguments, and for one stage what ``search_threshold`` finds on the
@@ -209,8 +212,11 @@ def search_recorded(
     if (ends < starts).any():
         raise ValueError("ends_s holds a value before the start of the same micro-batch")
     replicas, steps, micro_batches = starts.shape
+    expected = np.zeros(replicas) if expected_s is None else expected_s
+    if expected.shape != (replicas,) or not (np.isfinite(expected).all() and (expected >= 0).all()):
+        raise ValueError(f"expected_s is {expected.tolist()}, needed {replicas} finite numbers of seconds >= 0")
     curve = _make_curve(
-        lambda: ((step, starts[:, step], ends[:, step]) for step in range(steps)),
+        lambda: ((step, starts[:, step] + expected[:, None], ends[:, step]) for step in range(steps)),
         (replicas, steps, micro_batches),
         communication_s,
         Rule(True, min_micro_batches),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megasdc.dropcompute.decisions import expected_time_s
 from megasdc.dropcompute.search import Curve, search_recorded
 from megasdc.engine.step_times import StepRecord
 from megasdc.parallel.dims import ParallelDims
@@ -27,6 +28,19 @@ def measured_communication_s(compute_s: Seconds, step_s: Seconds) -> float:
     """
     rest = step_s.mean(axis=0) - compute_s.max(axis=0)
     return max(0.0, math.fsum(rest) / len(rest))
+
+
+def expected_times_s(start_s: Seconds, end_s: Seconds, sigmas: float | None) -> Seconds:
+    """What each replica expects its next micro-batch to take, [replica]; 0 where it expects nothing.
+
+    Args:
+        start_s: [replica, step, micro-batch].
+        end_s: likewise.
+        sigmas: see ``ClockDecisions``.
+    """
+    if sigmas is None:
+        return np.zeros(len(start_s))
+    return np.array([expected_time_s(one.ravel().tolist(), sigmas) for one in end_s - start_s])
 
 
 @dataclass(frozen=True)
@@ -50,14 +64,24 @@ class RecordedSteps:
         """Tc of these steps."""
         return measured_communication_s(self.compute_s, self.step_s)
 
-    def drop_rate(self, tau_s: float, min_micro_batches: int) -> float:
+    def expected_s(self, sigmas: float | None) -> Seconds:
+        """What each replica expects a micro-batch to take after these steps, [replica]; 0 where it expects nothing.
+
+        Args:
+            sigmas: see ``ClockDecisions``.
+        """
+        return expected_times_s(self.start_s, self.end_s, sigmas)
+
+    def drop_rate(self, tau_s: float, min_micro_batches: int, sigmas: float | None = None) -> float:
         """Share of the micro-batches that a threshold would have left out.
 
         Args:
             tau_s: the threshold.
             min_micro_batches: that are started whatever it is.
+            sigmas: see ``ClockDecisions``.
         """
-        return float((self.start_s[:, :, min_micro_batches:] >= tau_s).sum() / self.start_s.size)
+        latest_s = (tau_s - self.expected_s(sigmas))[:, None, None]
+        return float((self.start_s[:, :, min_micro_batches:] >= latest_s).sum() / self.start_s.size)
 
 
 @dataclass(frozen=True)
@@ -118,7 +142,13 @@ class TimeWindow:
         return RecordedSteps(times[:, :, :number], times[:, :, number : 2 * number], times[:, :, -2], times[:, :, -1])
 
 
-def tune(steps: RecordedSteps, tau_s: float | None, max_drop_rate: float, min_micro_batches: int) -> Tuning:
+def tune(
+    steps: RecordedSteps,
+    tau_s: float | None,
+    max_drop_rate: float,
+    min_micro_batches: int,
+    sigmas: float | None = None,
+) -> Tuning:
     """The threshold of the largest effective speed-up; the same on every rank that gives the same times.
 
     Args:
@@ -126,9 +156,17 @@ def tune(steps: RecordedSteps, tau_s: float | None, max_drop_rate: float, min_mi
         tau_s: the threshold, if it is given; null: it is searched.
         max_drop_rate: largest share that may be left out.
         min_micro_batches: that every replica starts.
+        sigmas: see ``ClockDecisions``.
     """
     communication_s = steps.communication_s
     if tau_s is not None:
-        return Tuning(tau_s, steps.drop_rate(tau_s, min_micro_batches), None, communication_s, None)
-    found = search_recorded(steps.start_s, steps.end_s, communication_s, max_drop_rate, min_micro_batches)
+        return Tuning(tau_s, steps.drop_rate(tau_s, min_micro_batches, sigmas), None, communication_s, None)
+    found = search_recorded(
+        steps.start_s,
+        steps.end_s,
+        communication_s,
+        max_drop_rate,
+        min_micro_batches,
+        expected_s=steps.expected_s(sigmas),
+    )
     return Tuning(found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve)

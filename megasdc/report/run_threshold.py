@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.dropcompute.search import Threshold, search_recorded
-from megasdc.dropcompute.tuning import measured_communication_s
+from megasdc.config.drop_sections import ELAPSED, PREDICTIVE, DropComputeSection
+from megasdc.dropcompute.search import Curve, Threshold, search_recorded
+from megasdc.dropcompute.tuning import expected_times_s, measured_communication_s
 from megasdc.errors import DataError
 from megasdc.report.step_times import StepTimesOfRun
+
+SIGMAS: float = DropComputeSection.model_fields["sigmas"].default
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class RunThreshold:
         measured: whether that was measured, not given.
         max_drop_rate: largest share of micro-batches that may be left out.
         min_micro_batches: that every replica completes whatever the threshold.
-        threshold: what was found.
+        threshold: what was found for the rule that starts micro-batches before tau.
+        sigmas: of the rule that starts those expected to end by tau.
+        predictive: what was found for that one.
     """
 
     times: StepTimesOfRun
@@ -38,24 +43,31 @@ class RunThreshold:
     max_drop_rate: float
     min_micro_batches: int
     threshold: Threshold
+    sigmas: float
+    predictive: Threshold
 
     @property
-    def best(self) -> int:
-        """Place of the best threshold in the curve."""
-        return self.threshold.curve.best(self.max_drop_rate)
+    def rules(self) -> dict[str, Threshold]:
+        """What was found, by rule of the section."""
+        return {ELAPSED: self.threshold, PREDICTIVE: self.predictive}
+
+    def best(self, rule: str) -> int:
+        """Place of the best threshold in a rule's curve."""
+        return self.rules[rule].curve.best(self.max_drop_rate)
 
     @property
     def replica_times_s(self) -> NDArray[np.float64]:
         """Compute times of replicas, [replica, step]."""
         return self.times.end_s[:, 0, :, -1]
 
-    def at(self, place: int) -> dict[str, Any]:
+    def at(self, rule: str, place: int) -> dict[str, Any]:
         """What one threshold comes to, in plain values; an infinite threshold is null.
 
         Args:
-            place: in the curve.
+            rule: one of ``rules``.
+            place: in its curve.
         """
-        curve = self.threshold.curve
+        curve = self.rules[rule].curve
         share, tau_s = float(curve.completed_share[place]), float(curve.thresholds_s[place])
         return {
             "tau_s": tau_s if math.isfinite(tau_s) else None,
@@ -64,6 +76,7 @@ class RunThreshold:
             "completed": share * curve.micro_batches,
             "drop_rate": 1 - share,
             "time_s": float(curve.times_s[:, place].mean()),
+            "late_steps": float((curve.times_s[:, place] > tau_s).mean()),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,20 +94,33 @@ class RunThreshold:
             "min_micro_batches": self.min_micro_batches,
             "longest_s": float(curve.longest_s.mean()),
             "mean_compute_s": float(self.replica_times_s.mean()),
-            "best": self.at(self.best),
-            "curve": {
-                "tau_s": [*curve.thresholds_s[:-1].tolist(), None],
-                "completed_share": curve.completed_share.tolist(),
-                "speedup": curve.speedup.tolist(),
-                "throughput": curve.throughput.tolist(),
-                "time_s": curve.times_s.mean(axis=0).tolist(),
+            "best": self.at(ELAPSED, self.best(ELAPSED)),
+            "curve": _plain(curve),
+            PREDICTIVE: {
+                "sigmas": self.sigmas,
+                "best": self.at(PREDICTIVE, self.best(PREDICTIVE)),
+                "curve": _plain(self.predictive.curve),
             },
             "notes": list(times.notes),
         }
 
 
+def _plain(curve: Curve) -> dict[str, Any]:
+    return {
+        "tau_s": [*curve.thresholds_s[:-1].tolist(), None],
+        "completed_share": curve.completed_share.tolist(),
+        "speedup": curve.speedup.tolist(),
+        "throughput": curve.throughput.tolist(),
+        "time_s": curve.times_s.mean(axis=0).tolist(),
+    }
+
+
 def search_run(
-    times: StepTimesOfRun, max_drop_rate: float, min_micro_batches: int, communication_s: float | None
+    times: StepTimesOfRun,
+    max_drop_rate: float,
+    min_micro_batches: int,
+    communication_s: float | None,
+    sigmas: float = SIGMAS,
 ) -> RunThreshold:
     """Search the threshold on the steps of a run in which nothing was left out.
 
@@ -103,6 +129,7 @@ def search_run(
         max_drop_rate: largest share of micro-batches that may be left out, in [0, 1].
         min_micro_batches: that every replica completes whatever the threshold, >= 1.
         communication_s: Tc; null: as measured.
+        sigmas: of the predictive rule, see ``ClockDecisions``.
 
     Raises:
         ValueError: a wrong value.
@@ -131,5 +158,16 @@ def search_run(
         if communication_s is None
         else communication_s
     )
-    found = search_recorded(times.start_s[:, 0], times.end_s[:, 0], rest_s, max_drop_rate, min_micro_batches)
-    return RunThreshold(times, rest_s, measured, max_drop_rate, min_micro_batches, found)
+    starts, ends = times.start_s[:, 0], times.end_s[:, 0]
+    found, predictive = (
+        search_recorded(
+            starts,
+            ends,
+            rest_s,
+            max_drop_rate,
+            min_micro_batches,
+            expected_s=expected_times_s(starts, ends, rule_sigmas),
+        )
+        for rule_sigmas in (None, sigmas)
+    )
+    return RunThreshold(times, rest_s, measured, max_drop_rate, min_micro_batches, found, sigmas, predictive)

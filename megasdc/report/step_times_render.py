@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megasdc.config.drop_sections import ELAPSED
 from megasdc.report.dropcompute_render import draw_thresholds, draw_times, write_page
 from megasdc.report.imbalance import ReplicaTimes, TimesReport
 from megasdc.report.run_threshold import RunThreshold
@@ -38,22 +39,35 @@ def render_threshold(result: RunThreshold, console: Console) -> None:
         f"slowest {curve.longest_s.mean():.4g} s; Tc {result.communication_s:.4g} s, {kind}"
     )
     table = Table(title=f"thresholds, best of those that drop at most {result.max_drop_rate:.0%} in bold")
-    for name in ("tau, s", "S_eff", "M~", "dropped", "compute of a step, s"):
+    table.add_column("rule")
+    for name in ("tau, s", "S_eff", "M~", "dropped", "compute of a step, s", "steps after tau"):
         table.add_column(name, justify="right")
+    for rule in result.rules:
+        _add_thresholds(table, result, rule)
+    console.print(table)
+    console.print(
+        "started micro-batches are finished, so a step may last longer than tau; elapsed: started before tau; "
+        f"predictive: expected to end by tau (mean and {result.sigmas:g} standard deviations)"
+    )
+    _print_notes(result.times, console)
+
+
+def _add_thresholds(table: Table, result: RunThreshold, rule: str) -> None:
+    curve, best = result.rules[rule].curve, result.best(rule)
     near = {int(np.abs(1 - curve.completed_share - rate).argmin()) for rate in _RATES}
-    for place in sorted(near | {len(curve.thresholds_s) - 1, result.best}):
-        row = result.at(place)
+    table.add_section()
+    for place in sorted(near | {len(curve.thresholds_s) - 1, best}):
+        row = result.at(rule, place)
         table.add_row(
+            rule,
             "never drop" if row["tau_s"] is None else f"{row['tau_s']:.4g}",
             f"{row['speedup']:.3f}",
             f"{row['completed']:.2f}",
             f"{row['drop_rate']:.1%}",
             f"{row['time_s']:.4g}",
-            style="bold" if place == result.best else None,
+            f"{row['late_steps']:.0%}",
+            style="bold" if place == best else None,
         )
-    console.print(table)
-    console.print("started micro-batches are finished, so a step may last longer than tau")
-    _print_notes(result.times, console)
 
 
 def describe(times: StepTimesOfRun) -> str:
@@ -85,7 +99,7 @@ def draw_threshold(result: RunThreshold, path: Path) -> None:
     titles = ("compute time of a replica", "against the threshold", "S_eff against the drop rate")
     figure = make_subplots(rows=2, cols=2, subplot_titles=titles, specs=[[{}, {}], [{"colspan": 2}, None]])
     marks = {"mean of the slowest": float(result.threshold.curve.longest_s.mean())}
-    draw_times(figure, result.replica_times_s, marks, result.at(result.best)["tau_s"])
+    draw_times(figure, result.replica_times_s, marks, result.at(ELAPSED, result.best(ELAPSED))["tau_s"])
     draw_thresholds(figure, result.threshold.curve, None)
     title = f"DropCompute, from recorded steps<br><sup>{describe(result.times)}</sup>"
     figure.update_layout(title_text=title, height=850, margin_t=120)

@@ -253,7 +253,9 @@ class DropCompute(StepHook, EngineHook):
         """
         section = self._section
         given = None if section.threshold == AUTO else self._tau_s
-        tuning = tune(window.gather(run.host_group), given, section.max_drop_rate, section.min_micro_batches)
+        tuning = tune(
+            window.gather(run.host_group), given, section.max_drop_rate, section.min_micro_batches, _sigmas(section)
+        )
         self._window, self._tuned_at, self._tau_s = None, run.step, tuning.tau_s
         if section.compensation == LARGER_BATCH:
             run.engine.micro_batches = larger_batch(self._micro_batches, tuning.drop_rate)

@@ -32,16 +32,17 @@ def _train(folder: Path, data: Path, ranks: int, **changes: Any) -> Path:
     return folder / "run"
 
 
-def test_a_run_and_its_log_give_the_same_threshold(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("rule", ["elapsed", "predictive"])
+def test_a_run_and_its_log_give_the_same_threshold(tmp_path: Path, data: Path, rule: str) -> None:
     """From the files the command finds tau, S_eff and Tc of the run's own event, bit for bit."""
     delay = {"kind": "bounded_lognormal", "mean_s": 0.05, "preemptible": True}
-    section = {"enabled": True, "warmup_steps": 2, "window_steps": 5, "max_drop_rate": 0.3}
+    section = {"enabled": True, "warmup_steps": 2, "window_steps": 5, "max_drop_rate": 0.3, "rule": rule}
     run = _train(tmp_path, data, 2, delay=[delay], drop_compute=section)
     (told,) = events_of(run, "drop", "threshold")
     found = search_run(load_step_times(run, 3, 7), 0.3, 1, None)
     assert (told["tau_s"], told["speedup"], told["communication_s"]) == (
-        found.at(found.best)["tau_s"],
-        found.threshold.speedup,
+        found.at(rule, found.best(rule))["tau_s"],
+        found.rules[rule].speedup,
         found.communication_s,
     )
 

@@ -114,7 +114,7 @@ def test_recorded_steps_are_those_of_first_stages(tmp_path: Path) -> None:
     steps = recorded_steps(_write_run(tmp_path / "run", [2, 2]), Segment(10, 13))
     assert steps.start_s.tolist() == [[[0.0, FAST_S]] * 3, [[0.0, SLOW_S]] * 3]
     assert steps.communication_s == pytest.approx(REST_S)
-    (tau_s,) = choose_thresholds(steps, [0.25])
+    (tau_s,) = choose_thresholds(steps, [0.25], None)
     assert FAST_S <= tau_s < SLOW_S
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import Rule, search_recorded, search_threshold
+from megasdc.dropcompute.tuning import expected_times_s
 from megasdc.errors import ConfigError
 
 PAPER = Rule(min_micro_batches=0)
@@ -240,3 +241,43 @@ def test_length_of_an_even_pipeline() -> None:
         assert micro_batch_times(np.full((1, 6, stages), 0.5), 0.4, False)[1][0, -1] == pytest.approx(
             (5 + stages) * 0.5
         )
+
+
+@pytest.mark.parametrize("sigmas", [0.0, 1.0])
+def test_the_predictive_rule_completes_what_is_expected_to_end_by_the_threshold(sigmas: float) -> None:
+    """Of every threshold: what is completed and how long steps last, one micro-batch after the other."""
+    times = latencies(5)
+    ends = times.cumsum(axis=2)
+    starts = ends - times
+    expected = expected_times_s(starts, ends, sigmas)
+    found = search_recorded(starts, ends, 0.2, expected_s=expected)
+    for place, tau in enumerate(found.curve.thresholds_s[:-1:20]):
+        for step in range(times.shape[1]):
+            completed, longest = 0, 0.0
+            for replica in range(times.shape[0]):
+                taken = times[replica].ravel()
+                most = taken.mean() + sigmas * math.sqrt(((taken - taken.mean()) ** 2).mean())
+                for start, end in zip(starts[replica, step], ends[replica, step], strict=True):
+                    if start and start + most > tau * (1 + 1e-12):
+                        break
+                    completed, longest = completed + 1, max(longest, end)
+            assert found.curve.completed[step, 20 * place] == completed
+            assert found.curve.times_s[step, 20 * place] == pytest.approx(longest, rel=1e-12)
+
+
+def test_steady_latencies_make_the_predictive_rule_the_other_one_earlier() -> None:
+    """Where every replica expects the same, its best threshold is later by that, and comes to the same."""
+    ends = latencies(6).cumsum(axis=2)
+    starts = np.concatenate([np.zeros_like(ends[..., :1]), ends[..., :-1]], axis=2)
+    plain = search_recorded(starts, ends, 0.2, 0.1)
+    shifted = search_recorded(starts, ends, 0.2, 0.1, expected_s=np.full(len(ends), 0.5))
+    assert shifted.tau_s == pytest.approx(plain.tau_s + 0.5, rel=1e-12)
+    assert shifted.speedup == pytest.approx(plain.speedup, rel=1e-12)
+
+
+@pytest.mark.parametrize("expected", [[0.1], [0.1] * 8 + [-1.0], [0.1] * 8 + [math.nan]])
+def test_wrong_expectations_are_refused(expected: list[float]) -> None:
+    """One number for each replica, finite and not negative."""
+    ends = latencies(6).cumsum(axis=2)
+    with pytest.raises(ValueError, match="expected_s"):
+        search_recorded(ends - latencies(6), ends, 0.2, expected_s=np.array(expected))
