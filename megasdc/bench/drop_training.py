@@ -55,7 +55,7 @@ class DropTrainResult:
             "verdict": self.verdict,
             "machine": self.machine,
             "options": asdict(self.options),
-            "scores": [asdict(one) | {"name": one.setting.name} for one in self.scores],
+            "scores": [asdict(one) | {"name": one.setting.name, "over_none": one.over_none} for one in self.scores],
             "runs": [asdict(run) for run in self.runs],
         }
 

@@ -35,7 +35,7 @@ def render_drop_training(result: DropTrainResult, console: Console) -> None:
     console.print(table)
     console.print(_curves(result.scores))
     console.print(
-        "over none: mean over seeds of the loss over that of the same seed with nothing left out; samples: used, of "
+        "over none: loss over that of the same seed with nothing left out, mean and range over seeds; samples: used, of "
         "those of such a run, time likewise, simulated; extra steps are taken at the schedule's last learning rate",
         soft_wrap=True,
     )
@@ -48,11 +48,16 @@ def _row(one: SettingScore) -> list[str]:
         one.setting.fate,
         f"{fmean(one.losses):.4f}",
         f"{min(one.losses):.4f}-{max(one.losses):.4f}",
-        "-" if not one.setting.rate else f"{100 * one.over_none:+.2f}",
+        "-" if not one.setting.rate else _percents(one),
         f"{one.steps:.0f}",
         f"{100 * one.samples:.1f}",
         f"{100 * one.time:.1f}",
     ]
+
+
+def _percents(one: SettingScore) -> str:
+    low, high = 100 * min(one.increases), 100 * max(one.increases)
+    return f"{100 * one.over_none:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def _curves(scores: list[SettingScore]) -> Table:

@@ -49,7 +49,7 @@ class SettingScore:
     Args:
         setting: which.
         losses: at the end, of each seed.
-        over_none: mean increase of them over the runs of the same seeds that left nothing out, as a share.
+        increases: of each over the run of the same seed that left nothing out, as a share.
         steps: taken, mean.
         samples: used, over those of a run that leaves nothing out, mean.
         time: simulated, over that of a run that leaves nothing out, mean.
@@ -58,16 +58,21 @@ class SettingScore:
 
     setting: Setting
     losses: tuple[float, ...]
-    over_none: float
+    increases: tuple[float, ...]
     steps: float
     samples: float
     time: float
     curve: tuple[tuple[float, float, float], ...]
 
     @property
-    def spread(self) -> float:
-        """Largest difference between seeds, over their mean."""
-        return (max(self.losses) - min(self.losses)) / fmean(self.losses)
+    def over_none(self) -> float:
+        """Mean of the increases."""
+        return fmean(self.increases)
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether seeds do not agree that it is an increase, or a decrease, or it is too small to matter."""
+        return abs(self.over_none) <= EPSILON or min(self.increases) <= 0 <= max(self.increases)
 
 
 def score(runs: Sequence[DropRun], options: DropTrainOptions) -> list[SettingScore]:
@@ -88,7 +93,7 @@ def score(runs: Sequence[DropRun], options: DropTrainOptions) -> list[SettingSco
             SettingScore(
                 setting=setting,
                 losses=tuple(run.loss for run in own),
-                over_none=fmean(run.loss / base[run.seed].loss - 1 for run in own),
+                increases=tuple(run.loss / base[run.seed].loss - 1 for run in own),
                 steps=fmean(run.steps for run in own),
                 samples=fmean(run.samples / base[run.seed].samples for run in own),
                 time=fmean(float(time[run.steps - 1] / last) for run, time, last in zip(own, times, none, strict=True)),
@@ -111,7 +116,6 @@ def verdict(scores: Sequence[SettingScore]) -> str:
     Args:
         scores: of all settings, that which leaves nothing out first.
     """
-    chance = max(EPSILON, *(one.spread for one in scores))
     others = scores[1:]
     plain = [one for one in others if one.setting.fate == "given up"]
     made_up = [one for one in others if one not in plain]
@@ -124,13 +128,9 @@ def verdict(scores: Sequence[SettingScore]) -> str:
         )
     if made_up:
         said.append(f"with ways to keep or make up for what is left out it changes by {_range(made_up)}")
-    beyond = [one.setting.name for one in others if abs(one.over_none) > chance]
-    more = f"beyond it: {'; '.join(beyond)}" if beyond else "none of these changes is beyond it"
-    seeds = len(scores[0].losses)
-    said.append(
-        f"chance is {_percent(chance)}, what the losses of one setting differ by between {seeds} seeds at most, or "
-        f"{_percent(EPSILON)}; {more}."
-    )
+    beyond = [one.setting.name for one in others if not one.is_chance]
+    more = ", ".join(beyond) if beyond else "none"
+    said.append(f"changes of one sign in all {len(scores[0].losses)} seeds and of over {_percent(EPSILON)}: {more}.")
     text = "; ".join(said)
     return text[0].upper() + text[1:]
 

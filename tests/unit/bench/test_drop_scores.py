@@ -153,21 +153,28 @@ def _run(setting: Setting, seed: int, loss: float) -> DropRun:
 
 
 def test_scores_and_verdict_of_training() -> None:
-    """Losses are compared with those of the same seed, and what is less than seeds differ by is called chance."""
-    none, late, deferred = Setting(0.0), Setting(0.1), Setting(0.1, "defer")
-    runs = [_run(none, 1, 5.0), _run(late, 1, 5.05), _run(deferred, 1, 5.5)]
-    runs += [_run(none, 2, 5.1), _run(late, 2, 5.151), _run(deferred, 2, 5.61)]
+    """Losses are compared with those of the same seed; what seeds do not agree on, or is small, is told as chance."""
+    none, late, deferred, again = (
+        Setting(0.0),
+        Setting(0.1),
+        Setting(0.1, "defer"),
+        Setting(0.1, "discard", "resample"),
+    )
+    runs = [_run(none, 1, 5.0), _run(late, 1, 5.05), _run(deferred, 1, 5.5), _run(again, 1, 5.01)]
+    runs += [_run(none, 2, 5.1), _run(late, 2, 5.05), _run(deferred, 2, 5.61), _run(again, 2, 5.11)]
     result = DropTrainResult({}, SMALL, runs)
     scores = {one.setting: one for one in result.scores}
-    assert scores[late].losses == (5.05, 5.151) and scores[late].over_none == pytest.approx(0.01)
+    assert scores[late].losses == (5.05, 5.05)
+    assert scores[late].over_none == pytest.approx((5.05 / 5.0 + 5.05 / 5.1) / 2 - 1)
+    assert {one.setting for one in result.scores if one.is_chance} == {none, late, again}
     assert scores[deferred].over_none == pytest.approx(0.1)
-    assert scores[none].spread == pytest.approx(0.1 / 5.05)
+    assert scores[deferred].increases == pytest.approx((0.1, 0.1))
     drawn = [draw(SMALL, late, seed).step_s.sum() / draw(SMALL, none, seed).step_s.sum() for seed in (1, 2)]
     assert scores[late].time == pytest.approx(np.mean(drawn)) and scores[late].time < 1
     assert scores[late].samples == pytest.approx(0.9, abs=0.02)
-    assert [point[0] for point in scores[late].curve] == [20, 40] and scores[late].curve[1][2] == np.mean([5.05, 5.151])
-    assert "10 % of micro-batches changes the final loss by +1.00 %" in result.verdict
-    assert result.verdict.endswith("; beyond it: 10 %, defer.")
+    assert [point[0] for point in scores[late].curve] == [20, 40] and scores[late].curve[1][2] == 5.05
+    assert "10 % of micro-batches changes the final loss by +0.01 %" in result.verdict
+    assert result.verdict.endswith("of over 0.50 %: 10 %, defer.")
     json.dumps(result.as_dict(), allow_nan=False)
 
 
