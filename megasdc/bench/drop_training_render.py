@@ -35,8 +35,8 @@ def render_drop_training(result: DropTrainResult, console: Console) -> None:
     console.print(table)
     console.print(_curves(result.scores))
     console.print(
-        "over none: loss over that of the same seed with nothing left out, mean and range over seeds; samples: used, of "
-        "those of such a run, time likewise, simulated; extra steps are taken at the schedule's last learning rate",
+        "over none: loss over that of the same seed with nothing left out, mean and range over seeds; samples: used, "
+        "of those of such a run, time likewise, simulated; extra steps are taken at the schedule's last learning rate",
         soft_wrap=True,
     )
     console.print(result.verdict, soft_wrap=True)
