@@ -91,6 +91,11 @@ class PieceDamage:
     last: list[int]
     offsets: tuple[int, int]
 
+    @classmethod
+    def whole(cls, piece: Piece) -> PieceDamage:
+        """All of a piece, where nothing tells which of its elements."""
+        return cls(piece, piece.numel, [], [], (0, piece.numel - 1))
+
 
 @dataclass(frozen=True)
 class Damage:
