@@ -6,13 +6,14 @@ hold is expected, and where they are split, what lies in files that are unchange
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from megasdc.checkpoint.compare_report import Finding, Options, Report
 from megasdc.checkpoint.compare_scalars import compare_scalars
 from megasdc.checkpoint.compare_settle import settle
-from megasdc.checkpoint.compare_tensors import TensorComparison
+from megasdc.checkpoint.compare_tensors import compare_tensors
 from megasdc.checkpoint.view import TENSOR_SLOTS, Slot, View
 from megasdc.errors import CheckpointError
 
@@ -20,7 +21,10 @@ __all__ = ["Finding", "Options", "Report", "compare_checkpoints", "tensors_to_co
 
 
 def compare_checkpoints(
-    views: Sequence[View], options: Options | None = None, progress: Callable[[int], None] | None = None
+    views: Sequence[View],
+    options: Options | None = None,
+    progress: Callable[[int], None] | None = None,
+    jobs: int | None = None,
 ) -> Report:
     """Compare two or more checkpoints of any formats and layouts.
 
@@ -28,6 +32,7 @@ def compare_checkpoints(
         views: the checkpoints.
         options: what is compared; null: everything, exactly.
         progress: called with the bytes of each tensor that was read.
+        jobs: threads; null: as many as there are cores for this process.
 
     Returns:
         The report; a file that cannot be read is a problem in it, what it holds is not compared.
@@ -40,9 +45,7 @@ def compare_checkpoints(
     if not any(sum(key in view.entries for view in views) > 1 for key in keys):
         listed = "; ".join(f"{view.path} ({view.kind}) has {', '.join(view.slots)}" for view in views)
         raise CheckpointError(f"no tensor is in two of them that --only and --ignore leave: {listed}")
-    comparison = TensorComparison(report, options, progress or (lambda _: None))
-    for key in keys:
-        comparison.compare(*key)
+    compare_tensors(report, options, keys, jobs or len(os.sched_getaffinity(0)), progress or (lambda _: None))
     compare_scalars(report, options)
     report.notes += _left_out(views, options)
     report.findings = settle(report.findings, Counter(slot for _, slot in keys))

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.damage import MEANINGS, Measure, Pattern, PieceDamage
+from megasdc.checkpoint.damage import MEANINGS, Pattern, PieceDamage
+from megasdc.checkpoint.measure import Measure
 from megasdc.checkpoint.view import Slot, View
 
 
@@ -159,6 +160,13 @@ class Report:
         unchanged = {file.name: None if state is None else not state for file, state in states.items()}
         names = (str(view.path), str(against.path))
         self.findings.append(Finding(fqn, slot, *names, basis, pattern, detail, measure, pieces, unchanged, covers_all))
+
+    def merge(self, other: Report) -> None:
+        """Take over what was found of other tensors of the same checkpoints."""
+        self.num_compared += other.num_compared
+        self.num_tolerated += other.num_tolerated
+        self.findings += other.findings
+        self.problems += other.problems
 
     def as_dict(self) -> dict[str, Any]:
         """In plain values that JSON has."""
