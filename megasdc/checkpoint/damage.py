@@ -1,16 +1,22 @@
-"""What kind of difference is it, by how much, and in which pieces? From two tensors that should hold the same bits."""
+"""What kind of difference is it, and in which pieces? From two tensors that should hold the same bits.
+
+They come range by range, so that neither is held: of each piece it is kept how many elements differ, where the first
+and the last are, which bits, and at which distances.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+import xxhash
 from torch import Tensor
 
+from megasdc.checkpoint.measure import unravel
+from megasdc.checkpoint.open_copy import Arrangement
 from megasdc.checkpoint.view import Copy, Piece
-from megasdc.tensors.bits import as_bits, element_bits, ulp_distance
+from megasdc.tensors.bits import as_bits, element_bits
 
 Pattern = Literal[
     "bit", "element", "run", "period", "scattered", "zeros", "tail", "shard", "swapped", "drift",
@@ -40,37 +46,6 @@ _MANY, _WIDE = 0.1, 0.8
 """Share of the elements that differ, and of the piece that they are spread over, from which on it is another state."""
 _TAIL = 8
 """Shortest range at the end of a piece that is called a tail."""
-_BLOCK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How far two tensors of one type and shape are apart.
-
-    Attributes:
-        num_different: elements that differ in some bit.
-        numel: all.
-        first: index of the first that differs.
-        last: index of the last.
-        max_ulp: largest distance in representable values; null: not a floating-point type, or a NaN against another
-            value.
-        max_relative: largest |a - b| / max(|a|, |b|) over finite pairs; infinite if some pair is not finite.
-        mean_relative: mean of the same over the finite pairs that differ.
-        norms: Euclidean, of what was expected and what was got.
-        num_nan: in both.
-        num_inf: in both.
-    """
-
-    num_different: int
-    numel: int
-    first: list[int]
-    last: list[int]
-    max_ulp: int | None
-    max_relative: float
-    mean_relative: float
-    norms: tuple[float, float]
-    num_nan: tuple[int, int]
-    num_inf: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -91,6 +66,11 @@ class PieceDamage:
     last: list[int]
     offsets: tuple[int, int]
 
+    @classmethod
+    def whole(cls, piece: Piece) -> PieceDamage:
+        """All of a piece, where nothing tells which of its elements."""
+        return cls(piece, piece.numel, [], [], (0, piece.numel - 1))
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -102,142 +82,142 @@ class Damage:
     covers_all: bool
 
 
-def measure(expected: Tensor, got: Tensor) -> Measure:
-    """Measure two tensors of one type and shape, block by block."""
-    a, b = expected.reshape(-1), got.reshape(-1)
-    count, first, last, ulp, largest, total, finite_pairs = 0, -1, -1, 0, 0.0, 0.0, 0
-    squares, nans, infs = [0.0, 0.0], [0, 0], [0, 0]
-    floating = a.dtype.is_floating_point
-    for start in range(0, a.numel(), _BLOCK):
-        x, y = a[start : start + _BLOCK], b[start : start + _BLOCK]
-        wide = (x.to(torch.float64), y.to(torch.float64))
-        for side, values in enumerate(wide):
-            squares[side] += float(values.square().sum())
-            nans[side] += int(values.isnan().sum())
-            infs[side] += int(values.isinf().sum())
-        places = (as_bits(x) != as_bits(y)).nonzero().view(-1)
-        if not places.numel():
-            continue
-        count += places.numel()
-        first = start + int(places[0]) if first < 0 else first
-        last = start + int(places[-1])
-        if floating:
-            ulp = max(ulp, int(ulp_distance(x[places], y[places]).max()))
-        one, other = wide[0][places], wide[1][places]
-        finite = one.isfinite() & other.isfinite()
-        scale = torch.maximum(one.abs(), other.abs())
-        relative = torch.where(scale > 0, (one - other).abs() / scale, 0.0)[finite]
-        if relative.numel():
-            largest, total = max(largest, float(relative.max())), total + float(relative.sum())
-            finite_pairs += relative.numel()
-        if not bool(finite.all()):
-            largest = math.inf
-    shape = list(expected.shape)
-    return Measure(
-        num_different=count,
-        numel=a.numel(),
-        first=unravel(first, shape),
-        last=unravel(last, shape),
-        max_ulp=ulp if floating and ulp < torch.iinfo(torch.int64).max else None,
-        max_relative=largest,
-        mean_relative=total / finite_pairs if finite_pairs else 0.0,
-        norms=(math.sqrt(squares[0]), math.sqrt(squares[1])),
-        num_nan=(nans[0], nans[1]),
-        num_inf=(infs[0], infs[1]),
-    )
+@dataclass
+class _Scan:
+    """What was seen of one piece, whose elements come in order; places are counted from its start.
+
+    Elements that are not zero in both are alive: zeros are equal in any two states, so they say nothing.
+    """
+
+    width: int = 0
+    count: int = 0
+    first: int = 0
+    last: int = 0
+    alive: int = 0
+    alive_before: int = 0
+    """Before the first element that differs."""
+    alive_through: int = 0
+    """Up to the last one."""
+    set_before: int = 0
+    """Elements of the piece that are not zero, before the first that differs."""
+    set_through: int = 0
+    step: int | None = 0
+    """Distance of neighbours that differ; null: distances differ too."""
+    masks: set[int] = field(default_factory=set)
+    """Bits that differ in an element, two such patterns at most."""
+    wanted: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    found: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    _set: int = 0
+
+    def add(self, start: int, expected: Tensor, got: Tensor) -> None:
+        """Take elements from place ``start`` on, [n]."""
+        self.width = element_bits(got.dtype)
+        x, y = as_bits(expected), as_bits(got)
+        for digest, bits in ((self.wanted, x), (self.found, y)):
+            digest.update(bits.view(torch.uint8).numpy().data)
+        different = x ^ y
+        at = different.nonzero().view(-1)
+        alive = (x | y) != 0
+        if at.numel():
+            first, last = int(at[0]), int(at[-1])
+            self._add_distances(at + start)
+            if not self.count:
+                self.first = start + first
+                self.alive_before = self.alive + int(alive[:first].sum())
+                self.set_before = self._set + int((y[:first] != 0).sum())
+            self.count += at.numel()
+            self.last = start + last
+            self.alive_through = self.alive + int(alive[: last + 1].sum())
+            self.set_through = self._set + int((y[: last + 1] != 0).sum())
+            if len(self.masks) < 2:
+                masks = different[at].unique()[:2].tolist()
+                self.masks |= {mask & ((1 << self.width) - 1) for mask in masks}
+        self.alive += int(alive.sum())
+        self._set += int((y != 0).sum())
+
+    def _add_distances(self, at: Tensor) -> None:
+        steps = at.diff()
+        if self.count:
+            steps = torch.cat((at[:1] - self.last, steps))
+        if not steps.numel() or self.step is None:
+            return
+        step = self.step or int(steps[0])
+        self.step = step if bool((steps == step).all()) else None
+
+    def pattern(self, numel: int) -> tuple[Pattern, str, bool]:
+        """Pattern, detail and whether all of the piece differs.
+
+        Args:
+            numel: elements of the piece.
+        """
+        mask = min(self.masks)
+        flipped = f"bit {mask.bit_length() - 1}" if len(self.masks) == 1 and mask.bit_count() == 1 else ""
+        if self.count == 1:
+            return ("bit", flipped, False) if flipped else ("element", f"bits {mask:#x}", False)
+        from_start, to_end = self.alive_before == 0, self.alive_through == self.alive
+        dense = self.count >= _DENSE * (self.alive_through - self.alive_before)
+        if dense and self.set_through == self.set_before:
+            whole = from_start and to_end
+            place = "all of the piece" if whole else "to the end of the piece" if to_end else "within the piece"
+            return "zeros", place, whole
+        if self.count >= _DENSE * self.alive:
+            return "shard", "", True
+        if dense:
+            return ("tail", "", False) if to_end and self.count >= _TAIL else ("run", flipped, False)
+        if self.count > 2 and self.step is not None:
+            detail = f"every {self.step} elements"
+            return "period", f"{detail}, {flipped}" if flipped else detail, False
+        share, span = self.count / self.alive, (self.last - self.first + 1) / numel
+        if share >= _MANY and span >= _WIDE:  # one step changes only some of the bits that bf16 keeps
+            return "shard", f"{share:.0%} of the elements", True
+        return "scattered", flipped, False
 
 
-def classify(expected: Tensor, got: Tensor, copy: Copy) -> Damage:
-    """Name the pattern of a difference.
+class Classifying:
+    """Names the pattern of a difference between two tensors whose elements come in order.
 
     Args:
-        expected: the whole tensor as it should be.
-        got: the same, as it is in ``copy``; a bit differs. Both may lack rows at the end of ``copy``'s shape.
-        copy: where it lies.
+        copy: where the tensor that is not as expected lies; its shape may have more rows than come.
     """
-    expected, got = _filled(expected, copy.shape), _filled(got, copy.shape)
-    wanted, found = list(copy.cut(expected)), list(copy.cut(got))
-    places = copy.cut(torch.arange(expected.numel()).view(expected.shape))
-    damaged: list[PieceDamage] = []
-    kinds: dict[Pattern, int] = {}
-    details: list[str] = []
-    whole, alive = 0, 0
-    for piece, x, y, place in zip(copy.pieces, wanted, found, places, strict=True):
-        alive += bool(_alive(x, y).any())
-        at = (as_bits(x) != as_bits(y)).nonzero().view(-1)
-        if not at.numel():
-            continue
-        ends = place[at].aminmax()
-        first, last = (unravel(int(end), list(expected.shape)) for end in (ends.min, ends.max))
-        damaged.append(PieceDamage(piece, at.numel(), first, last, (int(at[0]), int(at[-1]))))
-        kind, detail, covers = _pattern(x, y, at)
-        whole += covers
-        if covers and (moved := _belongs(piece, y, wanted, copy.pieces)):
-            kind, detail = "swapped", moved
-        kinds[kind] = kinds.get(kind, 0) + at.numel()
-        details.append(detail)
-    pattern = max(kinds, key=lambda kind: kinds[kind])
-    return Damage(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
 
+    def __init__(self, copy: Copy) -> None:
+        self.pieces, self.shape = copy.pieces, copy.shape
+        self.arrangement: Arrangement = copy.arrangement
+        self.scans = [_Scan() for _ in self.pieces]
 
-def unravel(place: int, shape: list[int]) -> list[int]:
-    """The index of an element, from its place in row-major order."""
-    index = []
-    for size in reversed(shape):
-        place, rest = divmod(place, size)
-        index.append(rest)
-    return index[::-1]
+    def add(self, start: int, expected: Tensor, got: Tensor) -> None:
+        """Take the next elements of both, [n], from place ``start`` of the whole tensor on."""
+        cuts = (self.arrangement.cut(start, flat) for flat in (expected, got))
+        for (number, first, x), (_, _, y) in zip(*cuts, strict=True):
+            self.scans[number].add(first, x.reshape(-1), y.reshape(-1))
 
+    def result(self) -> Damage:
+        """What all elements came to; some bit differs."""
+        damaged: list[PieceDamage] = []
+        kinds: dict[Pattern, int] = {}
+        details: list[str] = []
+        whole = 0
+        for number, (piece, scan) in enumerate(zip(self.pieces, self.scans, strict=True)):
+            if not scan.count:
+                continue
+            ends = (scan.first, scan.last)
+            first, last = (unravel(self.arrangement.place(number, end), self.shape) for end in ends)
+            damaged.append(PieceDamage(piece, scan.count, first, last, ends))
+            kind, detail, covers = scan.pattern(piece.numel)
+            whole += covers
+            if covers and (moved := self._belongs(piece, scan)):
+                kind, detail = "swapped", moved
+            kinds[kind] = kinds.get(kind, 0) + scan.count
+            details.append(detail)
+        pattern = max(kinds, key=lambda kind: kinds[kind])
+        alive = sum(scan.alive > 0 for scan in self.scans)
+        return Damage(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
 
-def _pattern(expected: Tensor, got: Tensor, at: Tensor) -> tuple[Pattern, str, bool]:
-    """Pattern, detail and whether all of a piece differs; ``at``: the places that do."""
-    first, last = int(at[0]), int(at[-1])
-    masks = _unsigned((as_bits(expected) ^ as_bits(got))[at].unique(), element_bits(got.dtype))
-    flipped = f"bit {masks[0].bit_length() - 1}" if len(masks) == 1 and masks[0].bit_count() == 1 else ""
-    if at.numel() == 1:
-        return ("bit", flipped, False) if flipped else ("element", f"bits {masks[0]:#x}", False)
-    alive = _alive(expected, got)
-    from_start, to_end = (not bool(part.any()) for part in (alive[:first], alive[last + 1 :]))
-    dense = at.numel() >= _DENSE * int(alive[first : last + 1].sum())
-    if dense and not bool(as_bits(got[first : last + 1]).any()):
-        whole = from_start and to_end
-        place = "all of the piece" if whole else "to the end of the piece" if to_end else "within the piece"
-        return "zeros", place, whole
-    if at.numel() >= _DENSE * int(alive.sum()):
-        return "shard", "", True
-    if dense:
-        return ("tail", "", False) if to_end and at.numel() >= _TAIL else ("run", flipped, False)
-    steps = at.diff()
-    if at.numel() > 2 and bool((steps == steps[0]).all()):
-        detail = f"every {int(steps[0])} elements"
-        return "period", f"{detail}, {flipped}" if flipped else detail, False
-    share, span = at.numel() / int(alive.sum()), (last - first + 1) / alive.numel()
-    if share >= _MANY and span >= _WIDE:  # one step changes only some of the bits that bf16 keeps
-        return "shard", f"{share:.0%} of the elements", True
-    return "scattered", flipped, False
-
-
-def _belongs(piece: Piece, got: Tensor, wanted: list[Tensor], pieces: list[Piece]) -> str:
-    """Whose elements a piece holds, if they are another's."""
-    if piece.holds:
-        return f"{piece.file.name} holds {piece.holds}"
-    for other, like in zip(pieces, wanted, strict=True):
-        if other is not piece and like.shape == got.shape and torch.equal(as_bits(like), as_bits(got)):
-            return f"{piece.file.name} holds what belongs into {other.file.name}"
-    return ""
-
-
-def _alive(expected: Tensor, got: Tensor) -> Tensor:
-    """Elements that are not zero in both: zeros are equal in any two states, so they say nothing."""
-    return (as_bits(expected) != 0) | (as_bits(got) != 0)
-
-
-def _filled(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) == shape:
-        return tensor
-    return torch.cat((tensor, torch.zeros(shape[0] - tensor.shape[0], *shape[1:], dtype=tensor.dtype)))
-
-
-def _unsigned(masks: Tensor, width: int) -> list[int]:
-    """At most two of some bit patterns as numbers from 0 on."""
-    return [int(mask) & ((1 << width) - 1) for mask in masks[:2]]
+    def _belongs(self, piece: Piece, scan: _Scan) -> str:
+        """Whose elements a piece holds, if they are another's."""
+        if piece.holds:
+            return f"{piece.file.name} holds {piece.holds}"
+        for other, like in zip(self.pieces, self.scans, strict=True):
+            if other.numel == piece.numel and other is not piece and like.wanted.digest() == scan.found.digest():
+                return f"{piece.file.name} holds what belongs into {other.file.name}"
+        return ""

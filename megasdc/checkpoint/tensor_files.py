@@ -1,4 +1,4 @@
-"""How are large sets of tensors written without holding them? Safetensors files, one tensor after the other.
+"""How are large sets of tensors written without holding them, and found without reading them? Safetensors files.
 
 The library's own writer needs all tensors of a file in memory; names, types and shapes are enough to write the header
 first.
@@ -18,9 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasdc.checkpoint.extents import Extent, Stamp, changed_error
 from megasdc.errors import CheckpointError
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_NAMED = {
+    **{name: dtype for dtype, name in DTYPES.items()},
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -86,3 +92,39 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} is missing; copy the folder again") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def locate_tensors(path: Path) -> dict[str, Extent]:
+    """Where the tensors of a safetensors file lie, by name.
+
+    The library maps the file to find out.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or has elements of a type that is not known.
+    """
+    try:
+        stamp = Stamp.of(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if 8 + length > stamp.num_bytes:
+                raise ValueError(f"a header of {length} bytes in a file of {stamp.num_bytes}")
+            header = json.loads(file.read(length))
+        if (now := Stamp.of(path)) != stamp:
+            raise changed_error(path, stamp, now)
+        header.pop("__metadata__", None)
+        found, end = {}, 0
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            extent = Extent(path, stamp, 8 + length + first, _NAMED[entry["dtype"]], tuple(entry["shape"]))
+            if extent.numel() * extent.dtype.itemsize != last - first:
+                raise ValueError(f"{name} {entry['dtype']}{entry['shape']} has {last - first} bytes")
+            found[name], end = extent, max(end, last)
+        if 8 + length + end != stamp.num_bytes:
+            raise ValueError(f"tensors up to byte {8 + length + end} in a file of {stamp.num_bytes}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; copy the folder again") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} cannot be read: its header has no {error}, or it is not a known type") from error
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    return found

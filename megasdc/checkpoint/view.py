@@ -1,24 +1,26 @@
 """What is in a checkpoint of any format or layout? Logical tensors, the pieces they lie in, and who owned each piece.
 
-Nothing is read when a view is opened but what says where tensors lie. A tensor is put together from its pieces when it
-is asked for, from files that are mapped into memory; one at a time is held.
+Nothing is read when a view is opened but what says where tensors lie, so a view is small however large the checkpoint.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.extents import Extent, Reader
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.manifest import FileRecord
+from megasdc.checkpoint.open_copy import Arrangement, OpenCopy
 from megasdc.errors import CheckpointError
-from megasdc.model.sharding import Split, join, take_shard
+from megasdc.model.sharding import Split
 
 Slot = Literal["weight", "master", "exp_avg", "exp_avg_sq", "scalar"]
 TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
@@ -72,7 +74,7 @@ class Piece:
         file: the file.
         owner: who wrote it.
         numel: elements that its place asks for.
-        stored: the tensor in the file that it is in.
+        stored: finds the tensor that it is in: where it lies in the file, or itself.
         start: its first element in there.
         shape: what ``stored`` must have; null: any that is long enough.
         dtype: what ``stored`` must have; null: any.
@@ -82,21 +84,21 @@ class Piece:
     file: Path
     owner: Owner
     numel: int
-    stored: Callable[[], Tensor]
+    stored: Callable[[], Extent | Tensor]
     start: int = 0
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     holds: str = ""
 
-    def read(self) -> Tensor:
-        """Its elements, [n], mapped where the format allows it.
+    def find(self) -> Extent | Tensor:
+        """Its elements, flat.
 
         Raises:
             PieceError: it is missing, or has another shape or type.
             CheckpointError: the file cannot be read.
         """
         try:
-            tensor = self.stored().detach()
+            tensor = self.stored()
         except (FileNotFoundError, KeyError) as error:
             what = "is not there" if isinstance(error, FileNotFoundError) else f"does not hold {error}"
             raise PieceError("missing", f"{self.file.name} {what}", [self]) from error
@@ -109,7 +111,9 @@ class Piece:
         if tensor.numel() < self.start + self.numel:
             text = f"{self.file.name} holds {tensor.numel()} elements, needed are {self.start + self.numel}"
             raise PieceError("shape", text, [self])
-        return tensor.reshape(-1)[self.start : self.start + self.numel]
+        if isinstance(tensor, Extent):
+            return tensor.run(self.start, self.numel)
+        return tensor.detach().reshape(-1)[self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)
@@ -131,35 +135,48 @@ class Copy:
         """All pieces, by tensor rank, then in order of their elements."""
         return [piece for shard in self.shards for piece in shard]
 
-    def read(self) -> Tensor:
-        """The whole tensor.
+    @property
+    def arrangement(self) -> Arrangement:
+        """Which element lies in which piece."""
+        periods = {Split.ROW: self.shape[0] if self.shape else 1, Split.GATED: 2}.get(self.split, 1)
+        shards = tuple(tuple(piece.numel for piece in shard) for shard in self.shards)
+        numel = prod(self.shape)
+        return Arrangement(numel, numel // (periods * len(shards)), shards)
+
+    def open(self) -> OpenCopy:
+        """Find all pieces.
 
         Raises:
             PieceError: pieces are missing, or have another shape or type; the first kind that is met, with all of it.
             CheckpointError: a file cannot be read.
         """
-        parts: list[list[Tensor]] = []
+        sources: list[Extent | Tensor] = []
         wrong: list[PieceError] = []
-        for shard in self.shards:
-            parts.append([])
-            for piece in shard:
-                try:
-                    parts[-1].append(piece.read())
-                except PieceError as error:
-                    wrong.append(error)
+        for piece in self.pieces:
+            try:
+                sources.append(piece.find())
+                if sources[-1].dtype != sources[0].dtype:
+                    text = f"{piece.file.name} holds {_name(sources[-1].dtype)}, others {_name(sources[0].dtype)}"
+                    raise PieceError("dtype", text, [piece])
+            except PieceError as error:
+                wrong.append(error)
         if wrong:
             same = [error for error in wrong if error.kind == wrong[0].kind]
             text = "; ".join(str(error) for error in same)
             raise PieceError(wrong[0].kind, text, [piece for error in same for piece in error.pieces])
-        shape = _shard_shape(self.shape, self.split, len(self.shards))
-        flat = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
-        return join([one.view(shape) for one in flat], self.split)
+        return OpenCopy(self.shape, sources[0].dtype, self.arrangement, sources)
 
-    def cut(self, whole: Tensor) -> Iterator[Tensor]:
-        """What each of ``pieces`` has of a whole tensor [of this copy's shape], flat."""
-        for tp_rank, shard in enumerate(self.shards):
-            flat = take_shard(whole, self.split, len(self.shards), tp_rank).reshape(-1)
-            yield from flat.split([piece.numel for piece in shard])
+    def read(self) -> Tensor:
+        """The whole tensor.
+
+        Raises:
+            PieceError, CheckpointError: as ``open``.
+        """
+        found = self.open()
+        whole = torch.empty(found.shape, dtype=found.dtype)
+        with Reader() as reader:
+            found.fill(0, whole.view(-1), reader)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -219,55 +236,19 @@ class View:
     records: dict[Path, FileRecord] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _changed: dict[Path, bool | None] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def changed(self, file: Path) -> bool | None:
-        """Whether a file has other bytes than when it was saved; null: no manifest says. Reads the file once."""
-        if file not in self._changed:
-            record = self.records.get(file)
-            self._changed[file] = None if record is None else not file.exists() or hash_file(file) != record.xxh3_128
-        return self._changed[file]
-
-
-class StateFiles:
-    """Files of ``torch.save``, each checked against the allow-list and opened once, mapped into memory."""
-
-    def __init__(self) -> None:
-        self._states: dict[Path, Any] = {}
-
-    def load(self, path: Path) -> Any:
-        """The content of a file.
+        """Whether a file has other bytes than when it was saved; null: no manifest says. Reads the file once.
 
         Raises:
-            FileNotFoundError: it is not there.
-            CheckpointError: it is unsafe or damaged.
+            CheckpointError: it cannot be read.
         """
-        if path not in self._states:
-            if not path.exists():
-                raise FileNotFoundError(path)
-            try:
-                self._states[path] = load_checked(path, mmap=True)
-            except CheckpointError as error:
-                self._states[path] = error
-        state = self._states[path]
-        if isinstance(state, CheckpointError):
-            raise state
-        return state
-
-    def tensor(self, path: Path, *keys: Any) -> Tensor:
-        """A tensor in a file.
-
-        Raises:
-            KeyError: there is none under these keys.
-            FileNotFoundError, CheckpointError: as ``load``.
-        """
-        value = self.load(path)
-        for key in keys:
-            if isinstance(value, list) and isinstance(key, int) and key >= len(value):
-                raise KeyError(key)
-            value = value[key]
-        if not isinstance(value, Tensor):
-            raise KeyError(keys[-1] if keys else path.name)
-        return value
+        with self._lock:
+            if file not in self._changed:
+                record = self.records.get(file)
+                self._changed[file] = None if record is None else _other_bytes(file, record)
+            return self._changed[file]
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -284,19 +265,20 @@ def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from flatten(f"{name}/{key}" if name else str(key), item)
 
 
-def _shard_shape(shape: tuple[int, ...], split: Split, tensor: int) -> tuple[int, ...]:
-    if split is Split.REPLICATED or tensor == 1:
-        return shape
-    dim = 1 if split is Split.ROW else 0
-    return tuple(size // tensor if place == dim else size for place, size in enumerate(shape))
-
-
 def whole_shape(local: tuple[int, ...], split: Split, tensor: int) -> tuple[int, ...]:
     """The shape of a parameter whose shards have the shape ``local``."""
     if split is Split.REPLICATED:
         return local
     dim = 1 if split is Split.ROW else 0
     return tuple(size * tensor if place == dim else size for place, size in enumerate(local))
+
+
+def _other_bytes(file: Path, record: FileRecord) -> bool:
+    """Whether a file is not as a manifest says."""
+    try:
+        return not file.exists() or hash_file(file) != record.xxh3_128
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,10 +20,12 @@ import xxhash
 from pydantic import ValidationError
 from torch import Tensor
 
+from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
 from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.sources import find_missing
-from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, StateFiles, View, flatten, whole_shape
+from megasdc.checkpoint.state_files import StateFiles
+from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten, whole_shape
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
@@ -238,9 +240,8 @@ class _Opening:
             file = self.path / rank_state_file(rank)
             value: str | None = None
             try:
-                value = _digest(self.files.load(file))
-            except FileNotFoundError:
-                pass
+                if file.exists():
+                    value = _digest(load_checked(file))
             except CheckpointError as error:
                 self.problems.append(str(error))
                 continue

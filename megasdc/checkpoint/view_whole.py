@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasdc.checkpoint.extents import Extent, read_whole
 from megasdc.checkpoint.import_hf import HfShards, section_of
-from megasdc.checkpoint.tensor_files import open_tensors
+from megasdc.checkpoint.state_files import StateFiles
+from megasdc.checkpoint.tensor_files import locate_tensors
 from megasdc.checkpoint.universal import PARAMETERS_FOLDER, read_universal_manifest
-from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, StateFiles, View, flatten
+from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten
 from megasdc.checkpoint.view_deepspeed import model_of, shared_scalars
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError, ConfigError
-from megasdc.model.hf import from_hf, hf_shapes, model_fields, rules, vocabulary
+from megasdc.model.hf import (
+    Form,
+    Rule,
+    hf_shapes,
+    model_fields,
+    num_pipeline_layers,
+    rules,
+    shape_of_ours,
+    to_ours,
+    vocabulary,
+)
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
 _UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -75,44 +88,33 @@ def open_hf_view(path: Path) -> View:
         shards.check(model, hf_shapes(model, vocabulary(config)))
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be compared as a Hugging Face model: {error}") from error
-    layers = _HfLayers(model, shards)
-    names = {split_name(name): (name, split) for name, split in parameter_splits(model).items()}
+    located = {name: one for file in set(shards.file_of.values()) for name, one in locate_tensors(path / file).items()}
     entries: dict[tuple[str, Slot], Entry] = {}
-    for (index, rest), (name, split) in names.items():
-        file = path / shards.file_of[shards.name_in_file(layers.rule(index, rest).theirs[0])]
-        shape = layers.shape(index, rest)
-        rows = shape[0] if split is Split.VOCABULARY else None
-        entries[name, "weight"] = _entry(file, shape, partial(layers.read, index, rest), None, rows)
+    for name, split in parameter_splits(model).items():
+        index, rest = split_name(name)
+        (rule,) = (rule for rule in rules(model, index) if rule.ours == rest)
+        theirs = [located[shards.name_in_file(one)] for one in rule.theirs]
+        shape = shape_of_ours(model, rule, [one.shape for one in theirs])
+        if rule.form in (Form.SAME, Form.GATE_UP):  # theirs one after the other
+            pieces = tuple(Piece(one.file, Owner(), one.numel(), partial(_same, one)) for one in theirs)
+        else:
+            pieces = (Piece(theirs[0].file, Owner(), prod(shape), partial(_converted, model, rule, theirs)),)
+        entries[name, "weight"] = Entry((Copy(shape, (pieces,)),), shape[0] if split is Split.VOCABULARY else None)
+    for rule in (rule for index in range(num_pipeline_layers(model)) for rule in rules(model, index) if not rule.ours):
+        _check_zero(rule, located[shards.name_in_file(rule.theirs[0])])
     return View(path, "Hugging Face", None, ("weight",), entries)
 
 
-class _HfLayers:
-    """Our tensors from theirs; the layer that was asked for last is kept."""
+def _converted(model: ModelSection, rule: Rule, theirs: list[Extent]) -> Tensor:
+    """A tensor of ours that has its elements in another order than theirs; it is held."""
+    return to_ours(model, rule, [read_whole(one) for one in theirs])
 
-    def __init__(self, model: ModelSection, shards: HfShards) -> None:
-        self.model, self.shards = model, shards
-        self._last: tuple[int, dict[str, Tensor]] = (-1, {})
 
-    def rule(self, index: int, rest: str) -> Any:
-        return next(rule for rule in rules(self.model, index) if rule.ours == rest)
-
-    def shape(self, index: int, rest: str) -> tuple[int, ...]:
-        wanted = [name for rule in rules(self.model, index) for name in rule.theirs]
-        like = {
-            name: torch.empty(self.shards.shape_of[self.shards.name_in_file(name)], device="meta") for name in wanted
-        }
-        kept = {rule.theirs[0] for rule in rules(self.model, index) if not rule.ours}
-        like |= {name: torch.zeros(like[name].shape) for name in kept}  # looked at for zeros; nothing can be on meta
-        return tuple(from_hf(self.model, index, like)[rest].shape)
-
-    def read(self, index: int, rest: str) -> Tensor:
-        if self._last[0] != index:
-            wanted = [name for rule in rules(self.model, index) for name in rule.theirs]
-            try:
-                self._last = (index, from_hf(self.model, index, self.shards.read(wanted)))
-            except ConfigError as error:
-                raise CheckpointError(str(error)) from error
-        return self._last[1][rest]
+def _check_zero(rule: Rule, theirs: Extent) -> None:
+    if read_whole(theirs).any():
+        raise CheckpointError(
+            f"{theirs.file}: {rule.theirs[0]} is not zero; supported are biases everywhere or on q, k, v alone"
+        )
 
 
 def open_file_view(path: Path) -> View:
@@ -124,16 +126,16 @@ def open_file_view(path: Path) -> View:
     entries: dict[tuple[str, Slot], Entry] = {}
     scalars: dict[str, Scalar] = {}
     if path.suffix == ".safetensors":
-        with open_tensors(path) as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
-        for name, shape in shapes.items():
-            entries[name, "weight"] = _entry(path, tuple(shape), partial(_read_tensor, path, name), None, None)
+        for name, extent in locate_tensors(path).items():
+            entries[name, "weight"] = _entry(path, extent.shape, partial(_same, extent), None, None)
         return View(path, "safetensors file", None, ("weight",), entries)
     if path.suffix not in (".pt", ".pth", ".bin"):
         raise CheckpointError(f"{path} is no checkpoint: known files end in .pt, .pth, .bin or .safetensors")
-    for name, value in flatten("", StateFiles().load(path)):
+    files = StateFiles()
+    for name, value in flatten("", files.load(path)):
         if isinstance(value, Tensor):
-            entries[name, "weight"] = _entry(path, tuple(value.shape), partial(_same, value), None, None)
+            stored = partial(files.place, path, value)
+            entries[name, "weight"] = _entry(path, tuple(value.shape), stored, None, None)
         else:
             scalars[name] = Scalar(repr(value), path, Owner())
     return View(path, "torch.save file", None, ("weight", "scalar"), entries, scalars)
@@ -144,11 +146,5 @@ def _entry(file: Path, shape: tuple[int, ...], stored: Any, dtype: torch.dtype |
     return Entry((Copy(shape, ((piece,),)),), rows)
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
-    with open_tensors(path) as file:
-        found: Tensor = file.get_tensor(name)
-    return found
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
+def _same(extent: Extent) -> Extent:
+    return extent

@@ -49,6 +49,9 @@ def compare(
         float, typer.Option("--rtol", min=0.0, help="Relative difference that equal elements may have.")
     ] = 0.0,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Threads that read; as many as there are cores.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Say whether checkpoints hold the same bits, and if not: what differs, where, whose it was, what kind of damage.
@@ -60,7 +63,7 @@ def compare(
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
     try:
         views = [open_view(path) for path in checkpoints]
-        report = _compare(views, options, quiet=as_json or not sys.stderr.isatty())
+        report = _compare(views, options, jobs, quiet=as_json or not sys.stderr.isatty())
     except MegasdcError as error:
         typer.echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:
@@ -77,14 +80,14 @@ def compare(
     raise typer.Exit(SAME if report.same else DIFFERENT)
 
 
-def _compare(views: list[View], options: Options, quiet: bool) -> Report:
+def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool) -> Report:
     """Compare, with a bar in bytes and bytes per second where standard error is a terminal."""
     keys = tensors_to_compare(views, options)
     total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
     columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task("comparing", total=total)
-        return compare_checkpoints(views, options, lambda count: bar.advance(task, count))
+        return compare_checkpoints(views, options, lambda count: bar.advance(task, count), jobs)
 
 
 def main() -> None:

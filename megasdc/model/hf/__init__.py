@@ -14,8 +14,10 @@ from megasdc.model.hf.tensors import (
     join_qkv,
     num_pipeline_layers,
     rules,
+    shape_of_ours,
     split_qkv,
     to_hf,
+    to_ours,
 )
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "model_fields",
     "num_pipeline_layers",
     "rules",
+    "shape_of_ours",
     "split_qkv",
     "to_hf",
+    "to_ours",
     "vocabulary",
 ]

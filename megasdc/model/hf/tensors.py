@@ -6,7 +6,7 @@ group, k, v] a group, and Llama has separate query, key, value, gate and up matr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -201,18 +201,33 @@ def from_hf(model: ModelSection, index: int, theirs: Mapping[str, Tensor]) -> di
     found: dict[str, Tensor] = {}
     for rule in rules(model, index):
         parts = [theirs[name] for name in rule.theirs]
-        if rule.form is Form.ZERO:
-            if parts[0].any():
-                raise ConfigError(f"{rule.theirs[0]}: is not zero; supported are biases everywhere or on q, k, v alone")
-        elif rule.form is Form.QKV_JOINED:
-            found[rule.ours] = join_qkv(model, *_turned(parts[0]).chunk(3))
-        elif rule.form is Form.QKV_APART:
-            found[rule.ours] = join_qkv(model, *parts)
-        elif rule.form is Form.GATE_UP:
-            found[rule.ours] = torch.cat(parts)
-        else:
-            found[rule.ours] = parts[0].T if rule.form is Form.TRANSPOSED else parts[0]
+        if rule.form is not Form.ZERO:
+            found[rule.ours] = to_ours(model, rule, parts)
+        elif parts[0].any():
+            raise ConfigError(f"{rule.theirs[0]}: is not zero; supported are biases everywhere or on q, k, v alone")
     return found
+
+
+def to_ours(model: ModelSection, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+    """One parameter of ours.
+
+    Args:
+        model: the resolved section.
+        rule: its rule, of another form than ``Form.ZERO``.
+        parts: their tensors, in the rule's order.
+    """
+    if rule.form is Form.QKV_JOINED:
+        return join_qkv(model, *_turned(parts[0]).chunk(3))
+    if rule.form is Form.QKV_APART:
+        return join_qkv(model, *parts)
+    if rule.form is Form.GATE_UP:
+        return torch.cat(list(parts))
+    return parts[0].T if rule.form is Form.TRANSPOSED else parts[0]
+
+
+def shape_of_ours(model: ModelSection, rule: Rule, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of one parameter of ours, from those of their tensors; arguments as of ``to_ours``."""
+    return tuple(to_ours(model, rule, [torch.empty(*shape, device="meta") for shape in shapes]).shape)
 
 
 def split_qkv(model: ModelSection, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.checkpoint.damage import MEANINGS, Damage, classify, measure
+from megasdc.checkpoint.damage import MEANINGS, Classifying, Damage
+from megasdc.checkpoint.measure import Measure, Measuring
 from megasdc.checkpoint.view import Copy, Owner, Piece
 from megasdc.checkpoint.view_deepspeed import lay_out
 from megasdc.model.sharding import Split
@@ -19,6 +20,21 @@ SHAPE = (16, 8)
 
 def _whole() -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) + 10
+
+
+def _classify(expected: torch.Tensor, got: torch.Tensor, copy: Copy, size: int = 128) -> Damage:
+    """The pattern of a difference, from ranges of so many elements."""
+    classifying = Classifying(copy)
+    for start in range(0, 128, size):
+        classifying.add(start, *(one.reshape(-1)[start : start + size] for one in (expected, got)))
+    return classifying.result()
+
+
+def _measure(expected: torch.Tensor, got: torch.Tensor, size: int = 128) -> Measure:
+    measuring = Measuring(SHAPE)
+    for pair in zip(expected.reshape(-1).split(size), got.reshape(-1).split(size), strict=True):
+        measuring.add(*pair)
+    return measuring.result()
 
 
 def _copy(whole: torch.Tensor) -> Copy:
@@ -36,20 +52,15 @@ def _copy(whole: torch.Tensor) -> Copy:
 
 
 def _found(change: dict[tuple[int, int], float]) -> Damage:
-    """What is found where elements of the whole tensor were given other values."""
+    """What is found where elements of the whole tensor were given other values; in ranges of any size the same."""
     expected, got = _whole(), _whole()
     for index, value in change.items():
         got[index] = value
-    return classify(expected, got, _copy(expected))
-
-
-def test_a_copy_puts_its_pieces_together_and_cuts_them_again() -> None:
-    """Reading gives the whole tensor, cutting the whole gives what each piece holds."""
-    whole = _whole()
-    copy = _copy(whole)
-    assert torch.equal(copy.read(), whole)
-    for piece, part in zip(copy.pieces, copy.cut(whole), strict=True):
-        assert torch.equal(piece.read(), part)
+    copy = _copy(expected)
+    found = _classify(expected, got, copy)
+    for size in (1, 3, 8, 50):
+        assert _classify(expected, got, copy, size) == found, f"in ranges of {size} elements"
+    return found
 
 
 def test_elements_are_found_in_the_piece_that_holds_them() -> None:
@@ -93,7 +104,7 @@ def test_one_bit_is_named() -> None:
     for bit in (0, 23, 31):
         expected, got = _whole(), _whole()
         got.view(torch.int32)[3, 3] ^= -(1 << 31) if bit == 31 else 1 << bit
-        found = classify(expected, got, _copy(expected))
+        found = _classify(expected, got, _copy(expected))
         assert (found.pattern, found.detail) == ("bit", f"bit {bit}")
 
 
@@ -101,7 +112,7 @@ def test_swapped_pieces_are_named() -> None:
     """Two tensor ranks' halves exchanged: each holds what belongs to the other."""
     whole = _whole()
     got = torch.cat((whole[:, 4:], whole[:, :4]), 1)
-    found = classify(whole, got, _copy(whole))
+    found = _classify(whole, got, _copy(whole))
     assert found.pattern == "swapped"
     assert "tp0_dp0 holds what belongs into tp1_dp0" in found.detail
 
@@ -111,7 +122,7 @@ def test_measure() -> None:
     expected, got = _whole(), _whole()
     got[2, 3] += 1
     got[9, 1] *= 1.5
-    found = measure(expected, got)
+    found = _measure(expected, got)
     a, b = (one.double().numpy() for one in (expected, got))
     differs = a != b
     relative = (np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)))[differs]
@@ -122,19 +133,18 @@ def test_measure() -> None:
     steps = np.abs(expected.numpy().view(np.int32)[differs] - got.numpy().view(np.int32)[differs])
     assert found.max_ulp == int(steps.max())
     got[0, 0], got[0, 1] = float("nan"), float("-inf")
-    found = measure(expected, got)
+    found = _measure(expected, got)
     assert (found.num_nan, found.num_inf, found.max_ulp) == ((0, 1), (0, 1), None)
     assert found.max_relative == float("inf")
 
 
-def test_measuring_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that divide the tensor unevenly give the same numbers and places as one."""
+def test_measuring_in_ranges_changes_nothing() -> None:
+    """Ranges that divide the tensor unevenly give the same numbers and places as one."""
     expected, got = _whole(), _whole()
     got[2, 3] += 1
     got[15, 7] *= 1.5
-    whole = measure(expected, got)
-    monkeypatch.setattr("megasdc.checkpoint.damage._BLOCK", 50)
-    parts = measure(expected, got)
+    whole = _measure(expected, got)
+    parts = _measure(expected, got, 50)
     assert (parts.num_different, parts.first, parts.last, parts.max_ulp) == (2, [2, 3], [15, 7], whole.max_ulp)
     assert parts.norms == pytest.approx(whole.norms, rel=1e-12)
 

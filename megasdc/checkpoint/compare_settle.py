@@ -1,0 +1,46 @@
+"""Which findings of a comparison belong together, and must say the same?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megasdc.checkpoint.compare_report import Finding
+from megasdc.checkpoint.damage import Pattern
+from megasdc.checkpoint.view import Slot
+
+_OF_ELEMENTS: tuple[Pattern, ...] = ("bit", "element", "run", "period", "scattered", "tail")
+
+
+def settle(findings: list[Finding], num_tensors: Mapping[Slot, int]) -> list[Finding]:
+    """Let findings that belong together say the same.
+
+    What looks like damage of single elements is not, in a file of which most tensors hold another state: of bf16
+    weights one step changes few. And another state of most tensors of a slot is drift, not that of a shard.
+
+    Args:
+        findings: of all tensors and values.
+        num_tensors: compared in each slot.
+
+    Returns:
+        As many, in the same order.
+    """
+    shards = Counter(file for one in findings if one.pattern == "shard" for file in one.files)
+    all_of = Counter(file for one in findings if one.slot != "scalar" for file in one.files)
+    other_state = {file for file, count in shards.items() if 2 * count > all_of[file] > 1}
+    findings = [
+        replace(one, pattern="shard") if one.pattern in _OF_ELEMENTS and one.files <= other_state else one
+        for one in findings
+    ]
+    drifted: dict[tuple[str, Slot], set[str]] = {}
+    for one in findings:
+        if one.covers_all and one.pattern == "shard":
+            drifted.setdefault((one.checkpoint, one.slot), set()).add(one.fqn)
+    return [
+        replace(one, pattern="drift")
+        if one.pattern == "shard"
+        and 2 * len(drifted.get((one.checkpoint, one.slot), ())) > num_tensors.get(one.slot, 0)
+        else one
+        for one in findings
+    ]

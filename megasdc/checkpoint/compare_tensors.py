@@ -1,0 +1,225 @@
+"""Do tensors have the same bits in all checkpoints, and if not: which copy is wrong, and how?
+
+Every copy is read once, range by range, and each range is reduced to a digest of its bits; only where digests differ
+are copies read again and measured. Ranges of all tensors are shared among threads, and each thread holds a buffer or
+two of a range's part: memory does not grow with tensors or checkpoints. Slots are read one after the other, so that
+files are read nearly from their beginning to their end.
+
+Reading, XXH3 and torch let other Python threads run meanwhile, so that processes are not needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megasdc.checkpoint.compare_report import Options, Report
+from megasdc.checkpoint.compare_votes import all_intact, find_expected
+from megasdc.checkpoint.damage import Classifying, PieceDamage
+from megasdc.checkpoint.extents import Reader
+from megasdc.checkpoint.measure import Measuring
+from megasdc.checkpoint.open_copy import OpenCopy
+from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, PieceError, Slot, View
+from megasdc.errors import CheckpointError
+
+_READ_BYTES = 1 << 20
+"""Read at once: large enough for a system call and small enough for a core's cache, where the digest finds it."""
+_RANGE_BYTES = 1 << 26
+"""Of one task of a thread."""
+_WAITING = 4
+"""Tasks for each thread that are prepared."""
+
+
+def compare_tensors(
+    report: Report, options: Options, keys: Sequence[tuple[str, Slot]], jobs: int, progress: Callable[[int], None]
+) -> None:
+    """Compare tensors, and note in the report what differs.
+
+    Args:
+        report: of the checkpoints.
+        options: what counts as a difference.
+        keys: name and slot of each tensor.
+        jobs: threads.
+        progress: called with the bytes of each copy that was read.
+    """
+    found: dict[tuple[str, Slot], Report] = {}
+    reading: deque[_Tensor] = deque()
+    judged: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def finish(limit: int) -> None:
+            """Wait until ranges of no more than ``limit`` tasks are being read."""
+            while sum(tensor.num_tasks for tensor in reading) > limit:
+                tensor = reading.popleft()
+                if len(classes := tensor.classes(progress)) > 1:
+                    judged.append(pool.submit(tensor.judge, classes))
+                while len(judged) > _WAITING * jobs:
+                    judged.popleft().result()
+
+        for key in sorted(keys, key=lambda key: TENSOR_SLOTS.index(key[1])):
+            tensor = _Tensor(report.views, options, *key)
+            found[key] = tensor.report
+            tensor.start(pool)
+            reading.append(tensor)
+            finish(_WAITING * jobs)
+        finish(0)
+        for future in judged:
+            future.result()
+    for key in keys:
+        report.merge(found[key])
+
+
+@dataclass
+class _Part:
+    """One copy of a tensor in one checkpoint, and the digests of its ranges."""
+
+    view: View
+    copy: Copy
+    opened: OpenCopy
+    shape: tuple[int, ...]
+    digests: list[Future[bytes]] = field(default_factory=list)
+
+    @property
+    def intact(self) -> bool | None:
+        """Whether its files are as they were saved; null: not known of all."""
+        return all_intact([self.view.changed(piece.file) for piece in self.copy.pieces])
+
+
+class _Tensor:
+    """One tensor in all checkpoints whose format has its slot; ``report`` is of it alone."""
+
+    def __init__(self, views: list[View], options: Options, fqn: str, slot: Slot) -> None:
+        self.options, self.fqn, self.slot = options, fqn, slot
+        self.report, self.parts = Report(views), list[_Part]()
+        having = [view for view in views if (fqn, slot) in view.entries]
+        for view in (view for view in views if slot in view.slots and view not in having):
+            self.report.add(fqn, slot, view, having[0], "missing", f"{view.path} has no such tensor", [])
+        entries = [view.entries[fqn, slot] for view in having]
+        rows = _common_rows(entries)
+        for view, entry in zip(having, entries, strict=True):
+            for copy in entry.copies:
+                self._open(view, copy, rows)
+        self.report.num_compared = int(sum(len(entry.copies) for entry in entries) > 1)
+
+    def _open(self, view: View, copy: Copy, rows: int | None) -> None:
+        shape = copy.shape if rows is None else (min(rows, copy.shape[0]), *copy.shape[1:])
+        try:
+            self.parts.append(_Part(view, copy, copy.open(), shape))
+        except PieceError as error:
+            damage = [PieceDamage.whole(piece) for piece in error.pieces]
+            self.report.add(self.fqn, self.slot, view, view, error.kind, str(error), damage, "its own layout")
+        except CheckpointError as error:
+            self.report.problems.append(str(error))
+
+    @property
+    def num_tasks(self) -> int:
+        """Ranges that are read."""
+        return sum(len(part.digests) for part in self.parts) + 1
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Let all copies be read."""
+        for part in self.parts:
+            for start, stop in _ranges(part, _RANGE_BYTES):
+                part.digests.append(pool.submit(_digest, part, start, stop))
+
+    def classes(self, progress: Callable[[int], None]) -> list[list[_Part]]:
+        """Wait until all copies were read; those of equal content together."""
+        found: dict[tuple[torch.dtype, tuple[int, ...], bytes], list[_Part]] = {}
+        for part in self.parts:
+            try:
+                digest = b"".join(future.result() for future in part.digests)
+                found.setdefault((part.opened.dtype, part.shape, digest), []).append(part)
+            except CheckpointError as error:
+                self.report.problems.append(str(error))
+            progress(sum(4 * piece.numel for piece in part.copy.pieces))
+        return list(found.values())
+
+    def judge(self, classes: list[list[_Part]]) -> None:
+        """Find out which copies are expected to be right, and what is wrong with the others."""
+        try:
+            votes = [len({id(part.view) for part in parts}) for parts in classes]
+            place, basis = find_expected(votes, [[part.intact for part in parts] for parts in classes])
+            right = classes[place]
+            for part in (part for parts in classes if parts is not right for part in parts):
+                own = any(one.view is part.view for one in right)
+                self._describe(part, right[0], part.view if own else right[0].view, basis)
+        except CheckpointError as error:
+            self.report.problems.append(str(error))
+
+    def _describe(self, part: _Part, right: _Part, against: View, basis: str) -> None:
+        every = [PieceDamage.whole(piece) for piece in part.copy.pieces]
+        about = (self.fqn, self.slot, part.view, against)
+        if right.shape != part.shape:
+            detail = f"shape {list(part.shape)}, expected {list(right.shape)}"
+            self.report.add(*about, "shape", detail, every, basis)
+        elif right.opened.dtype != part.opened.dtype:
+            values = "the same values but for rounding" if _equal_but_for_rounding(right, part) else "other values too"
+            detail = f"{part.opened.dtype}, expected {right.opened.dtype}: {values}".replace("torch.", "")
+            self.report.add(*about, "dtype", detail, every, basis)
+        else:
+            measuring, classifying = Measuring(part.shape), Classifying(part.copy)
+            for start, expected, got in _pairs(right, part):
+                measuring.add(expected, got)
+                classifying.add(start, expected, got)
+            measure, damage = measuring.result(), classifying.result()
+            if self.options.tolerates(measure):
+                self.report.num_tolerated += 1
+                return
+            pattern, detail, pieces = damage.pattern, damage.detail, damage.pieces
+            self.report.add(*about, pattern, detail, pieces, basis, measure, damage.covers_all)
+
+
+def _ranges(part: _Part, num_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    """Cut a tensor, or elements of it, into ranges of about so many bytes; at the ends of rows, if a row is shorter."""
+    numel = torch.Size(part.shape).numel()
+    stop = numel if stop is None else stop
+    row = max(1, numel // part.shape[0] if part.shape else 1)
+    size = max(1, _READ_BYTES // part.opened.dtype.itemsize)
+    size -= size % row if row <= size else 0
+    size *= max(1, num_bytes // _READ_BYTES)
+    for place in range(start, stop, size):
+        yield place, min(place + size, stop)
+
+
+def _digest(part: _Part, start: int, stop: int) -> bytes:
+    """XXH3-128 of the bits of some elements."""
+    state = xxhash.xxh3_128()
+    buffer = torch.empty(0, dtype=part.opened.dtype)
+    with Reader() as reader:
+        for first, last in _ranges(part, _READ_BYTES, start, stop):
+            buffer = buffer if buffer.numel() == last - first else torch.empty(last - first, dtype=buffer.dtype)
+            part.opened.fill(first, buffer, reader)
+            state.update(buffer.view(torch.uint8).numpy().data)
+    return state.digest()
+
+
+def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Place and elements of both, [n] each, one range after the other."""
+    with Reader() as reader:
+        for start, stop in _ranges(right, _READ_BYTES):
+            pair = [torch.empty(stop - start, dtype=part.opened.dtype) for part in (right, other)]
+            for part, out in zip((right, other), pair, strict=True):
+                part.opened.fill(start, out, reader)
+            yield start, pair[0], pair[1]
+
+
+def _equal_but_for_rounding(right: _Part, other: _Part) -> bool:
+    """Whether values of different types are equal in one of these types."""
+    as_other, as_right = True, True
+    for _, expected, got in _pairs(right, other):
+        as_other = as_other and torch.equal(expected.to(got.dtype), got)
+        as_right = as_right and torch.equal(expected, got.to(expected.dtype))
+    return as_other or as_right
+
+
+def _common_rows(entries: list[Entry]) -> int | None:
+    """Real rows of the vocabulary, where formats differ in whether they have its padding."""
+    shapes = {entry.copies[0].shape for entry in entries}
+    rows = {entry.real_rows for entry in entries}
+    return next(iter(rows)) if len(shapes) > 1 and len(rows) == 1 else None

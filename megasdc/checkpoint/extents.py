@@ -1,0 +1,157 @@
+"""Where in a file does a tensor lie, and how are its elements read? Into buffers: nothing is mapped into memory.
+
+A mapped file that somebody makes shorter kills the process that touches it. Read, it is an error that names the file;
+so is one that is replaced or written to while it is being compared.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from megasdc.errors import CheckpointError
+
+_OPEN_FILES = 8
+"""Files that a reader keeps open; as many times the number of threads stays under the usual limit of 1024."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What tells one state of a file from another.
+
+    Attributes:
+        device: of the file system.
+        inode: of the file.
+        num_bytes: its size.
+        modified_ns: time of the last change.
+    """
+
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> Stamp:
+        """That of a file, by its path or descriptor.
+
+        Raises:
+            OSError: it is not there.
+        """
+        found = os.stat(file)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of elements in a file.
+
+    Attributes:
+        file: the file.
+        stamp: of the file when it was found out what lies where.
+        offset: byte of the first element.
+        dtype: type of the elements.
+        shape: of the tensor, whose elements are in row-major order.
+    """
+
+    file: Path
+    stamp: Stamp
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def run(self, start: int, numel: int) -> Extent:
+        """Some of its elements, flat."""
+        return replace(self, offset=self.offset + start * self.dtype.itemsize, shape=(numel,))
+
+
+class Reader:
+    """Reads extents; of one thread. A context, at whose end files must be as they were."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, tuple[int, Stamp]] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for file in list(self._open) if kind is None else ():
+                self._check(file)
+        finally:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+    def read(self, extent: Extent, start: int, out: Tensor) -> None:
+        """Read elements of an extent.
+
+        Args:
+            extent: where they lie.
+            start: the first.
+            out: [n], of its type, contiguous; is filled.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is not as it was.
+        """
+        target = memoryview(out.view(torch.uint8).numpy().data)
+        place, done = extent.offset + start * extent.dtype.itemsize, 0
+        try:
+            descriptor = self._descriptor(extent)
+            while done < len(target):
+                got = os.preadv(descriptor, [target[done:]], place + done)
+                if not got:
+                    self._check(extent.file)
+                    raise CheckpointError(f"{extent.file} ends at byte {place + done}, before a tensor that it holds")
+                done += got
+        except OSError as error:
+            raise CheckpointError(f"{extent.file} cannot be read at byte {place + done}: {error}") from error
+
+    def _descriptor(self, extent: Extent) -> int:
+        """The file, opened; the one that was opened first is closed where there are too many."""
+        if extent.file not in self._open:
+            if len(self._open) == _OPEN_FILES:
+                first = next(iter(self._open))
+                self._check(first)
+                os.close(self._open.pop(first)[0])
+            self._open[extent.file] = (os.open(extent.file, os.O_RDONLY), extent.stamp)
+            self._check(extent.file)
+        return self._open[extent.file][0]
+
+    def _check(self, file: Path) -> None:
+        descriptor, stamp = self._open[file]
+        if (now := Stamp.of(descriptor)) != stamp:
+            raise changed_error(file, stamp, now)
+
+
+def changed_error(file: Path, before: Stamp, now: Stamp) -> CheckpointError:
+    """What to say of a file that is not as it was."""
+    sizes = f"{before.num_bytes} bytes before, {now.num_bytes} bytes now"
+    what = "replaced by another" if now.inode != before.inode else "written to"
+    return CheckpointError(
+        f"{file} was {what} while it was being compared ({sizes}); compare again when nothing writes to it"
+    )
+
+
+def read_whole(extent: Extent) -> Tensor:
+    """All elements, in its shape.
+
+    Raises:
+        CheckpointError: see ``Reader.read``.
+    """
+    flat = torch.empty(extent.numel(), dtype=extent.dtype)
+    with Reader() as reader:
+        reader.read(extent, 0, flat)
+    return flat.view(extent.shape)

@@ -1,0 +1,113 @@
+"""How far are two tensors apart that should hold the same bits? Range by range; neither is held."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megasdc.tensors.bits import as_bits, ulp_distance
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far two tensors of one type and shape are apart.
+
+    Attributes:
+        num_different: elements that differ in some bit.
+        numel: all.
+        first: index of the first that differs.
+        last: index of the last.
+        max_ulp: largest distance in representable values; null: not a floating-point type, or a NaN against another
+            value.
+        max_relative: largest |a - b| / max(|a|, |b|) over finite pairs; infinite if some pair is not finite.
+        mean_relative: mean of the same over the finite pairs that differ.
+        norms: Euclidean, of what was expected and what was got.
+        num_nan: in both.
+        num_inf: in both.
+    """
+
+    num_different: int
+    numel: int
+    first: list[int]
+    last: list[int]
+    max_ulp: int | None
+    max_relative: float
+    mean_relative: float
+    norms: tuple[float, float]
+    num_nan: tuple[int, int]
+    num_inf: tuple[int, int]
+
+
+@dataclass
+class Measuring:
+    """Measures two tensors of one type and shape, whose elements come in order.
+
+    Attributes:
+        shape: of both.
+    """
+
+    shape: tuple[int, ...]
+    _numel: int = 0
+    _count: int = 0
+    _ends: list[int] = field(default_factory=list)
+    _ulp: int | None = None
+    _largest: float = 0.0
+    _sum: float = 0.0
+    _num_finite: int = 0
+    _squares: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _nan: list[int] = field(default_factory=lambda: [0, 0])
+    _inf: list[int] = field(default_factory=lambda: [0, 0])
+
+    def add(self, expected: Tensor, got: Tensor) -> None:
+        """Take the next elements of both, [n]."""
+        wide = (expected.to(torch.float64), got.to(torch.float64))
+        for side, values in enumerate(wide):
+            self._squares[side] += float(values.square().sum())
+            self._nan[side] += int(values.isnan().sum())
+            self._inf[side] += int(values.isinf().sum())
+        places = (as_bits(expected) != as_bits(got)).nonzero().view(-1)
+        if places.numel():
+            self._ends = [self._ends[0] if self._ends else self._numel + int(places[0]), self._numel + int(places[-1])]
+            self._count += places.numel()
+            if got.dtype.is_floating_point:
+                self._ulp = max(self._ulp or 0, int(ulp_distance(expected[places], got[places]).max()))
+            self._add_relative(wide[0][places], wide[1][places])
+        self._numel += got.numel()
+
+    def _add_relative(self, one: Tensor, other: Tensor) -> None:
+        finite = one.isfinite() & other.isfinite()
+        scale = torch.maximum(one.abs(), other.abs())
+        relative = torch.where(scale > 0, (one - other).abs() / scale, 0.0)[finite]
+        if relative.numel():
+            self._largest, self._sum = max(self._largest, float(relative.max())), self._sum + float(relative.sum())
+            self._num_finite += relative.numel()
+        if not bool(finite.all()):
+            self._largest = math.inf
+
+    def result(self) -> Measure:
+        """What all elements came to; at least one differs."""
+        first, last = (unravel(end, self.shape) for end in self._ends)
+        return Measure(
+            num_different=self._count,
+            numel=self._numel,
+            first=first,
+            last=last,
+            max_ulp=self._ulp if self._ulp is None or self._ulp < torch.iinfo(torch.int64).max else None,
+            max_relative=self._largest,
+            mean_relative=self._sum / self._num_finite if self._num_finite else 0.0,
+            norms=(math.sqrt(self._squares[0]), math.sqrt(self._squares[1])),
+            num_nan=(self._nan[0], self._nan[1]),
+            num_inf=(self._inf[0], self._inf[1]),
+        )
+
+
+def unravel(place: int, shape: tuple[int, ...]) -> list[int]:
+    """The index of an element, from its place in row-major order."""
+    index = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        index.append(rest)
+    return index[::-1]

@@ -1,0 +1,145 @@
+"""Which elements does a copy of a tensor hold from one place to another? Read from the pieces that they lie in.
+
+Places are those of the whole tensor in row-major order, so that copies of any layouts are compared range by range, and
+no tensor has to be put together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megasdc.checkpoint.extents import Extent, Reader
+
+Part = tuple[int, int, Tensor]
+"""Number of a piece, its first element, and the elements from there on as a view of a range of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which element lies in which piece.
+
+    Shards take turns: the whole tensor is [periods, shards, width], and shard s has [:, s] of it. So are rows of a
+    tensor that is divided by columns, and the halves of one whose halves are divided.
+
+    Attributes:
+        numel: elements of the whole tensor.
+        width: elements of a shard in each period.
+        pieces: elements of each piece, by shard; together those of the shard.
+    """
+
+    numel: int
+    width: int
+    pieces: tuple[tuple[int, ...], ...]
+
+    @property
+    def period(self) -> int:
+        """Elements after which the first shard has its turn again."""
+        return self.width * len(self.pieces)
+
+    @cached_property
+    def _starts(self) -> list[list[int]]:
+        """First element of each piece in its shard, and the end of the last."""
+        return [[0, *accumulate(shard)] for shard in self.pieces]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """Number of each shard's first piece."""
+        return [0, *accumulate(map(len, self.pieces))]
+
+    def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
+        """Cut a range of the whole tensor into what pieces hold, of each piece in order.
+
+        Args:
+            start: place of its first element.
+            flat: the range, [n].
+        """
+        place, end = start, start + flat.numel()
+        while place < end:
+            turn, rest = divmod(place, self.period)
+            left = flat[place - start :]
+            if not rest and left.numel() >= self.period:
+                block = left[: left.numel() // self.period * self.period].view(-1, len(self.pieces), self.width)
+                for shard in range(len(self.pieces)):
+                    yield from self._of_shard(shard, turn * self.width, block[:, shard])
+                place += block.numel()
+            else:
+                shard, inside = divmod(rest, self.width)
+                run = left[: self.width - inside].view(1, -1)
+                yield from self._of_shard(shard, turn * self.width + inside, run)
+                place += run.numel()
+
+    def _of_shard(self, shard: int, first: int, rows: Tensor) -> Iterator[Part]:
+        """Cut consecutive elements of a shard [rows, columns] at the ends of pieces."""
+        starts, place, end = self._starts[shard], first, first + rows.numel()
+        number = bisect_right(starts, first) - 1
+        while place < end:
+            stop = min(end, starts[number + 1])
+            for part in _runs(rows, place - first, stop - first):
+                yield self._numbers[shard] + number, place - starts[number], part
+                place += part.numel()
+            number += 1
+
+    def place(self, piece: int, element: int) -> int:
+        """Place in the whole tensor of an element of a piece; ascends with ``element``."""
+        shard = bisect_right(self._numbers, piece) - 1
+        turn, inside = divmod(self._starts[shard][piece - self._numbers[shard]] + element, self.width)
+        return turn * self.period + shard * self.width + inside
+
+
+def _runs(rows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Elements from one place to another of [rows, columns] in row-major order, as views."""
+    columns = rows.shape[1]
+    while start < stop:
+        row, column = divmod(start, columns)
+        if not column and stop - start >= columns:
+            found = rows[row : row + (stop - start) // columns]
+        else:
+            found = rows[row, column : min(columns, column + stop - start)]
+        yield found
+        start += found.numel()
+
+
+@dataclass(frozen=True)
+class OpenCopy:
+    """A copy whose pieces were found and are what their places ask for.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        arrangement: which element lies in which piece.
+        sources: the elements of each piece, flat.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    arrangement: Arrangement
+    sources: Sequence[Extent | Tensor]
+
+    def fill(self, start: int, out: Tensor, reader: Reader) -> None:
+        """Read a range of the whole tensor.
+
+        Args:
+            start: place of its first element.
+            out: [n], contiguous; is filled.
+            reader: of this thread.
+
+        Raises:
+            CheckpointError: see ``Reader.read``.
+        """
+        for number, first, part in self.arrangement.cut(start, out):
+            source = self.sources[number]
+            if isinstance(source, Tensor):
+                part.copy_(source[first : first + part.numel()].view(part.shape))
+            elif part.is_contiguous():
+                reader.read(source, first, part.view(-1))
+            else:
+                run = part.new_empty(part.numel())
+                reader.read(source, first, run)
+                part.copy_(run.view(part.shape))
