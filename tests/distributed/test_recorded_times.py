@@ -49,7 +49,7 @@ def test_a_run_and_its_log_give_the_same_threshold(tmp_path: Path, data: Path, r
 
 def test_a_slow_stage_of_one_replica_is_named(tmp_path: Path, data: Path) -> None:
     """Its delay, far above any other, makes the loss deterministic; replica and stage are the injected ones."""
-    delay = {"kind": "slow_rank", "replica": 1, "stage": 1, "delay_s": 0.5}
+    delay = {"kind": "slow_rank", "replica": 1, "stage": 1, "delay_s": 0.25}
     section = {"enabled": True, "threshold": "inf"}
     run = _train(tmp_path, data, 4, delay=[delay], drop_compute=section, parallel__pipeline=2)
     report = report_times(load_step_times(run, 2))
