@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.view import Copy, Piece
-from megasdc.tensors.bits import as_bits, element_bits, ulp_distance
+from megasdc.tensors.bits import as_bits, count_flips, element_bits, ulp_distance
 
 Pattern = Literal[
     "bit", "element", "run", "period", "scattered", "zeros", "tail", "shard", "swapped", "drift",
@@ -59,6 +59,8 @@ class Measure:
         norms: Euclidean, of what was expected and what was got.
         num_nan: in both.
         num_inf: in both.
+        dtype: of both, such as ``float32``.
+        flips: in how many elements each bit differs, the lowest bit first.
     """
 
     num_different: int
@@ -71,6 +73,8 @@ class Measure:
     norms: tuple[float, float]
     num_nan: tuple[int, int]
     num_inf: tuple[int, int]
+    dtype: str
+    flips: list[int]
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def measure(expected: Tensor, got: Tensor) -> Measure:
     count, first, last, ulp, largest, total, finite_pairs = 0, -1, -1, 0, 0.0, 0.0, 0
     squares, nans, infs = [0.0, 0.0], [0, 0], [0, 0]
     floating = a.dtype.is_floating_point
+    flips = [0] * element_bits(a.dtype)
     for start in range(0, a.numel(), _BLOCK):
         x, y = a[start : start + _BLOCK], b[start : start + _BLOCK]
         wide = (x.to(torch.float64), y.to(torch.float64))
@@ -126,6 +131,7 @@ def measure(expected: Tensor, got: Tensor) -> Measure:
         count += places.numel()
         first = start + int(places[0]) if first < 0 else first
         last = start + int(places[-1])
+        flips = [old + new for old, new in zip(flips, count_flips(x[places], y[places]), strict=True)]
         if floating:
             ulp = max(ulp, int(ulp_distance(x[places], y[places]).max()))
         one, other = wide[0][places], wide[1][places]
@@ -149,6 +155,8 @@ def measure(expected: Tensor, got: Tensor) -> Measure:
         norms=(math.sqrt(squares[0]), math.sqrt(squares[1])),
         num_nan=(nans[0], nans[1]),
         num_inf=(infs[0], infs[1]),
+        dtype=str(a.dtype).removeprefix("torch."),
+        flips=flips,
     )
 
 

@@ -15,6 +15,7 @@ from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, ten
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.view import View
 from megasdc.errors import MegasdcError
+from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
@@ -49,6 +50,9 @@ def compare(
         float, typer.Option("--rtol", min=0.0, help="Relative difference that equal elements may have.")
     ] = 0.0,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write what was found as one web page.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Say whether checkpoints hold the same bits, and if not: what differs, where, whose it was, what kind of damage.
@@ -57,10 +61,14 @@ def compare(
     """
     if len(checkpoints) < 2:
         raise typer.BadParameter("two or more checkpoints are needed", param_hint="A B [C ...]")
+    if html is not None and html.suffix != ".html":
+        raise typer.BadParameter(f"{html}: pages are web pages, name a file that ends in .html")
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
     try:
         views = [open_view(path) for path in checkpoints]
         report = _compare(views, options, quiet=as_json or not sys.stderr.isatty())
+        if html is not None:
+            write_comparison(report, tensors_to_compare(views, options), html)
     except MegasdcError as error:
         typer.echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:
