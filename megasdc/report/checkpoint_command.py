@@ -17,6 +17,7 @@ from megasdc.checkpoint.view import View
 from megasdc.errors import MegasdcError
 from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
+from megasdc.report.drift_command import compare_runs
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 
@@ -50,6 +51,14 @@ def compare(
         float, typer.Option("--rtol", min=0.0, help="Relative difference that equal elements may have.")
     ] = 0.0,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
+    drift: Annotated[
+        bool,
+        typer.Option(
+            "--drift",
+            help="A B [C ...] are folders of checkpoints: how far are the parameters of B, C from A's at each step "
+            "that both keep? Every bit counts, --ulp and --rtol do not.",
+        ),
+    ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE.html", help="Also write what was found as one web page.")
     ] = None,
@@ -64,6 +73,11 @@ def compare(
     if html is not None and html.suffix != ".html":
         raise typer.BadParameter(f"{html}: pages are web pages, name a file that ends in .html")
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
+    if drift:
+        if ulp or rtol:
+            raise typer.BadParameter("--drift tells how large differences are: leave --ulp and --rtol out")
+        found = compare_runs(checkpoints, options, html, as_json)
+        raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
     try:
         views = [open_view(path) for path in checkpoints]
         report = _compare(views, options, quiet=as_json or not sys.stderr.isatty())
