@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.import_hf import HfShards, section_of
-from megasdc.checkpoint.tensor_files import open_tensors
+from megasdc.checkpoint.tensor_files import DTYPES, open_tensors
 from megasdc.checkpoint.universal import PARAMETERS_FOLDER, read_universal_manifest
 from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, StateFiles, View, flatten
 from megasdc.checkpoint.view_deepspeed import model_of, shared_scalars
@@ -23,6 +23,7 @@ from megasdc.errors import CheckpointError, ConfigError
 from megasdc.model.hf import from_hf, hf_shapes, model_fields, rules, vocabulary
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -82,7 +83,9 @@ def open_hf_view(path: Path) -> View:
         file = path / shards.file_of[shards.name_in_file(layers.rule(index, rest).theirs[0])]
         shape = layers.shape(index, rest)
         rows = shape[0] if split is Split.VOCABULARY else None
-        entries[name, "weight"] = _entry(file, shape, partial(layers.read, index, rest), None, rows)
+        entries[name, "weight"] = _entry(
+            file, shape, partial(layers.read, index, rest), layers.dtype(index, rest), rows
+        )
     return View(path, "Hugging Face", None, ("weight",), entries)
 
 
@@ -95,6 +98,12 @@ class _HfLayers:
 
     def rule(self, index: int, rest: str) -> Any:
         return next(rule for rule in rules(self.model, index) if rule.ours == rest)
+
+    def dtype(self, index: int, rest: str) -> torch.dtype | None:
+        """The type of all that a tensor is made of; null where it is made of several."""
+        names = (self.shards.name_in_file(name) for name in self.rule(index, rest).theirs)
+        found = {self.shards.dtype_of[name] for name in names}
+        return _DTYPES.get(found.pop()) if len(found) == 1 else None
 
     def shape(self, index: int, rest: str) -> tuple[int, ...]:
         wanted = [name for rule in rules(self.model, index) for name in rule.theirs]
@@ -125,15 +134,16 @@ def open_file_view(path: Path) -> View:
     scalars: dict[str, Scalar] = {}
     if path.suffix == ".safetensors":
         with open_tensors(path) as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
-        for name, shape in shapes.items():
-            entries[name, "weight"] = _entry(path, tuple(shape), partial(_read_tensor, path, name), None, None)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            shapes = {name: (one.get_shape(), _DTYPES.get(one.get_dtype())) for name, one in slices.items()}
+        for name, (shape, dtype) in shapes.items():
+            entries[name, "weight"] = _entry(path, tuple(shape), partial(_read_tensor, path, name), dtype, None)
         return View(path, "safetensors file", None, ("weight",), entries)
     if path.suffix not in (".pt", ".pth", ".bin"):
         raise CheckpointError(f"{path} is no checkpoint: known files end in .pt, .pth, .bin or .safetensors")
     for name, value in flatten("", StateFiles().load(path)):
         if isinstance(value, Tensor):
-            entries[name, "weight"] = _entry(path, tuple(value.shape), partial(_same, value), None, None)
+            entries[name, "weight"] = _entry(path, tuple(value.shape), partial(_same, value), value.dtype, None)
         else:
             scalars[name] = Scalar(repr(value), path, Owner())
     return View(path, "torch.save file", None, ("weight", "scalar"), entries, scalars)
