@@ -286,7 +286,7 @@ def _compare(
         rows = {entry.real_rows for entry in entries}
         whole = [_first_copy(entry.copies, found, fqn) for entry in entries]
         if whole[0].shape != whole[1].shape and len(rows) == 1 and None not in rows:
-            whole = [tensor[: rows.copy().pop()] for tensor in whole]  # without the vocabulary's padding
+            whole = [tensor[: next(iter(rows))] for tensor in whole]  # without the vocabulary's padding
         if whole[0].shape != whole[1].shape:
             raise CheckpointError(f"{fqn} has shape {list(whole[1].shape)}, in the first run {list(whole[0].shape)}")
         found.submodules.setdefault(submodule_of(fqn), Distance()).add(distance(whole[1], whole[0]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, needs_browser
-from hand_made import make_whole, write_checkpoint
+from hand_made import VOCABULARY, make_whole, write_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.compare_report import Options
@@ -116,6 +116,18 @@ def test_a_copy_that_differs_within_a_checkpoint_is_no_equality(runs: Path, tmp_
     (one,) = measure_drift([runs / "good", tmp_path / "torn"]).steps
     assert one.torn == ["2.layer.input_layernorm.weight"]
     assert not one.equal
+
+
+def test_padding_of_the_vocabulary_is_left_out(runs: Path, tmp_path: Path) -> None:
+    """Runs that pad the vocabulary to other sizes are compared over its real entries, which alone count."""
+    whole = make_whole(1)
+    for tensors in whole.values():
+        for name in ("0.word_embeddings.weight", "5.output.weight"):
+            tensors[name] = torch.cat((tensors[name][:VOCABULARY], torch.ones(36 - VOCABULARY, 8).to(tensors[name])))
+    write_checkpoint(tmp_path / "padded", 1, whole=whole)
+    (one,) = measure_drift([runs / "good", tmp_path / "padded"]).steps
+    assert one.equal
+    assert one.submodules["5.output"].numel == VOCABULARY * 8
 
 
 def test_what_is_compared_can_be_chosen(runs: Path) -> None:
