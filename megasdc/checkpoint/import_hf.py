@@ -143,12 +143,15 @@ class HfShards:
             )
         self.file_of: dict[str, str] = {}
         self.shape_of: dict[str, list[int]] = {}
+        self.dtype_of: dict[str, str] = {}
         for name in files:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
             with open_tensors(folder / name) as file:
                 self.file_of |= dict.fromkeys(file.keys(), name)
-                self.shape_of |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                self.shape_of |= {key: one.get_shape() for key, one in slices.items()}
+                self.dtype_of |= {key: one.get_dtype() for key, one in slices.items()}
         self.prefix = ""
 
     def check(self, model: ModelSection, wanted: dict[str, list[int]]) -> None:

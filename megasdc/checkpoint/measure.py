@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megasdc.tensors.bits import as_bits, ulp_distance
+from megasdc.tensors.bits import as_bits, count_flips, ulp_distance
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Measure:
         norms: Euclidean, of what was expected and what was got.
         num_nan: in both.
         num_inf: in both.
+        dtype: of both, such as ``float32``.
+        flips: in how many elements each bit differs, the lowest bit first.
     """
 
     num_different: int
@@ -39,6 +41,8 @@ class Measure:
     norms: tuple[float, float]
     num_nan: tuple[int, int]
     num_inf: tuple[int, int]
+    dtype: str
+    flips: list[int]
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Measuring:
     _squares: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _nan: list[int] = field(default_factory=lambda: [0, 0])
     _inf: list[int] = field(default_factory=lambda: [0, 0])
+    _flips: list[int] = field(default_factory=list)
+    _dtype: torch.dtype | None = None
 
     def add(self, expected: Tensor, got: Tensor) -> None:
         """Take the next elements of both, [n]."""
@@ -72,10 +78,13 @@ class Measuring:
         if places.numel():
             self._ends = [self._ends[0] if self._ends else self._numel + int(places[0]), self._numel + int(places[-1])]
             self._count += places.numel()
+            flips = count_flips(expected[places], got[places])
+            self._flips = [old + new for old, new in zip(self._flips or [0] * len(flips), flips, strict=True)]
             if got.dtype.is_floating_point:
                 self._ulp = max(self._ulp or 0, int(ulp_distance(expected[places], got[places]).max()))
             self._add_relative(wide[0][places], wide[1][places])
         self._numel += got.numel()
+        self._dtype = got.dtype
 
     def _add_relative(self, one: Tensor, other: Tensor) -> None:
         finite = one.isfinite() & other.isfinite()
@@ -101,6 +110,8 @@ class Measuring:
             norms=(math.sqrt(self._squares[0]), math.sqrt(self._squares[1])),
             num_nan=(self._nan[0], self._nan[1]),
             num_inf=(self._inf[0], self._inf[1]),
+            dtype=str(self._dtype).removeprefix("torch."),
+            flips=self._flips,
         )
 
 

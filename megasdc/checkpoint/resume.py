@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megasdc.checkpoint.checks import check_file, check_identity, find_unexpected
+from megasdc.checkpoint.checks import check_file, check_identity, find_incomplete, find_unexpected
 from megasdc.checkpoint.files import list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
@@ -239,7 +239,7 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, storage: Storag
     if same_size and rank_state_file(place.rank) not in manifest.by_name():
         problems.append(f"{rank_state_file(place.rank)} is on another node: rank {place.rank} ran there when it saved")
     if place.leader:
-        problems += find_unexpected(folder, manifest)
+        problems += find_unexpected(folder, manifest) + find_incomplete(manifest)
     by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
     for index in place.share(len(by_size)):
         problems += check_file(folder, by_size[index], manifest, checksums=verify)

@@ -7,20 +7,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_read, find_unexpected
+from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_read, find_incomplete, find_unexpected
 from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
 from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import Standing, find_standing
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
+
+CHECKED, NOT_ASKED = "checked", "not asked for"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class CheckpointReport:
         num_files: files in the manifest.
         size_bytes: their bytes.
         standing: whether audits have verified it; null where no audits are in use.
+        contents: whether what the files hold was looked at too: ``CHECKED``, ``NOT_ASKED``, or why not.
     """
 
     path: str
@@ -42,6 +44,7 @@ class CheckpointReport:
     num_files: int
     size_bytes: int
     standing: Standing | None = None
+    contents: str = NOT_ASKED
 
     @property
     def ok(self) -> bool:
@@ -58,7 +61,10 @@ class CheckpointReport:
         state = "whole" if self.ok else f"DAMAGED, {count} problem{'s' if count != 1 else ''}"
         head = f"{self.path}: {state}, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB"
         head += f"; {self.standing}" if self.standing is not None else ""
-        return "\n".join([head, *(f"  - {problem}" for problem in self.problems)])
+        lines = [head, *(f"  - {problem}" for problem in self.problems)]
+        if self.contents not in (CHECKED, NOT_ASKED):
+            lines.append(f"  what the files hold was not checked: {self.contents}")
+        return "\n".join(lines)
 
 
 def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
@@ -90,7 +96,7 @@ def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
 def verify_checkpoint(
     path: Path | str, *, checksums: bool = True, progress: bool = False, workers: int | None = None
 ) -> CheckpointReport:
-    """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle.
+    """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle; and that none lacks.
 
     Args:
         path: folder of the checkpoint, such as ``checkpoints/step_00000100``.
@@ -105,19 +111,20 @@ def verify_checkpoint(
     manifest: Manifest | UniversalManifest
     standing: Standing | None = None
     try:
-        if _is_called_universal(folder):
+        if is_called_universal(folder):
             manifest = read_universal_manifest(folder)
             problems = find_unknown(folder, manifest)
         else:
             manifest = read_manifest(folder)
             standing = find_standing(folder)
             problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
+            problems += find_incomplete(manifest)
             if not has_marker(folder, manifest):
                 problems.append("the marker is missing: not every node finished the save")
     except CheckpointError as error:
         problem = str(error) if folder.exists() else deleted_while_read(folder)
         return CheckpointReport(str(folder), None, [problem], 0, 0)
-    bar = _progress_bar() if progress else nullcontext()
+    bar = progress_in_bytes() if progress else nullcontext()
     with bar as shown, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         advance: Callable[[int], None] | None = None
         if shown is not None:
@@ -132,104 +139,12 @@ def verify_checkpoint(
     return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes, standing)
 
 
-def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
-    """What a checkpoint holds, from its manifest alone; files are not opened.
-
-    Args:
-        path: folder of the checkpoint.
-
-    Returns:
-        Plain values: step, time, layout, nodes, engine, versions, sizes by kind of file, the tensors of each layer, and
-        what audits have said of it; null where none are in use.
-
-    Raises:
-        CheckpointError: the manifest cannot be read.
-    """
-    if _is_called_universal(Path(path)):
-        return _inspect_universal(Path(path))
-    manifest = read_manifest(Path(path))
-    standing = find_standing(path)
-    return {
-        "path": str(path),
-        "step": manifest.step,
-        "time": datetime.fromtimestamp(manifest.time, UTC).isoformat(timespec="seconds"),
-        "layout": manifest.layout.model_dump(),
-        "world_size": manifest.world_size,
-        "storage": manifest.storage,
-        "nodes": manifest.nodes,
-        "node": manifest.node,
-        "engine": manifest.engine,
-        "versions": manifest.versions,
-        "num_files": len(manifest.files),
-        "size_bytes": manifest.size_bytes,
-        "size_bytes_by_kind": _sizes_by_kind(manifest),
-        "tensors": {record.name: record.tensors for record in manifest.files if record.tensors is not None},
-        "standing": None if standing is None else asdict(standing),
-    }
-
-
-def _is_called_universal(folder: Path) -> bool:
+def is_called_universal(folder: Path) -> bool:
     """Whether a folder has to hold a universal checkpoint, by its content or by its name."""
     return is_universal(folder) or folder.name.startswith(UNIVERSAL_STEP)
 
 
-def _inspect_universal(path: Path) -> dict[str, Any]:
-    """The same of a universal checkpoint; its layout is that of its source."""
-    manifest = read_universal_manifest(path)
-    return {
-        "path": str(path),
-        "step": manifest.step,
-        "time": datetime.fromtimestamp(manifest.time, UTC).isoformat(timespec="seconds"),
-        "layout": manifest.source_layout.model_dump(),
-        "world_size": None,
-        "storage": f"universal, made from {manifest.source}",
-        "nodes": {},
-        "node": None,
-        "engine": manifest.engine,
-        "versions": manifest.versions,
-        "num_files": len(manifest.files),
-        "size_bytes": manifest.size_bytes,
-        "size_bytes_by_kind": {"parameters": sum(f.size_bytes for f in manifest.files if f.name.startswith("zero/"))},
-        "tensors": {"zero": {name: f"float32{shape}" for name, shape in manifest.parameters.items()}},
-        "standing": None,
-    }
-
-
-def render_inspection(found: dict[str, Any]) -> str:
-    """The result of ``inspect_checkpoint`` for people, one line a fact; single tensors and empty facts are left out."""
-    layout = found["layout"]
-    lines = {
-        "step": found["step"],
-        "saved": found["time"],
-        "layout": f"TP{layout['tensor']} x PP{layout['pipeline']} x DP{layout['data']}",
-        "storage": found["storage"] if found["node"] is None else f"{found['storage']} (node {found['node']})",
-        "nodes": ", ".join(f"{name}: ranks {ranks}" for name, ranks in found["nodes"].items()),
-        "engine": ", ".join(f"{key} {value}" for key, value in found["engine"].items()),
-        "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        "files": f"{found['num_files']}, {found['size_bytes'] / 1e6:.1f} MB",
-        "of that": ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in found["size_bytes_by_kind"].items()),
-        "audits": "" if found["standing"] is None else str(Standing(**found["standing"])),
-    }
-    return "\n".join([found["path"], *(f"  {name:9} {value}" for name, value in lines.items() if value != "")])
-
-
-def _sizes_by_kind(manifest: Manifest) -> dict[str, int]:
-    """Bytes of weights, optimizer shards, stages and states of ranks."""
-    sizes = {"layers": 0, "optimizer": 0, "stages": 0, "ranks": 0, "other": 0}
-    for record in manifest.files:
-        if record.name.startswith("layer_"):
-            kind = "layers"
-        elif record.name.endswith("_optim_states.pt"):
-            kind = "optimizer"
-        elif record.name.startswith("mp_rank_"):
-            kind = "stages"
-        else:
-            kind = "ranks" if record.name.startswith("rank_") else "other"
-        sizes[kind] += record.size_bytes
-    return sizes
-
-
-def _progress_bar() -> Progress:
+def progress_in_bytes() -> Progress:
     """A bar in bytes on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)

@@ -96,9 +96,12 @@ def open_hf_view(path: Path) -> View:
         theirs = [located[shards.name_in_file(one)] for one in rule.theirs]
         shape = shape_of_ours(model, rule, [one.shape for one in theirs])
         if rule.form in (Form.SAME, Form.GATE_UP):  # theirs one after the other
-            pieces = tuple(Piece(one.file, Owner(), one.numel(), partial(_same, one)) for one in theirs)
+            pieces = tuple(
+                Piece(one.file, Owner(), one.numel(), partial(_same, one), dtype=one.dtype) for one in theirs
+            )
         else:
-            pieces = (Piece(theirs[0].file, Owner(), prod(shape), partial(_converted, model, rule, theirs)),)
+            whole = partial(_converted, model, rule, theirs)
+            pieces = (Piece(theirs[0].file, Owner(), prod(shape), whole, dtype=theirs[0].dtype),)
         entries[name, "weight"] = Entry((Copy(shape, (pieces,)),), shape[0] if split is Split.VOCABULARY else None)
     for rule in (rule for index in range(num_pipeline_layers(model)) for rule in rules(model, index) if not rule.ours):
         _check_zero(rule, located[shards.name_in_file(rule.theirs[0])])
@@ -127,7 +130,7 @@ def open_file_view(path: Path) -> View:
     scalars: dict[str, Scalar] = {}
     if path.suffix == ".safetensors":
         for name, extent in locate_tensors(path).items():
-            entries[name, "weight"] = _entry(path, extent.shape, partial(_same, extent), None, None)
+            entries[name, "weight"] = _entry(path, extent.shape, partial(_same, extent), extent.dtype, None)
         return View(path, "safetensors file", None, ("weight",), entries)
     if path.suffix not in (".pt", ".pth", ".bin"):
         raise CheckpointError(f"{path} is no checkpoint: known files end in .pt, .pth, .bin or .safetensors")
@@ -135,7 +138,7 @@ def open_file_view(path: Path) -> View:
     for name, value in flatten("", files.load(path)):
         if isinstance(value, Tensor):
             stored = partial(files.place, path, value)
-            entries[name, "weight"] = _entry(path, tuple(value.shape), stored, None, None)
+            entries[name, "weight"] = _entry(path, tuple(value.shape), stored, value.dtype, None)
         else:
             scalars[name] = Scalar(repr(value), path, Owner())
     return View(path, "torch.save file", None, ("weight", "scalar"), entries, scalars)

@@ -23,15 +23,22 @@ def verify_checkpoint(
     checksums: Annotated[
         bool, typer.Option("--checksums/--no-checksums", help="Read every file; without: sizes and pickles alone.")
     ] = True,
+    contents: Annotated[
+        bool, typer.Option("--contents/--no-contents", help="Look at every value; without: at the files alone.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Check every file of a checkpoint against its manifest; exit code 0 if it is whole, 72 if it is damaged."""
-    from megasdc.checkpoint import verify
+    """Check every file of a checkpoint against its manifest, and what the files hold; exit code 72 if it is damaged.
 
-    reports = [
-        verify.verify_checkpoint(path, checksums=checksums, progress=not as_json)
-        for path in verify.find_folders(folder, universal=True)
-    ]
+    What they hold: shapes; copies of several ranks, equal in every bit; weights, equal to the rounded master weights;
+    no NaN, no infinity; equal counts of steps.
+    """
+    from megasdc.checkpoint import verify
+    from megasdc.checkpoint.contents import verify_contents
+
+    check = verify_contents if contents else verify.verify_checkpoint
+    folders = verify.find_folders(folder, universal=True)
+    reports = [check(path, checksums=checksums, progress=not as_json) for path in folders]
     if as_json:
         typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
     else:
@@ -40,12 +47,27 @@ def verify_checkpoint(
 
 
 @app.command("inspect-checkpoint", epilog="Example: megasdc inspect-checkpoint runs/smoke/checkpoints/step_00000100")
-def inspect_checkpoint(folder: CheckpointFolder, as_json: Json = False) -> None:
-    """Say what a checkpoint holds, from its manifest alone: step, layout, versions, sizes."""
-    from megasdc.checkpoint import verify
+def inspect_checkpoint(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint of any format: of a layout, universal, a Hugging Face model, a .pt or .safetensors "
+            "file; or a folder of several."
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds, without reading tensors: step, age, layout, model, tensors, states, who wrote what.
 
-    found = [verify.inspect_checkpoint(path) for path in verify.find_folders(folder, universal=True)]
-    typer.echo(json.dumps(found, indent=2) if as_json else "\n\n".join(verify.render_inspection(one) for one in found))
+    Exit code 0; 72 if it is no checkpoint or something in it cannot be read.
+    """
+    from megasdc.checkpoint import inspect
+    from megasdc.report.inspection_render import render_inspection
+
+    found = [inspect.inspect_checkpoint(path) for path in inspect.find_inspectable(folder)]
+    shown = json.dumps(found, indent=2) if as_json else "\n\n".join(render_inspection(one) for one in found)
+    typer.echo(shown)
+    raise typer.Exit(CheckpointError.exit_code if any(one["unread"] for one in found) else 0)
 
 
 @app.command("convert-checkpoint", epilog="Example: megasdc convert-checkpoint runs/smoke/checkpoints --to universal")

@@ -15,7 +15,9 @@ from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, ten
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.view import View
 from megasdc.errors import MegasdcError
+from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
+from megasdc.report.drift_command import compare_runs
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 
@@ -52,6 +54,17 @@ def compare(
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Threads that read; as many as there are cores.")
     ] = None,
+    drift: Annotated[
+        bool,
+        typer.Option(
+            "--drift",
+            help="A B [C ...] are folders of checkpoints: how far are the parameters of B, C from A's at each step "
+            "that both keep? Every bit counts, --ulp and --rtol do not.",
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write what was found as one web page.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Say whether checkpoints hold the same bits, and if not: what differs, where, whose it was, what kind of damage.
@@ -60,10 +73,19 @@ def compare(
     """
     if len(checkpoints) < 2:
         raise typer.BadParameter("two or more checkpoints are needed", param_hint="A B [C ...]")
+    if html is not None and html.suffix != ".html":
+        raise typer.BadParameter(f"{html}: pages are web pages, name a file that ends in .html")
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
+    if drift:
+        if ulp or rtol:
+            raise typer.BadParameter("--drift tells how large differences are: leave --ulp and --rtol out")
+        found = compare_runs(checkpoints, options, html, as_json)
+        raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
     try:
         views = [open_view(path) for path in checkpoints]
         report = _compare(views, options, jobs, quiet=as_json or not sys.stderr.isatty())
+        if html is not None:
+            write_comparison(report, tensors_to_compare(views, options), html)
     except MegasdcError as error:
         typer.echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ _MANTISSA_BITS = {
     torch.float8_e5m2fnuz: 2,
 }
 _LARGEST = torch.iinfo(torch.int64).max
+_BYTES = torch.arange(256)
 
 
 def element_bits(dtype: torch.dtype) -> int:
@@ -101,6 +104,30 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     distance = torch.where(distance < 0, _LARGEST, distance)  # the sum of two float64 has wrapped
     nan = _is_nan(a) | _is_nan(b)
     return torch.where(nan, torch.where(left == right, 0, _LARGEST), distance)
+
+
+def count_flips(a: Tensor, b: Tensor) -> list[int]:
+    """In how many elements of two tensors each bit differs.
+
+    Args:
+        a: any shape, a real type, on the host.
+        b: the same shape and type.
+
+    Returns:
+        One number a bit of an element, the lowest bit first.
+
+    Raises:
+        ValueError: the type is complex.
+    """
+    flips = as_bits(a).contiguous() ^ as_bits(b).contiguous()
+    lanes = flips.view(-1, 1).view(torch.uint8)  # the lowest byte first
+    if sys.byteorder == "big":
+        lanes = lanes.flip(1)
+    counts = []
+    for lane in range(lanes.shape[1]):
+        of_value = torch.bincount(lanes[:, lane], minlength=256)
+        counts += [int(of_value[_BYTES >> bit & 1 == 1].sum()) for bit in range(8)]
+    return counts
 
 
 def _is_nan(tensor: Tensor) -> Tensor:

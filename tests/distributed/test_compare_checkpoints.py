@@ -18,16 +18,21 @@ from typer.testing import CliRunner
 from whole_runs import MODELS, prepare_text, pretrain_rank, train_run, write_config
 
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints
+from megasdc.checkpoint.contents import verify_contents
 from megasdc.checkpoint.convert import convert_to_universal
+from megasdc.checkpoint.drift import measure_drift
 from megasdc.checkpoint.export_hf import export_hf
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.open_view import open_view
+from megasdc.checkpoint.verify import CHECKED
 from megasdc.checkpoint.view import View
+from megasdc.cli import app as cli
 from megasdc.errors import CheckpointError
 from megasdc.report.checkpoint_command import app
 
 pytestmark = pytest.mark.distributed
 
+LAYER = "layer_02-model_00-model_states.pt"
 STEP = "checkpoints/step_00000003"
 LLAMA = {**MODELS["llama"], "num_query_groups": 2}
 
@@ -113,6 +118,37 @@ def test_equal_content_is_equal(made: Path, one: str, other: str, least: int) ->
     assert report.findings == []
     assert report.problems == []
     assert report.num_compared >= least
+
+
+@pytest.mark.parametrize(
+    "name", [f"{run}/{STEP}" for run in ("fp32", "bf16", "summed", "moved")] + ["fp32_universal", "bf16_universal"]
+)
+def test_what_runs_save_is_right(made: Path, name: str) -> None:
+    """Over layouts, types and DeepSpeed's optimizers a real checkpoint passes every check of what it holds."""
+    report = verify_contents(made / name)
+    assert (report.problems, report.contents) == ([], CHECKED)
+
+
+@pytest.mark.parametrize("name", [f"bf16/{STEP}", "bf16_universal", "bf16_hf", f"bf16/{STEP}/{LAYER}"])
+def test_every_format_is_inspected(made: Path, name: str) -> None:
+    """Types, sizes and format of all, from the command; the parameters are those that the model has."""
+    answer = CliRunner().invoke(cli, ["inspect-checkpoint", str(made / name), "--json"])
+    assert answer.exit_code == 0
+    (found,) = json.loads(answer.stdout)
+    assert found["unread"] == []
+    for slot in found["slots"].values():
+        assert set(slot["by_dtype"]) <= {"bfloat16", "float32"}
+        assert slot["size_bytes"] >= 2 * slot["num_parameters"] > 0
+
+
+def test_drift_follows_runs_over_layouts(made: Path) -> None:
+    """A run that was moved to another layout without a step is equal where both keep a checkpoint; the rest is told."""
+    report = measure_drift([made / "fp32/checkpoints", made / "moved/checkpoints"])
+    assert [(one.step, one.equal) for one in report.steps] == [(3, True)]
+    assert report.lacking == {str(made / "moved/checkpoints"): [1, 2]}
+    steps = measure_drift([made / "bf16/checkpoints", made / "bf16/checkpoints"])
+    assert steps.runs == [str(made / "bf16/checkpoints")]
+    assert steps.same
 
 
 def test_another_step_is_drift(made: Path, good: View) -> None:

@@ -1,0 +1,37 @@
+"""How does a page about checkpoints come to be? One HTML file with all it needs in it, from a template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import StorageError
+
+
+def write_page(template: str, path: Path, **values: Any) -> None:
+    """Fill a template in and write it as one file that needs no network.
+
+    Args:
+        template: a file in ``megasdc/report/templates``.
+        path: the file; replaced.
+        values: what the template shows, every text escaped; ``data`` goes to the script, in values that JSON has.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=PackageLoader("megasdc.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template(template).render(plotly=Markup(get_plotlyjs()), **values)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --html") from error
