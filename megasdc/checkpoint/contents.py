@@ -28,6 +28,7 @@ from megasdc.checkpoint.verify import (
 )
 from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, PieceError, Slot, View
 from megasdc.errors import CheckpointError
+from megasdc.model.sharding import take_shard
 from megasdc.tensors.bits import as_bits
 
 _BLOCK = 1 << 22
@@ -181,8 +182,13 @@ def _check_counters(view: View) -> list[str]:
 
 def _where(copy: Copy, wrong: Tensor) -> str:
     """Files, with their owners, of the pieces that have some of the elements that ``wrong`` marks."""
-    parts = zip(copy.pieces, copy.cut(wrong), strict=True)
-    return ", ".join(dict.fromkeys(f"{piece.file.name} of {piece.owner}" for piece, part in parts if bool(part.any())))
+    names: dict[str, None] = {}
+    for tp_rank, shard in enumerate(copy.shards):
+        flat = take_shard(wrong, copy.split, len(copy.shards), tp_rank).reshape(-1)
+        for piece, part in zip(shard, flat.split([piece.numel for piece in shard]), strict=True):
+            if bool(part.any()):
+                names[f"{piece.file.name} of {piece.owner}"] = None
+    return ", ".join(names)
 
 
 def _count_different(a: Tensor, b: Tensor) -> int:

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hand_made import seal, write_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.checks import find_incomplete
 from megasdc.checkpoint.contents import verify_contents
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
+from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.verify import CHECKED
 from megasdc.cli import app
+from megasdc.parallel.dims import ParallelDims
 
 LAYOUTS = [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 1, 1), (1, 2, 2)]
 LAYER, NEIGHBOUR = "layer_02-model_00-model_states.pt", "layer_02-model_01-model_states.pt"
@@ -134,6 +137,23 @@ def test_a_manifest_that_lacks_a_file_is_not_complete(tmp_path: Path, lost: str)
     report = verify_contents(path)
     assert any(lost.removeprefix("bf16_") in problem and "not complete" in problem for problem in report.problems)
     assert report.contents != CHECKED
+
+
+def test_resume_passes_over_a_checkpoint_that_lacks_a_file(tmp_path: Path) -> None:
+    """The newest lacks a stage's file, which its manifest does not name either: the one before it is chosen."""
+    for step in (2, 3):
+        path = write_checkpoint(tmp_path / "checkpoints", step)
+    manifest, lost = read_manifest(path), "mp_rank_00_model_states.pt"
+    (path / lost).unlink()
+    write_manifest(path, manifest.model_copy(update={"files": [one for one in manifest.files if one.name != lost]}))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        chosen = find_checkpoint(path.parent, dims=ParallelDims(1, 1, 1, 0))
+    finally:
+        dist.destroy_process_group()
+    assert chosen is not None
+    assert chosen.step == 2
+    assert "not complete" in chosen.skipped[3][0]
 
 
 def test_damaged_files_are_named_first(tmp_path: Path) -> None:

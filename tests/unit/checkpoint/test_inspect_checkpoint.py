@@ -13,8 +13,8 @@ from hand_made import make_whole, write_checkpoint
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint import view as view_module
 from megasdc.checkpoint.inspect import inspect_checkpoint
+from megasdc.checkpoint.view import Copy
 from megasdc.cli import app
 from megasdc.errors import CheckpointError
 
@@ -62,14 +62,13 @@ QKV = "2.layer.self_attention.linear_qkv.weight"
 
 
 def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a piece of a tensor would be read, inspecting fails; it does not."""
+    """Where a tensor would be put together, inspecting fails; it does not."""
     path = write_checkpoint(tmp_path)
 
     def refuse(self: Any) -> Any:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(view_module.Piece, "read", refuse)
-    monkeypatch.setattr(view_module.StateFiles, "tensor", refuse)
+    monkeypatch.setattr(Copy, "read", refuse)
     assert inspect_checkpoint(path)["unread"] == []
 
 

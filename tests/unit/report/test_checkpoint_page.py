@@ -14,8 +14,8 @@ from browser import Browser, needs_browser
 from hand_made import write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.damage import measure
 from megasdc.report.checkpoint_command import app
+from megasdc.tensors.bits import count_flips
 
 NAME = "2.layer.mlp.linear_fc2.weight"
 HARMED = "layer_02-model_01-model_states.pt"
@@ -53,13 +53,18 @@ def page(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def test_flipped_bits_are_counted_as_numpy_counts_them() -> None:
+def test_flipped_bits_are_counted_as_numpy_counts_them(tmp_path: Path) -> None:
     """Of every bit, in how many elements it differs; in bf16 and fp32, past one byte, signs too."""
     for dtype, ints, width in ((torch.float32, np.uint32, 32), (torch.bfloat16, np.uint16, 16)):
-        one, other = torch.randn(2, 1000, generator=torch.Generator().manual_seed(5)).to(dtype)
-        bits = (one.view(torch.uint8).numpy().view(ints)) ^ (other.view(torch.uint8).numpy().view(ints))
-        assert measure(one, other).flips == [int((bits >> bit & 1).sum()) for bit in range(width)]
-        assert measure(one, other).dtype == str(dtype).removeprefix("torch.")
+        pair = torch.randn(2, 1000, generator=torch.Generator().manual_seed(5)).to(dtype)
+        one, other = (tensor.view(torch.uint8).numpy().view(ints) for tensor in pair)
+        wanted = [int(((one ^ other) >> bit & 1).sum()) for bit in range(width)]
+        assert count_flips(*pair) == wanted
+        for name, tensor in zip("ab", pair, strict=True):
+            torch.save({"x": tensor.clone()}, tmp_path / f"{name}.pt")
+        (found,) = json.loads(run(tmp_path / "a.pt", tmp_path / "b.pt", "--json").stdout)["findings"]
+        assert found["measure"]["flips"] == wanted
+        assert found["measure"]["dtype"] == str(dtype).removeprefix("torch.")
 
 
 @needs_browser
