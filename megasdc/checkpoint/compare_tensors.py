@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import xxhash
@@ -30,6 +31,8 @@ from megasdc.errors import CheckpointError
 
 _READ_BYTES = 1 << 20
 """Read at once: large enough for a system call and small enough for a core's cache, where the digest finds it."""
+_MEASURED_BYTES = 1 << 18
+"""Measured at once: what is computed of them, in float64 among others, takes many times as much."""
 _RANGE_BYTES = 1 << 26
 """Of one task of a thread."""
 _WAITING = 4
@@ -177,12 +180,10 @@ class _Tensor:
 
 def _ranges(part: _Part, num_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
     """Cut a tensor, or elements of it, into ranges of about so many bytes; at the ends of rows, if a row is shorter."""
-    numel = torch.Size(part.shape).numel()
-    stop = numel if stop is None else stop
-    row = max(1, numel // part.shape[0] if part.shape else 1)
-    size = max(1, _READ_BYTES // part.opened.dtype.itemsize)
+    stop = prod(part.shape) if stop is None else stop
+    row = max(1, prod(part.shape[1:]))
+    size = num_bytes // part.opened.dtype.itemsize
     size -= size % row if row <= size else 0
-    size *= max(1, num_bytes // _READ_BYTES)
     for place in range(start, stop, size):
         yield place, min(place + size, stop)
 
@@ -202,7 +203,7 @@ def _digest(part: _Part, start: int, stop: int) -> bytes:
 def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Place and elements of both, [n] each, one range after the other."""
     with Reader() as reader:
-        for start, stop in _ranges(right, _READ_BYTES):
+        for start, stop in _ranges(right, _MEASURED_BYTES):
             pair = [torch.empty(stop - start, dtype=part.opened.dtype) for part in (right, other)]
             for part, out in zip((right, other), pair, strict=True):
                 part.opened.fill(start, out, reader)
