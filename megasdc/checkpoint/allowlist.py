@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pickle
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,9 +88,10 @@ def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = Fa
 def _allowed_classes() -> Iterator[None]:
     """Let torch's restricted unpickler create the classes on the list."""
     classes = []
-    for name in sorted(ALLOWED_GLOBALS):
-        module, _, attribute = name.rpartition(".")
-        classes.append(getattr(importlib.import_module(module), attribute))
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is standard output when it is imported
+        for name in sorted(ALLOWED_GLOBALS):
+            module, _, attribute = name.rpartition(".")
+            classes.append(getattr(importlib.import_module(module), attribute))
     with torch.serialization.safe_globals(classes):
         yield
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MOST = "what most checkpoints hold"
+
 
 def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> tuple[int, str]:
     """Which of several classes of equal content is expected to be right.
@@ -17,7 +19,7 @@ def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> 
     """
     most = [place for place, count in enumerate(votes) if count == max(votes)]
     if len(most) == 1:
-        return most[0], "what most checkpoints hold"
+        return most[0], MOST
     intact = [place for place in most if True in states[place]]
     if len(intact) == 1 and all(state is False for place in most if place != intact[0] for state in states[place]):
         return intact[0], "its files are as they were saved, the others are not"

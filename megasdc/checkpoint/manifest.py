@@ -6,27 +6,18 @@ folder of its own there is a manifest on each node; they share ``save_id``, whic
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, hash_file, write_durably
-from megasdc.errors import CheckpointError
+from megasdc.checkpoint.content import Content
+from megasdc.checkpoint.digest_file import digest_file
+from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, write_durably
+from megasdc.checkpoint.records import Record, read_record, write_record
 
 FORMAT_VERSION = 1
-R = TypeVar("R", bound=BaseModel)
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
-
-
-class Record(BaseModel):
-    """Base of the parts of a manifest: frozen, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 class FileRecord(Record):
@@ -39,6 +30,7 @@ class FileRecord(Record):
         rank: global rank that wrote it.
         node: node that rank was on.
         tensors: for a layer's file, data type and shape of each tensor, such as ``float32[64, 64]``; else null.
+        content: its tensors and their blocks; null: saved by a version that did not know them.
     """
 
     name: str
@@ -47,6 +39,7 @@ class FileRecord(Record):
     rank: int
     node: str
     tensors: dict[str, str] | None = None
+    content: Content | None = None
 
 
 class Layout(Record):
@@ -103,7 +96,7 @@ class Manifest(Record):
 def describe_file(
     folder: Path, name: str, *, rank: int, node: str, tensors: dict[str, str] | None = None
 ) -> FileRecord:
-    """Measure a file that this rank has written.
+    """Measure a file that this rank has written; it is read once.
 
     Args:
         folder: folder of the checkpoint.
@@ -115,9 +108,15 @@ def describe_file(
     Raises:
         OSError: the file cannot be read back.
     """
-    path = folder / name
+    found = digest_file(folder / name)
     return FileRecord(
-        name=name, size_bytes=path.stat().st_size, xxh3_128=hash_file(path), rank=rank, node=node, tensors=tensors
+        name=name,
+        size_bytes=found.size_bytes,
+        xxh3_128=found.xxh3_128,
+        rank=rank,
+        node=node,
+        tensors=tensors,
+        content=found.content,
     )
 
 
@@ -154,49 +153,6 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
     return read_record(folder / name, Manifest, FORMAT_VERSION)
 
 
-def write_record(path: Path, record: BaseModel) -> None:
-    """Write a record as JSON, with a checksum of its own content.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    content = record.model_dump(mode="json")
-    write_durably(path, json.dumps({**content, "checksum": _digest(content)}, indent=1, sort_keys=True) + "\n")
-
-
-def read_record(path: Path, kind: type[R], version: int) -> R:
-    """Read and check what ``write_record`` wrote.
-
-    Args:
-        path: the file.
-        kind: class of the record; it has a field ``format_version``.
-        version: the version that this code reads.
-
-    Raises:
-        CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if not text.endswith("}\n"):
-            raise ValueError("its end is missing")
-        content = json.loads(text)
-        claimed = content.pop("checksum")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: the save did not finish, or the file was removed") from error
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-    if (found := _digest(content)) != claimed:
-        raise CheckpointError(f"{path} was changed: its content has checksum {found}, it says {claimed}")
-    if content.get("format_version") != version:
-        raise CheckpointError(
-            f"{path} has format version {content.get('format_version')}, this megasdc reads {version}"
-        )
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        raise CheckpointError(f"{path} is not a manifest: {error}") from error
-
-
 def write_marker(folder: Path, manifest: Manifest) -> None:
     """Say on this node that every node has committed the save.
 
@@ -214,11 +170,6 @@ def has_marker(folder: Path, manifest: Manifest) -> bool:
         return (folder / MARKER_FILE).read_text(encoding="utf-8").strip() == manifest.save_id
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """XXH3-128 of canonical JSON."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def sorted_records(records: Iterable[FileRecord]) -> list[FileRecord]:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from megasdc.checkpoint.files import UNIVERSAL_FILE, UNIVERSAL_STEP
 from megasdc.checkpoint.kinds import UNIVERSAL, explain_folder, is_universal
-from megasdc.checkpoint.manifest import FileRecord, Layout, Record, read_record, write_record
+from megasdc.checkpoint.manifest import FileRecord, Layout
+from megasdc.checkpoint.records import Record, read_record, write_record
 from megasdc.errors import CheckpointError
 
 UNIVERSAL_FORMAT_VERSION = 1

@@ -48,6 +48,8 @@ class Owner:
     def __str__(self) -> str:
         if self.rank is None:
             return "no rank known"
+        if self.dp is None:
+            return f"rank {self.rank} on {self.host}"
         return f"rank {self.rank} (dp {self.dp}, pp {self.pp}, tp {self.tp}) on {self.host}"
 
 

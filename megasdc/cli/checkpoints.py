@@ -1,4 +1,4 @@
-"""What a checkpoint holds: `megasdc verify-checkpoint`, `inspect-checkpoint`, `convert-checkpoint`."""
+"""What a checkpoint holds: `megasdc manifest`, `verify-checkpoint`, `inspect-checkpoint`, `convert-checkpoint`."""
 
 from __future__ import annotations
 
@@ -68,6 +68,30 @@ def inspect_checkpoint(
     shown = json.dumps(found, indent=2) if as_json else "\n\n".join(render_inspection(one) for one in found)
     typer.echo(shown)
     raise typer.Exit(CheckpointError.exit_code if any(one["unread"] for one in found) else 0)
+
+
+@app.command("manifest", epilog="Example: megasdc manifest runs/smoke/checkpoints/step_00000100 --out node1.manifest")
+def write_manifest(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint of any kind, a folder of several, a model, or one file.", metavar="PATH"),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out", help="File to write, - for standard output; left out: NAME.HOST.manifest in this folder."
+        ),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; left out: one a core.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Read everything once and write a small manifest of it, to be compared with those of other nodes.
+
+    Digests of files, tensors and blocks of tensors, about 9 KB a GB. tools/compare_checkpoints.py compares manifests.
+    """
+    from megasdc.report.manifest_command import make_manifest
+
+    make_manifest(path, out, jobs, as_json)
 
 
 @app.command("convert-checkpoint", epilog="Example: megasdc convert-checkpoint runs/smoke/checkpoints --to universal")

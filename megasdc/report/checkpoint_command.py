@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
+from megasdc.checkpoint.extract_views import is_extract, open_extract_views
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.view import View
 from megasdc.errors import MegasdcError
 from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
+from megasdc.report.digest_command import compare_by_digest, goes_by_digest
 from megasdc.report.drift_command import compare_runs
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
@@ -33,7 +35,8 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="A B [C ...]",
-            help="Checkpoints of any layout, universal ones, Hugging Face models, .pt or .safetensors files.",
+            help="Checkpoints of any layout, universal ones, Hugging Face models, .pt or .safetensors files; or "
+            "manifests and extracts of them.",
         ),
     ],
     only: Annotated[
@@ -50,6 +53,10 @@ def compare(
     rtol: Annotated[
         float, typer.Option("--rtol", min=0.0, help="Relative difference that equal elements may have.")
     ] = 0.0,
+    extract: Annotated[
+        Path | None,
+        typer.Option("--extract", metavar="DIR", help="Write the blocks that differ, to be compared elsewhere."),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Threads that read; as many as there are cores.")
@@ -77,12 +84,19 @@ def compare(
         raise typer.BadParameter(f"{html}: pages are web pages, name a file that ends in .html")
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
     if drift:
-        if ulp or rtol:
-            raise typer.BadParameter("--drift tells how large differences are: leave --ulp and --rtol out")
+        if ulp or rtol or extract is not None:
+            raise typer.BadParameter("--drift tells how large differences are: leave --ulp, --rtol and --extract out")
         found = compare_runs(checkpoints, options, html, as_json)
         raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
     try:
-        views = [open_view(path) for path in checkpoints]
+        if goes_by_digest(checkpoints, extract):
+            if options != Options() or html is not None:
+                raise typer.BadParameter(
+                    "--only, --ignore, --weights-only, --ulp, --rtol and --html need the tensors themselves"
+                )
+            _leave(compare_by_digest(checkpoints, extract=extract, as_json=as_json, limit=limit), [])
+        some_are_extracts = any(map(is_extract, checkpoints))
+        views = open_extract_views(checkpoints) if some_are_extracts else [open_view(path) for path in checkpoints]
         report = _compare(views, options, jobs, quiet=as_json or not sys.stderr.isatty())
         if html is not None:
             write_comparison(report, tensors_to_compare(views, options), html)
@@ -95,11 +109,16 @@ def compare(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         render(report, Console() if sys.stdout.isatty() else Console(width=240), limit)
-    for problem in report.problems:
+    _leave(report.same, report.problems)
+
+
+def _leave(same: bool, problems: list[str]) -> None:
+    """End with the exit code."""
+    for problem in problems:
         typer.echo(f"compare_checkpoints: error: {problem}", err=True)
-    if report.problems:
+    if problems:
         raise typer.Exit(NOT_COMPARED)
-    raise typer.Exit(SAME if report.same else DIFFERENT)
+    raise typer.Exit(SAME if same else DIFFERENT)
 
 
 def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool) -> Report:

@@ -1,0 +1,114 @@
+"""What does a file hold, by tensor and by block of a tensor? Small enough to be copied where the file cannot be.
+
+A block is ``block_bytes`` of a tensor, counted from the tensor's start, so that the same tensor has the same blocks
+wherever it lies in a file. What is no tensor and no configuration is one digest, a few counters beside it by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from megasdc.checkpoint.records import Record
+
+BLOCK_BYTES = 4 << 20
+DIGEST_DIGITS = 32
+"""Hexadecimal digits of one XXH3-128."""
+_TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
+_LAYER = re.compile(r"layer_(\d+)-model_\d+-model_states\.pt")
+_UNIVERSAL = re.compile(r"zero/(.+)/(fp32|exp_avg|exp_avg_sq)\.pt")
+_MASTER = re.compile(r"optimizer_state_dict/single_partition_of_fp32_groups/(\d+)")
+_MOMENT = re.compile(r"optimizer_state_dict/base_optimizer_state/state/(\d+)/(exp_avg|exp_avg_sq)")
+
+
+class TensorContent(Record):
+    """One tensor in a file.
+
+    Attributes:
+        name: keys that lead to it, with slashes between; empty: the whole of a file whose tensors are not known.
+        type: data type and shape, such as ``float32[64, 64]``; ``strided`` after it where elements are not in order.
+        offset: first byte in the file.
+        size_bytes: from its first to its last element.
+        blocks: XXH3-128 of each block, the last may be shorter, one after the other in hexadecimal digits.
+    """
+
+    name: str
+    type: str
+    offset: int
+    size_bytes: int
+    blocks: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of its elements; null where elements are not in order."""
+        match = _TYPE.fullmatch(self.type)
+        return getattr(torch, match[1]) if match else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, where ``dtype`` is not null."""
+        match = _TYPE.fullmatch(self.type)
+        assert match is not None, self.type
+        return tuple(int(size) for size in match[2].split(",") if size.strip())
+
+    def block(self, number: int) -> str:
+        """Digest of one block, from 0."""
+        return self.blocks[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
+
+
+class Content(Record):
+    """What is in one file.
+
+    Attributes:
+        block_bytes: size of a block.
+        tensors: in order of their places in the file.
+        values: counters and rates by name, as text.
+        rest: XXH3-128 of all other values but the configuration; null: the file's form is not known, its bytes count.
+        fragments: of an optimizer's shard, by group: first element and number of each parameter, such as ``128+64``.
+    """
+
+    block_bytes: int
+    tensors: list[TensorContent]
+    values: dict[str, str]
+    rest: str | None
+    fragments: list[dict[str, str]]
+
+
+def type_text(tensor: torch.Tensor) -> str:
+    """Data type and shape, such as ``float32[64, 64]``."""
+    order = "" if tensor.is_contiguous() else " strided"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{order}"
+
+
+def type_of_bytes(count: int) -> str:
+    """What stands for the type of a file of which only bytes are known."""
+    return f"uint8[{count}]"
+
+
+def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tuple[str, str, int, int]]:
+    """Which parameters a tensor of a file holds.
+
+    Args:
+        file: its name in the checkpoint.
+        tensor: one of ``content.tensors``.
+        content: of the file.
+
+    Yields:
+        Full name, slot, first element in the tensor and number of elements; the name in the file with slot ``weight``
+        where nothing says which parameter it is.
+    """
+    numel = prod(tensor.shape) if tensor.dtype is not None else 0
+    if match := _LAYER.fullmatch(file):
+        yield f"{int(match[1])}.{tensor.name}", "weight", 0, numel
+    elif match := _UNIVERSAL.fullmatch(file):
+        yield match[1], "master" if match[2] == "fp32" else match[2], 0, numel
+    elif (match := _MASTER.fullmatch(tensor.name) or _MOMENT.fullmatch(tensor.name)) and content.fragments:
+        slot = "master" if match.re is _MASTER else match[2]
+        for name, place in content.fragments[int(match[1])].items():
+            first, count = map(int, place.split("+"))
+            yield name, slot, first, count
+    else:
+        yield tensor.name, "weight", 0, numel

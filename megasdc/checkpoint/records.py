@@ -1,0 +1,98 @@
+"""How are small facts kept on the disk so that a changed byte is noticed? JSON with a checksum of its own content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megasdc.checkpoint.files import write_durably
+from megasdc.errors import CheckpointError
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class Record(BaseModel):
+    """Base of what is kept: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+def record_text(record: BaseModel, indent: int | None = 1) -> str:
+    """A record as JSON, with a checksum of its own content.
+
+    Args:
+        record: the record.
+        indent: spaces a level; null: all in one line.
+    """
+    content = record.model_dump(mode="json")
+    separators = None if indent is not None else (",", ":")
+    whole = {**content, "checksum": _digest(content)}
+    return json.dumps(whole, indent=indent, sort_keys=True, separators=separators) + "\n"
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Write a record as JSON, with a checksum of its own content.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_durably(path, record_text(record))
+
+
+def read_record(path: Path, kind: type[R], version: int) -> R:
+    """Read and check what ``write_record`` wrote.
+
+    Args:
+        path: the file.
+        kind: class of the record; it has a field ``format_version``.
+        version: the version that this code reads.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
+    """
+    try:
+        return read_text(path, path.read_text(encoding="utf-8"), kind, version)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: the save did not finish, or the file was removed") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
+    """Check what ``record_text`` made.
+
+    Args:
+        path: where it was read, for messages.
+        text: all of it.
+        kind: class of the record; it has a field ``format_version``.
+        version: the version that this code reads.
+
+    Raises:
+        CheckpointError: it is incomplete, changed since it was written, or of another version.
+    """
+    try:
+        if not text.endswith("}\n"):
+            raise ValueError("its end is missing")
+        content = json.loads(text)
+        claimed = content.pop("checksum")
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    if (found := _digest(content)) != claimed:
+        raise CheckpointError(f"{path} was changed: its content has checksum {found}, it says {claimed}")
+    if content.get("format_version") != version:
+        raise CheckpointError(
+            f"{path} has format version {content.get('format_version')}, this megasdc reads {version}"
+        )
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is not a manifest: {error}") from error
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """XXH3-128 of canonical JSON."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

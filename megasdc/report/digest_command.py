@@ -1,0 +1,71 @@
+"""The part of ``tools/compare_checkpoints.py`` for manifests and extracts: where tensors themselves cannot be read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from megasdc.checkpoint.compare_digests import compare_digests
+from megasdc.checkpoint.digest import Digest, count_bytes, digest_path, is_digest, read_digest
+from megasdc.checkpoint.extract import write_extracts
+from megasdc.report.bytes_bar import bytes_bar
+from megasdc.report.digest_render import render_digests
+
+
+def goes_by_digest(paths: Sequence[Path], extract: Path | None) -> bool:
+    """Whether a comparison is one of manifests: some are given, or blocks are asked for."""
+    return extract is not None or any(map(is_digest, paths))
+
+
+def compare_by_digest(
+    paths: Sequence[Path],
+    *,
+    extract: Path | None,
+    as_json: bool,
+    limit: int,
+) -> bool:
+    """Compare manifests, and folders by the manifests that they would have; print what was found.
+
+    Args:
+        paths: at least two.
+        extract: folder to write the blocks into that differ, of each path that is no manifest; null: none.
+        as_json: print one JSON object.
+        limit: differences that are listed.
+
+    Returns:
+        Whether everything is the same.
+
+    Raises:
+        CheckpointError: one cannot be read, or they have nothing in common.
+        StorageError: blocks cannot be written.
+    """
+    here = {place: path for place, path in enumerate(paths) if not is_digest(path)}
+    if extract is not None and not here:
+        raise typer.BadParameter(
+            "blocks are read from folders, but all that is given are manifests: give the folder "
+            "of this machine in place of its manifest",
+            param_hint="--extract",
+        )
+    quiet = as_json or not sys.stderr.isatty()
+    with bytes_bar("reading", sum(map(count_bytes, here.values())), quiet=quiet) as advance:
+        report = compare_digests([_digest(path, advance) for path in paths])
+    written = []
+    if extract is not None and not report.same:
+        written = write_extracts(report, here, extract)
+    if as_json:
+        typer.echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=240)
+        render_digests(report, console, limit)
+        for path in written:
+            console.print(f"blocks that differ: {path}, {path.stat().st_size:,} bytes", soft_wrap=True, markup=False)
+    return report.same
+
+
+def _digest(path: Path, advance: Callable[[int], None]) -> Digest:
+    return read_digest(path) if is_digest(path) else digest_path(path, progress=advance)
