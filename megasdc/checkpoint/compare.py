@@ -20,7 +20,17 @@ import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.damage import MEANINGS, Damage, Measure, Pattern, PieceDamage, classify, measure
-from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, Piece, PieceError, Scalar, Slot, View
+from megasdc.checkpoint.view import (
+    TENSOR_SLOTS,
+    Copy,
+    Entry,
+    Piece,
+    PieceError,
+    Scalar,
+    Slot,
+    View,
+    with_derived_weights,
+)
 from megasdc.errors import CheckpointError
 
 _RANKLESS = ("engine/", "optimizer/")
@@ -205,7 +215,7 @@ def compare_checkpoints(
     Raises:
         CheckpointError: they have nothing in common that is to be compared.
     """
-    comparison = _Comparison(list(views), options or Options(), progress or (lambda _: None))
+    comparison = _Comparison(with_derived_weights(views), options or Options(), progress or (lambda _: None))
     return comparison.run()
 
 
@@ -237,6 +247,7 @@ class _Comparison:
         for slot in (one for one in self._slots() if one in lacking):
             without = ", ".join(str(view.path) for view in self.views if slot not in view.slots)
             self.report.notes.append(f"{slot} is not in the format of {without}")
+        self.report.notes += [note for view in self.views for note in view.notes]
         self._settle()
         self.report.problems = list(dict.fromkeys(self.report.problems))
         return self.report

@@ -6,8 +6,8 @@ is asked for, from files that are mapped into memory; one at a time is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,8 @@ class Owner:
     def __str__(self) -> str:
         if self.rank is None:
             return "no rank known"
-        return f"rank {self.rank} (dp {self.dp}, pp {self.pp}, tp {self.tp}) on {self.host}"
+        place = "" if self.dp is None else f" (dp {self.dp}, pp {self.pp}, tp {self.tp})"
+        return f"rank {self.rank}{place}" + ("" if self.host is None else f" on {self.host}")
 
 
 class PieceError(Exception):
@@ -208,6 +209,8 @@ class View:
         scalars: by name; names of one rank begin with ``rank``.
         records: what the manifest says of files, by path.
         problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
+        notes: what to know about its files.
+        derived: weights that follow from master weights, of a format that holds none.
     """
 
     path: Path
@@ -218,6 +221,8 @@ class View:
     scalars: dict[str, Scalar] = field(default_factory=dict)
     records: dict[Path, FileRecord] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    derived: dict[tuple[str, Slot], Entry] = field(default_factory=dict)
     _changed: dict[Path, bool | None] = field(default_factory=dict)
 
     def changed(self, file: Path) -> bool | None:
@@ -226,6 +231,27 @@ class View:
             record = self.records.get(file)
             self._changed[file] = None if record is None else not file.exists() or hash_file(file) != record.xxh3_128
         return self._changed[file]
+
+
+def with_derived_weights(views: Sequence[View]) -> list[View]:
+    """Let checkpoints of master weights alone be compared with those of weights alone, such as exported models.
+
+    Args:
+        views: the checkpoints.
+
+    Returns:
+        The same; where one has weights and no master weights, those that have only master weights get the weights that
+        follow from these, and a note that says so.
+    """
+    if not any("weight" in view.slots and "master" not in view.slots for view in views):
+        return list(views)
+    return [_derive(view) if view.derived and "weight" not in view.slots else view for view in views]
+
+
+def _derive(view: View) -> View:
+    note = f"weights of {view.path} are its master weights, rounded as its run did"
+    entries = view.entries | view.derived
+    return replace(view, slots=("weight", *view.slots), entries=entries, notes=[*view.notes, note])
 
 
 class StateFiles:
@@ -245,6 +271,8 @@ class StateFiles:
             if not path.exists():
                 raise FileNotFoundError(path)
             try:
+                if not path.is_file():  # a pipe would be waited for
+                    raise CheckpointError(f"{path} is no file; copy the checkpoint again")
                 self._states[path] = load_checked(path, mmap=True)
             except CheckpointError as error:
                 self._states[path] = error

@@ -24,10 +24,14 @@ from megasdc.model.hf import from_hf, hf_shapes, model_fields, rules, vocabulary
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
 _UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_universal_view(path: Path) -> View:
     """A universal checkpoint: each parameter whole, master weight and moments.
+
+    Weights are derived: master weights rounded to the type that the run computed in, which is how its optimizer made
+    them.
 
     Raises:
         CheckpointError: its manifest or ``megasdc.json`` cannot be read.
@@ -37,6 +41,8 @@ def open_universal_view(path: Path) -> View:
     model = model_of(state, path)
     splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
     entries: dict[tuple[str, Slot], Entry] = {}
+    derived: dict[tuple[str, Slot], Entry] = {}
+    dtype = _PRECISIONS[manifest.precision]
     for name, shape in manifest.parameters.items():
         fqn = torch_name(name)
         rows = state.get("vocab_size") if splits.get(fqn) is Split.VOCABULARY else None
@@ -44,6 +50,8 @@ def open_universal_view(path: Path) -> View:
             file = path / PARAMETERS_FOLDER / name / f"{stem}.pt"
             stored = partial(files.tensor, file, "param")
             entries[fqn, slot] = _entry(file, tuple(shape), stored, torch.float32, rows)
+        file = path / PARAMETERS_FOLDER / name / f"{_UNIVERSAL_FILES['master']}.pt"
+        derived[fqn, "weight"] = _entry(file, tuple(shape), partial(_rounded, files, file, dtype), dtype, rows)
     file = path / PARAMETERS_FOLDER / "optimizer_state.pt"
     try:
         groups = files.load(file)["param_groups"]
@@ -59,6 +67,7 @@ def open_universal_view(path: Path) -> View:
         entries=entries,
         scalars=scalars,
         records={path / record.name: record for record in manifest.files},
+        derived=derived,
     )
 
 
@@ -148,6 +157,13 @@ def _read_tensor(path: Path, name: str) -> Tensor:
     with open_tensors(path) as file:
         found: Tensor = file.get_tensor(name)
     return found
+
+
+def _rounded(files: StateFiles, file: Path, dtype: torch.dtype) -> Tensor:
+    master = files.tensor(file, "param")
+    if master.dtype != torch.float32:
+        raise CheckpointError(f"{file} holds {master.dtype}, needed are master weights of torch.float32")
+    return master.to(dtype)
 
 
 def _same(value: Tensor) -> Tensor:

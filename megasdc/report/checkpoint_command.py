@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.checkpoint.open_view import open_view
-from megasdc.checkpoint.view import View
+from megasdc.checkpoint.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
 from megasdc.report.checkpoint_render import render
 
@@ -59,7 +59,7 @@ def compare(
         raise typer.BadParameter("two or more checkpoints are needed", param_hint="A B [C ...]")
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
     try:
-        views = [open_view(path) for path in checkpoints]
+        views = with_derived_weights([open_view(path) for path in checkpoints])
         report = _compare(views, options, quiet=as_json or not sys.stderr.isatty())
     except MegasdcError as error:
         typer.echo(f"compare_checkpoints: error: {error}", err=True)
