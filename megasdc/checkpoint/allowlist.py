@@ -43,6 +43,7 @@ def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> li
     Raises:
         CheckpointError: the file is not a whole file of ``torch.save``.
     """
+    check_regular(path)
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(content or str(path))
     except PermissionError as error:
@@ -54,6 +55,16 @@ def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> li
     except Exception as error:  # the disassembler meets arbitrary bytes; whatever it trips over, the file is refused
         raise CheckpointError(f"{path} has a pickle that cannot be read: {_first_line(error)}") from error
     return sorted(set(found) - ALLOWED_GLOBALS)
+
+
+def check_regular(path: Path | str) -> None:
+    """Refuse what is there but is no file: a pipe would be waited for.
+
+    Raises:
+        CheckpointError: with the path.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        raise CheckpointError(f"{path} is no file; get it again from where it came from")
 
 
 def check_pickle(path: Path | str) -> None:
@@ -87,6 +98,7 @@ def load_part(path: Path, start: int, num_bytes: int) -> Any:
         FileNotFoundError: the file is not there.
         CheckpointError: it is too short, cannot be read, or the part is unsafe or damaged.
     """
+    check_regular(path)
     try:
         with open(path, "rb") as file:
             file.seek(start)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megasdc.checkpoint.allowlist import refuse_classes
+from megasdc.checkpoint.allowlist import check_regular, refuse_classes
 from megasdc.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -96,6 +96,7 @@ def read_dcp_metadata(folder: Path) -> list[Item]:
         CheckpointError: the file is missing or damaged, names what it must not, or blocks do not make up a tensor.
     """
     path = folder / METADATA_FILE
+    check_regular(path)
     try:
         with open(path, "rb") as file:
             content = _unpickle(path, file)

@@ -38,7 +38,7 @@ def open_view(path: Path) -> View:
         if path.is_file():
             return open_file_view(path)
         if not path.is_dir():
-            raise CheckpointError(f"{path} is not there")
+            raise CheckpointError(f"{path} is {'no file or folder' if path.exists() else 'not there'}")
         kind = kind_of(path)
         if kind not in _OPENERS:
             raise CheckpointError(

@@ -271,8 +271,6 @@ class StateFiles:
             if not path.exists():
                 raise FileNotFoundError(path)
             try:
-                if not path.is_file():  # a pipe would be waited for
-                    raise CheckpointError(f"{path} is no file; copy the checkpoint again")
                 self._states[path] = load_checked(path, mmap=True)
             except CheckpointError as error:
                 self._states[path] = error

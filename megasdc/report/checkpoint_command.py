@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,8 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="A B [C ...]",
-            help="Checkpoints of any layout, universal ones, Hugging Face models, .pt or .safetensors files.",
+            help="Checkpoints of any layout, universal ones, of DeepSpeed with ZeRO-1 or of torch DCP, Hugging Face "
+            "models, .pt or .safetensors files.",
         ),
     ],
     only: Annotated[
@@ -66,10 +68,14 @@ def compare(
         if as_json:
             typer.echo(json.dumps({"same": False, "findings": [], "not_compared": [str(error)]}, indent=2))
         raise typer.Exit(NOT_COMPARED) from error
-    if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
-    else:
-        render(report, Console() if sys.stdout.isatty() else Console(width=240), limit)
+    try:
+        if as_json:
+            typer.echo(json.dumps(report.as_dict(), indent=2))
+        else:
+            render(report, Console() if sys.stdout.isatty() else Console(width=240), limit)
+        sys.stdout.flush()
+    except OSError as error:
+        _give_up_output(error)
     for problem in report.problems:
         typer.echo(f"compare_checkpoints: error: {problem}", err=True)
     if report.problems:
@@ -87,6 +93,18 @@ def _compare(views: list[View], options: Options, quiet: bool) -> Report:
         return compare_checkpoints(views, options, lambda count: bar.advance(task, count))
 
 
+def _give_up_output(error: OSError) -> None:
+    """End without a verdict: it could not be told, so that no exit code may stand for it.
+
+    Raises:
+        typer.Exit: always.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
+    typer.echo(f"compare_checkpoints: error: the result cannot be written: {error.strerror or error}", err=True)
+    raise typer.Exit(NOT_COMPARED) from error
+
+
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, which needs no accelerator: DeepSpeed would look for one, and say so where results go."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     app(prog_name="compare_checkpoints")

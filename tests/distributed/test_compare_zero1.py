@@ -49,8 +49,8 @@ class Net(nn.Module):
         self.register_buffer("offset", torch.linspace(0, 1, 5))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.inner(self.embedding(tokens))) * self.scale + self.offset
-        return self.output(self.back(hidden))
+        hidden = self.norm(self.inner(self.embedding(tokens)))
+        return self.output(self.back(hidden * self.scale.to(hidden.dtype) + self.offset.to(hidden.dtype)))
 
 
 def _engine(variant: str, micro_batch: int) -> Any:
