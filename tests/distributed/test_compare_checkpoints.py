@@ -297,6 +297,12 @@ def test_no_code_of_a_pickle_runs(made: Path, good: View, tmp_path: Path) -> Non
     assert report.findings == []
     assert len(report.problems) == 1
     assert report.num_compared > 60
+    universal = Path(shutil.copytree(made / "bf16_universal", tmp_path / "universal"))
+    file = universal / "zero/3.layer.mlp.linear_fc1.weight/exp_avg.pt"
+    torch.save({"param": _Executes(str(tmp_path / "acted"))}, file)
+    (problem,) = compare_checkpoints([open_view(universal), good]).problems
+    assert str(file) in problem
+    assert "would run code when loaded" in problem
     plain = tmp_path / "plain.pt"
     plain.write_bytes(pickle.dumps(_Executes(str(tmp_path / "acted"))))
     with pytest.raises(CheckpointError, match=r"plain\.pt"):
