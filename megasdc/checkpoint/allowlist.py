@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import pickle
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,22 +34,38 @@ ALLOWED_GLOBALS: frozenset[str] = frozenset(
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 
 
-def find_unsafe_classes(path: Path | str) -> list[str]:
+def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> list[str]:
     """Names in a file's pickle that are not on the list; nothing of the file is executed.
 
     Args:
         path: a file written by ``torch.save``.
+        content: the same, in memory, where it is part of the file at ``path``.
 
     Raises:
         CheckpointError: the file is not a whole file of ``torch.save``.
     """
+    check_regular(path)
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(content or str(path))
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; ask its owner, or read it as the owner"
+        ) from error
     except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is not a whole file of torch.save: {_first_line(error)}") from error
     except Exception as error:  # the disassembler meets arbitrary bytes; whatever it trips over, the file is refused
         raise CheckpointError(f"{path} has a pickle that cannot be read: {_first_line(error)}") from error
     return sorted(set(found) - ALLOWED_GLOBALS)
+
+
+def check_regular(path: Path | str) -> None:
+    """Refuse what is there but is no file: a pipe would be waited for.
+
+    Raises:
+        CheckpointError: with the path.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        raise CheckpointError(f"{path} is no file; get it again from where it came from")
 
 
 def check_pickle(path: Path | str) -> None:
@@ -58,11 +75,45 @@ def check_pickle(path: Path | str) -> None:
         CheckpointError: with the file and the classes; or the file is not one of ``torch.save``.
     """
     if unsafe := find_unsafe_classes(path):
-        grave = " and would run code when loaded" if any(name.split(".")[0] in _ESCAPES for name in unsafe) else ""
-        raise CheckpointError(
-            f"{path} holds {', '.join(unsafe)}, which a checkpoint must not hold{grave}; it was not opened. "
-            "Get the file again from where it came from, or resume from another checkpoint."
-        )
+        raise refuse_classes(path, unsafe)
+
+
+def refuse_classes(path: Path | str, unsafe: list[str]) -> CheckpointError:
+    """The error for a file whose pickle names classes that are not on the list."""
+    grave = " and would run code when loaded" if any(name.split(".")[0] in _ESCAPES for name in unsafe) else ""
+    return CheckpointError(
+        f"{path} holds {', '.join(unsafe)}, which a checkpoint must not hold{grave}; it was not opened. "
+        "Get the file again from where it came from, or resume from another checkpoint."
+    )
+
+
+def load_part(path: Path, start: int, num_bytes: int) -> Any:
+    """Check and load a file of ``torch.save`` that is part of another file, through torch's restricted unpickler.
+
+    Args:
+        path: the other file.
+        start: first byte of the part.
+        num_bytes: its bytes.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+        CheckpointError: it is too short, cannot be read, or the part is unsafe or damaged.
+    """
+    check_regular(path)
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            content = file.read(num_bytes)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) < num_bytes:
+        size = start + len(content) if content else path.stat().st_size
+        raise CheckpointError(f"{path} is cut off: it has {size} bytes, needed are {start + num_bytes}; copy it again")
+    if unsafe := find_unsafe_classes(path, io.BytesIO(content)):
+        raise refuse_classes(path, unsafe)
+    return _load(path, io.BytesIO(content), "cpu", mmap=False)
 
 
 def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
@@ -77,9 +128,13 @@ def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = Fa
         CheckpointError: the file is unsafe or damaged.
     """
     check_pickle(path)
+    return _load(path, str(path), map_location, mmap=mmap)
+
+
+def _load(path: Path | str, content: str | BinaryIO, map_location: Any, *, mmap: bool) -> Any:
     try:
         with _allowed_classes():
-            return torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap)
+            return torch.load(content, map_location=map_location, weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
 

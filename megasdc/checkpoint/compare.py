@@ -14,7 +14,7 @@ from megasdc.checkpoint.compare_report import Finding, Options, Report
 from megasdc.checkpoint.compare_scalars import compare_scalars
 from megasdc.checkpoint.compare_settle import settle
 from megasdc.checkpoint.compare_tensors import compare_tensors
-from megasdc.checkpoint.view import TENSOR_SLOTS, Slot, View
+from megasdc.checkpoint.view import TENSOR_SLOTS, Slot, View, with_derived_weights
 from megasdc.errors import CheckpointError
 
 __all__ = ["Finding", "Options", "Report", "compare_checkpoints", "tensors_to_compare"]
@@ -40,14 +40,15 @@ def compare_checkpoints(
     Raises:
         CheckpointError: they have nothing in common that is to be compared.
     """
-    report, options = Report(list(views)), options or Options()
+    views = with_derived_weights(views)
+    report, options = Report(views), options or Options()
     keys = tensors_to_compare(views, options)
     if not any(sum(key in view.entries for view in views) > 1 for key in keys):
         listed = "; ".join(f"{view.path} ({view.kind}) has {', '.join(view.slots)}" for view in views)
         raise CheckpointError(f"no tensor is in two of them that --only and --ignore leave: {listed}")
     compare_tensors(report, options, keys, jobs or len(os.sched_getaffinity(0)), progress or (lambda _: None))
     compare_scalars(report, options)
-    report.notes += _left_out(views, options)
+    report.notes += _left_out(views, options) + [note for view in views for note in view.notes]
     report.findings = settle(report.findings, Counter(slot for _, slot in keys))
     report.problems = list(dict.fromkeys(report.problems))
     return report

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.measure import unravel
-from megasdc.checkpoint.open_copy import Arrangement
+from megasdc.checkpoint.open_copy import Places
 from megasdc.checkpoint.view import Copy, Piece
 from megasdc.tensors.bits import as_bits, element_bits
 
@@ -182,7 +182,7 @@ class Classifying:
 
     def __init__(self, copy: Copy) -> None:
         self.pieces, self.shape = copy.pieces, copy.shape
-        self.arrangement: Arrangement = copy.arrangement
+        self.arrangement: Places = copy.arrangement
         self.scans = [_Scan() for _ in self.pieces]
 
     def add(self, start: int, expected: Tensor, got: Tensor) -> None:

@@ -16,6 +16,11 @@ UNIVERSALS = "a folder of universal checkpoints"
 INITIAL = "initial weights, made by import-hf"
 DATA = "prepared data"
 MODEL = "a Hugging Face model"
+ZERO = "a checkpoint of DeepSpeed without a manifest of megasdc"
+ZEROS = "a folder of checkpoints of DeepSpeed"
+DCP = "a folder of torch.distributed.checkpoint"
+STAGE_FILE = "mp_rank_00_model_states.pt"
+"""In every checkpoint of DeepSpeed but those of ZeRO-3; of a plain engine the only one of its kind."""
 RUN = "a run folder"
 
 
@@ -51,6 +56,9 @@ _REMEDIES = {
     DATA: "name it in megasdc.data.path",
     MODEL: "import it with megasdc import-hf {path} OUT",
     RUN: "its checkpoints are in {path}/checkpoints",
+    ZERO: "tools/compare_checkpoints.py reads it; a run cannot start from it",
+    ZEROS: "give one of the folders in it, such as that which {path}/latest names, to tools/compare_checkpoints.py",
+    DCP: "tools/compare_checkpoints.py reads it; a run cannot start from it",
 }
 _REMEDIES_FOR_UNIVERSAL = {
     CHECKPOINT: "convert it with megasdc convert-checkpoint {path} --to universal",
@@ -66,6 +74,9 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
     CHECKPOINTS: list_steps,
     UNIVERSALS: list_universal,
     MODEL: lambda path: "model_type" in _content(path / "config.json"),
+    ZERO: lambda path: (path / STAGE_FILE).exists(),
+    ZEROS: lambda path: (path / "latest").is_file(),
+    DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
     RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
 }
 """In the order in which they are looked for."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ from megasdc.checkpoint.extents import Extent, Reader
 
 Part = tuple[int, int, Tensor]
 """Number of a piece, its first element, and the elements from there on as a view of a range of the whole tensor."""
+
+
+class Places(Protocol):
+    """Says which element lies in which piece; see ``Arrangement``."""
+
+    def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
+        """Cut a range of the whole tensor into what pieces hold, of each piece in order."""
+
+    def place(self, piece: int, element: int) -> int:
+        """Place in the whole tensor of an element of a piece; ascends with ``element``."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ class OpenCopy:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    arrangement: Arrangement
+    arrangement: Places
     sources: Sequence[Extent | Tensor]
 
     def fill(self, start: int, out: Tensor, reader: Reader) -> None:

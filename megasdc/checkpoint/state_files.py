@@ -78,11 +78,21 @@ class StateFiles:
         run = read_whole(Extent(path, self._stamps[path], offset, value.dtype, (reach,)))
         return run.as_strided(value.shape, value.stride())
 
+    def read(self, path: Path, value: Any) -> Any:
+        """A value of ``load``, with its elements if it is a tensor.
+
+        Raises:
+            CheckpointError: its elements cannot be read.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        found = self.place(path, value)
+        return read_whole(found) if isinstance(found, Extent) else found
+
     def _with_small(self, path: Path, value: Any) -> Any:
         """The same with its small tensors read."""
         if isinstance(value, Tensor) and value.layout is torch.strided and value.nbytes <= _SMALL_BYTES:
-            found = self.place(path, value)
-            return read_whole(found) if isinstance(found, Extent) else found
+            return self.read(path, value)
         if isinstance(value, dict):
             value.update({key: self._with_small(path, item) for key, item in value.items()})
         elif isinstance(value, list):

@@ -81,14 +81,16 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file; ``keys()`` and ``get_tensor(name)`` of the result read it.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing, may not be read, or is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
-    except FileNotFoundError as error:
+    except FileNotFoundError as error:  # also where it may not be read
+        if path.exists():
+            raise CheckpointError(f"{path} cannot be read: Permission denied; ask its owner") from error
         raise CheckpointError(f"{path} is missing; copy the folder again") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error

@@ -6,8 +6,8 @@ Nothing is read when a view is opened but what says where tensors lie, so a view
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 from megasdc.checkpoint.extents import Extent, Reader
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.manifest import FileRecord
-from megasdc.checkpoint.open_copy import Arrangement, OpenCopy
+from megasdc.checkpoint.open_copy import Arrangement, OpenCopy, Places
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import Split
 
@@ -48,9 +48,8 @@ class Owner:
     def __str__(self) -> str:
         if self.rank is None:
             return "no rank known"
-        if self.dp is None:
-            return f"rank {self.rank} on {self.host}"
-        return f"rank {self.rank} (dp {self.dp}, pp {self.pp}, tp {self.tp}) on {self.host}"
+        place = "" if self.dp is None else f" (dp {self.dp}, pp {self.pp}, tp {self.tp})"
+        return f"rank {self.rank}{place}" + ("" if self.host is None else f" on {self.host}")
 
 
 class PieceError(Exception):
@@ -138,7 +137,7 @@ class Copy:
         return [piece for shard in self.shards for piece in shard]
 
     @property
-    def arrangement(self) -> Arrangement:
+    def arrangement(self) -> Places:
         """Which element lies in which piece."""
         periods = {Split.ROW: self.shape[0] if self.shape else 1, Split.GATED: 2}.get(self.split, 1)
         shards = tuple(tuple(piece.numel for piece in shard) for shard in self.shards)
@@ -227,6 +226,8 @@ class View:
         scalars: by name; names of one rank begin with ``rank``.
         records: what the manifest says of files, by path.
         problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
+        notes: what to know about its files.
+        derived: weights that follow from master weights, of a format that holds none.
     """
 
     path: Path
@@ -237,6 +238,8 @@ class View:
     scalars: dict[str, Scalar] = field(default_factory=dict)
     records: dict[Path, FileRecord] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    derived: dict[tuple[str, Slot], Entry] = field(default_factory=dict)
     _changed: dict[Path, bool | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -251,6 +254,27 @@ class View:
                 record = self.records.get(file)
                 self._changed[file] = None if record is None else _other_bytes(file, record)
             return self._changed[file]
+
+
+def with_derived_weights(views: Sequence[View]) -> list[View]:
+    """Let checkpoints of master weights alone be compared with those of weights alone, such as exported models.
+
+    Args:
+        views: the checkpoints.
+
+    Returns:
+        The same; where one has weights and no master weights, those that have only master weights get the weights that
+        follow from these, and a note that says so.
+    """
+    if not any("weight" in view.slots and "master" not in view.slots for view in views):
+        return list(views)
+    return [_derive(view) if view.derived and "weight" not in view.slots else view for view in views]
+
+
+def _derive(view: View) -> View:
+    note = f"weights of {view.path} are its master weights, rounded as its run did"
+    entries = view.entries | view.derived
+    return replace(view, slots=("weight", *view.slots), entries=entries, notes=[*view.notes, note])
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,6 @@
 """Where do the tensors of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1 lie, at any layout?
 
-Weights: one file a pipeline layer and tensor rank. Master weights and moments: each rank has a run of the flat tensor
-into which its stage's parameters are laid, group by group, padded to a multiple of 2 x replicas (DeepSpeed 0.19.8,
-``nccl_start_alignment_factor``). Where a run lies is computed from the shapes, as DeepSpeed itself loads by place; the
-map in each file (``param_slice_mappings``) must say the same, or it is another rank's file.
+Weights: one file a pipeline layer and tensor rank. Master weights and moments: see ``zero_shards``.
 """
 
 from __future__ import annotations
@@ -16,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from pydantic import ValidationError
-from torch import Tensor
 
 from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
@@ -26,17 +21,21 @@ from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.sources import find_missing
 from megasdc.checkpoint.state_files import StateFiles
 from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten, whole_shape
+from megasdc.checkpoint.zero_shards import (
+    digest_of,
+    lay_out,
+    optimizer_file,
+    read_stage,
+    shard_pieces,
+    shard_scalars,
+)
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
 from megasdc.parallel.dims import ParallelDims
 
-_ALIGNMENT = 2
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
-_STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 _SHARED_SCALARS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
-_Fragments = dict[str, tuple[int, int]]
-"""Of each parameter that a shard has elements of: first element in the shard, and number."""
 
 
 def open_deepspeed(path: Path) -> View:
@@ -139,18 +138,8 @@ class _Opening:
 
     def _stage(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
         file = self.path / f"mp_rank_{pp_rank * self.layout.tensor + tp_rank:02d}_model_states.pt"
-        try:
-            state: dict[str, Any] = self.files.load(file)
-            found = {key: state[key] for key in _STAGE_SCALARS}
-            if not all(shape.numel() for shapes in state["param_shapes"] for shape in shapes.values()):
-                raise ValueError("a parameter without elements")
-        except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{file} does not say which parameters its stage has: {error!r}") from error
-        for name, value in flatten("", found):
-            place = f"stage {pp_rank} tensor {tp_rank}"
-            self.scalars[f"rank of {place}/{name}"] = Scalar(repr(value), file, self._writer(file.name))
-            if pp_rank == tp_rank == 0:
-                self.scalars[f"engine/{name}"] = Scalar(repr(value), file, self._writer(file.name))
+        state, scalars = read_stage(self.files, file, self._writer(file.name), pp_rank, tp_rank)
+        self.scalars |= scalars
         return state
 
     def _add_weights(self, groups: list[dict[str, torch.Size]], pp_rank: int) -> None:
@@ -177,63 +166,18 @@ class _Opening:
         """Master weights and moments of one group of a stage's parameters."""
         pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
         for tp_rank, shapes in enumerate(shapes_of):
-            length, expected = lay_out(shapes, self.layout.data)
+            laid = lay_out(shapes, self.layout.data)
             found: dict[tuple[str, Slot], list[Piece]] = {}
-            for dp_rank, fragments in enumerate(expected):
+            for dp_rank in range(self.layout.data):
                 owner = self._owner(pp_rank, dp_rank, tp_rank)
-                stage = f"mp_rank_{pp_rank * self.layout.tensor + tp_rank:02d}"
-                file = self.path / f"{self.prefix}zero_pp_rank_{dp_rank}_{stage}_optim_states.pt"
-                holds = self._check_map(file, group, dp_rank, expected)
-                self._add_step(file, group, owner)
-                for name, (start, numel) in fragments.items():
-                    for slot, keys in _places(group).items():
-                        stored = partial(self.files.tensor, file, "optimizer_state_dict", *keys)
-                        piece = Piece(file, owner, numel, stored, start, (length,), torch.float32, holds)
-                        found.setdefault((name, slot), []).append(piece)
+                file = optimizer_file(self.path, self.prefix, dp_rank, pp_rank * self.layout.tensor + tp_rank)
+                self.scalars |= shard_scalars(self.files, file, owner, group)
+                for name, slot, piece in shard_pieces(self.files, file, owner, group, dp_rank, laid):
+                    found.setdefault((name, slot), []).append(piece)
             for key, one in found.items():
                 pieces.setdefault(key, []).append(tuple(one))
         for (name, slot), shards in pieces.items():
             self._add(name, slot, tuple(shapes_of[0][name]), shards)
-
-    def _check_map(self, file: Path, group: int, dp_rank: int, expected: list[_Fragments]) -> str:
-        """Whose shard a file says that it is, if it is another's.
-
-        Raises:
-            CheckpointError: its map is none that ZeRO-1 makes.
-        """
-        try:
-            mapping = self.files.load(file)["optimizer_state_dict"]["param_slice_mappings"][group]
-            found = {name: (address.start, address.numel) for name, address in mapping.items()}
-        except (FileNotFoundError, CheckpointError):
-            return ""  # said when the piece is read
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file} does not say which parameters it has: {error!r}") from error
-        if found == expected[dp_rank]:
-            return ""
-        if found in expected:
-            return f"the shard of dp rank {expected.index(found)}"
-        if set(found) & {name for fragments in expected for name in fragments}:
-            raise CheckpointError(
-                f"{file} has parameters elsewhere than ZeRO-1 lays them by default; parameter_alignment and "
-                "round_robin_gradients are not supported"
-            )
-        return "the shard of another stage"
-
-    def _add_step(self, file: Path, group: int, owner: Owner) -> None:
-        """The optimizer's counter and rate of one group in one file."""
-        try:
-            base = self.files.load(file)["optimizer_state_dict"]["base_optimizer_state"]
-            found = {"step": base["state"][group]["step"], "lr": base["param_groups"][group]["lr"]}
-        except CheckpointError:
-            return  # said when its tensors are read
-        except (FileNotFoundError, KeyError, IndexError, TypeError):
-            found = {"step": None, "lr": None}
-        for key, value in found.items():
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            text = None if number is None else repr(number)
-            self.scalars[f"rank {owner.rank:05d}/group {group}/{key}"] = Scalar(text, file, owner)
-            if owner.rank == 0:
-                self.scalars[f"optimizer/group {group}/{key}"] = Scalar(text, file, owner)
 
     def _add_rng(self) -> None:
         for rank in range(self.manifest.world_size):
@@ -241,7 +185,7 @@ class _Opening:
             value: str | None = None
             try:
                 if file.exists():
-                    value = _digest(load_checked(file))
+                    value = digest_of(load_checked(file))
             except CheckpointError as error:
                 self.problems.append(str(error))
                 continue
@@ -266,48 +210,6 @@ class _Opening:
             copies.append(Copy(whole_shape(local, split, tensor), tuple(shards), split))
 
 
-def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[_Fragments]]:
-    """Where ZeRO-1 lays the parameters of a group.
-
-    Args:
-        shapes: of one stage and tensor rank, in order.
-        replicas: ranks that share them.
-
-    Returns:
-        Elements of each rank's shard, the padding with them, and what lies in each.
-    """
-    total = sum(prod(shape) for shape in shapes.values())
-    length = -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
-    found: list[_Fragments] = [{} for _ in range(replicas)]
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + prod(shape)
-        while offset < end:
-            dp_rank, start = divmod(offset, length)
-            numel = min(end - offset, length - start)
-            found[dp_rank][name] = (start, numel)
-            offset += numel
-    return length, found
-
-
-def _places(group: int) -> dict[Slot, tuple[Any, ...]]:
-    state = ("base_optimizer_state", "state", group)
-    return {
-        "master": ("single_partition_of_fp32_groups", group),
-        "exp_avg": (*state, "exp_avg"),
-        "exp_avg_sq": (*state, "exp_avg_sq"),
-    }
-
-
 def _same_save(path: Path, manifest: Manifest, other: Manifest) -> None:
     if other.save_id != manifest.save_id:
         raise CheckpointError(f"{path}: the manifest of node {other.node} is of another save of this step")
-
-
-def _digest(state: Any) -> str:
-    """XXH3-128 of all values of a rank's own state."""
-    found = xxhash.xxh3_128()
-    for name, value in flatten("", state):
-        content = value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
-        found.update(name.encode() + b"\0" + content)
-    return found.hexdigest()

@@ -37,10 +37,14 @@ from megasdc.model.hf import (
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
 _UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_universal_view(path: Path) -> View:
     """A universal checkpoint: each parameter whole, master weight and moments.
+
+    Weights are derived: master weights rounded to the type that the run computed in, which is how its optimizer made
+    them.
 
     Raises:
         CheckpointError: its manifest or ``megasdc.json`` cannot be read.
@@ -50,6 +54,8 @@ def open_universal_view(path: Path) -> View:
     model = model_of(state, path)
     splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
     entries: dict[tuple[str, Slot], Entry] = {}
+    derived: dict[tuple[str, Slot], Entry] = {}
+    dtype = _PRECISIONS[manifest.precision]
     for name, shape in manifest.parameters.items():
         fqn = torch_name(name)
         rows = state.get("vocab_size") if splits.get(fqn) is Split.VOCABULARY else None
@@ -57,6 +63,8 @@ def open_universal_view(path: Path) -> View:
             file = path / PARAMETERS_FOLDER / name / f"{stem}.pt"
             stored = partial(files.tensor, file, "param")
             entries[fqn, slot] = _entry(file, tuple(shape), stored, torch.float32, rows)
+        file = path / PARAMETERS_FOLDER / name / f"{_UNIVERSAL_FILES['master']}.pt"
+        derived[fqn, "weight"] = _entry(file, tuple(shape), partial(_rounded, files, file, dtype), dtype, rows)
     file = path / PARAMETERS_FOLDER / "optimizer_state.pt"
     try:
         groups = files.load(file)["param_groups"]
@@ -72,6 +80,7 @@ def open_universal_view(path: Path) -> View:
         entries=entries,
         scalars=scalars,
         records={path / record.name: record for record in manifest.files},
+        derived=derived,
     )
 
 
@@ -151,3 +160,11 @@ def _entry(file: Path, shape: tuple[int, ...], stored: Any, dtype: torch.dtype |
 
 def _same(extent: Extent) -> Extent:
     return extent
+
+
+def _rounded(files: StateFiles, file: Path, dtype: torch.dtype) -> Tensor:
+    """Master weights as weights; held."""
+    master = files.tensor(file, "param")
+    if master.dtype != torch.float32:
+        raise CheckpointError(f"{file} holds {master.dtype}, needed are master weights of torch.float32")
+    return (read_whole(master) if isinstance(master, Extent) else master).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.checkpoint.extract_views import is_extract, open_extract_views
 from megasdc.checkpoint.open_view import open_view
-from megasdc.checkpoint.view import View
+from megasdc.checkpoint.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
 from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
@@ -35,8 +36,8 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="A B [C ...]",
-            help="Checkpoints of any layout, universal ones, Hugging Face models, .pt or .safetensors files; or "
-            "manifests and extracts of them.",
+            help="Checkpoints of any layout, universal ones, of DeepSpeed with ZeRO-1 or of torch DCP, Hugging Face "
+            "models, .pt or .safetensors files; or manifests and extracts of them.",
         ),
     ],
     only: Annotated[
@@ -87,6 +88,7 @@ def compare(
         if ulp or rtol or extract is not None:
             raise typer.BadParameter("--drift tells how large differences are: leave --ulp, --rtol and --extract out")
         found = compare_runs(checkpoints, options, html, as_json)
+        sys.stdout.flush()
         raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
     try:
         if goes_by_digest(checkpoints, extract):
@@ -97,6 +99,7 @@ def compare(
             _leave(compare_by_digest(checkpoints, extract=extract, as_json=as_json, limit=limit), [])
         some_are_extracts = any(map(is_extract, checkpoints))
         views = open_extract_views(checkpoints) if some_are_extracts else [open_view(path) for path in checkpoints]
+        views = with_derived_weights(views)
         report = _compare(views, options, jobs, quiet=as_json or not sys.stderr.isatty())
         if html is not None:
             write_comparison(report, tensors_to_compare(views, options), html)
@@ -113,7 +116,8 @@ def compare(
 
 
 def _leave(same: bool, problems: list[str]) -> None:
-    """End with the exit code."""
+    """End with the exit code, if the result could be told."""
+    sys.stdout.flush()
     for problem in problems:
         typer.echo(f"compare_checkpoints: error: {problem}", err=True)
     if problems:
@@ -132,5 +136,14 @@ def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool)
 
 
 def main() -> None:
-    """Run the command line."""
-    app(prog_name="compare_checkpoints")
+    """Run the command line, which needs no accelerator: DeepSpeed would look for one, and say so where results go.
+
+    A result that cannot be written is no verdict, so that no exit code may stand for it.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        app(prog_name="compare_checkpoints")
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
+        typer.echo(f"compare_checkpoints: error: the result cannot be written: {error.strerror or error}", err=True)
+        sys.exit(NOT_COMPARED)

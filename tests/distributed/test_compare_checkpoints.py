@@ -108,6 +108,8 @@ PAIRS = [
     (f"bf16/{STEP}", "bf16_universal", 15 * 3),
     (f"bf16/{STEP}", "bf16_hf", 15),
     (f"summed/{STEP}", "summed_universal", 28 * 3),
+    ("fp32_universal", "fp32_hf", 28),
+    ("bf16_universal", "bf16_hf", 15),
 ]
 
 
@@ -149,6 +151,27 @@ def test_drift_follows_runs_over_layouts(made: Path) -> None:
     steps = measure_drift([made / "bf16/checkpoints", made / "bf16/checkpoints"])
     assert steps.runs == [str(made / "bf16/checkpoints")]
     assert steps.same
+
+
+def test_a_universal_checkpoint_is_compared_with_a_model(made: Path, tmp_path: Path) -> None:
+    """Master weights are rounded as the run did: a flip that survives rounding is found in its file, and told how."""
+    copy = Path(shutil.copytree(made / "bf16_universal", tmp_path / "universal"))
+    file = copy / "zero/3.layer.mlp.linear_fc1.weight/fp32.pt"
+    state = torch.load(file, weights_only=False)
+    state["param"].view(torch.int32)[2, 9] ^= 1 << 24
+    torch.save(state, file)
+    report = compare_checkpoints([open_view(copy), open_view(made / "bf16_hf")])
+    (found,) = report.findings
+    assert (found.fqn, found.slot, found.pattern, found.detail) == (
+        "3.layer.mlp.linear_fc1.weight",
+        "weight",
+        "bit",
+        "bit 8",
+    )
+    assert found.measure is not None
+    assert found.measure.first == [2, 9]
+    assert f"weights of {copy} are its master weights, rounded as its run did" in report.notes
+    assert {view.slots[0] for view in report.views} == {"weight"}
 
 
 def test_another_step_is_drift(made: Path, good: View) -> None:
@@ -284,7 +307,8 @@ def test_exit_codes_and_json(made: Path, tmp_path: Path) -> None:
     assert _run(good, harmed, "--only", "*/exp_avg").exit_code == 0
     assert _run(good, harmed, "--only", "*/weight").exit_code == 1
     assert _run(good, harmed, "--weights-only", "--ulp", 10**6).exit_code == 0
-    for wrong in ([good], [good, tmp_path / "nothing"], [good, tmp_path], [made / "bf16_universal", made / "bf16_hf"]):
+    names_of_others = made / "bf16_hf" / "model.safetensors"
+    for wrong in ([good], [good, tmp_path / "nothing"], [good, tmp_path], [good, names_of_others]):
         assert _run(*wrong).exit_code == 2, wrong
 
 
@@ -309,6 +333,12 @@ def test_no_code_of_a_pickle_runs(made: Path, good: View, tmp_path: Path) -> Non
     assert report.findings == []
     assert len(report.problems) == 1
     assert report.num_compared > 60
+    universal = Path(shutil.copytree(made / "bf16_universal", tmp_path / "universal"))
+    file = universal / "zero/3.layer.mlp.linear_fc1.weight/exp_avg.pt"
+    torch.save({"param": _Executes(str(tmp_path / "acted"))}, file)
+    (problem,) = compare_checkpoints([open_view(universal), good]).problems
+    assert str(file) in problem
+    assert "would run code when loaded" in problem
     plain = tmp_path / "plain.pt"
     plain.write_bytes(pickle.dumps(_Executes(str(tmp_path / "acted"))))
     with pytest.raises(CheckpointError, match=r"plain\.pt"):

@@ -1,0 +1,201 @@
+"""Where do master weights and moments of ZeRO-1 lie, and what else do DeepSpeed's files of stages and ranks say?
+
+Each rank has a run of the flat tensor into which the parameters of its stage are laid, group by group, padded to a
+multiple of 2 x replicas (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``). Where a run lies is computed from the
+shapes, as DeepSpeed itself loads by place; the map in each file (``param_slice_mappings``) must say the same, or it is
+another rank's file. ``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` differ in that the second saves the last rank's
+master weights without the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megasdc.checkpoint.state_files import StateFiles
+from megasdc.checkpoint.view import Owner, Piece, Scalar, Slot, flatten
+from megasdc.errors import CheckpointError
+
+_ALIGNMENT = 2
+_STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+Fragments = dict[str, tuple[int, int]]
+"""Of each parameter that a shard has elements of: first element in the shard, and number."""
+
+
+def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
+    """Where ZeRO-1 lays the parameters of a group.
+
+    Args:
+        shapes: of one stage and tensor rank, in order.
+        replicas: ranks that share them.
+
+    Returns:
+        Elements of each rank's shard, the padding with them, and what lies in each.
+    """
+    total = sum(prod(shape) for shape in shapes.values())
+    length = -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
+    found: list[Fragments] = [{} for _ in range(replicas)]
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + prod(shape)
+        while offset < end:
+            dp_rank, start = divmod(offset, length)
+            numel = min(end - offset, length - start)
+            found[dp_rank][name] = (start, numel)
+            offset += numel
+    return length, found
+
+
+def optimizer_file(folder: Path, prefix: str, dp_rank: int, stage: int) -> Path:
+    """The file of one rank's optimizer.
+
+    Args:
+        folder: the checkpoint.
+        prefix: ``bf16_`` where weights are bf16, else empty.
+        dp_rank: its replica.
+        stage: number of its file of the stage: pipeline rank x tensor ranks + tensor rank.
+    """
+    return folder / f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
+
+
+def shard_pieces(
+    files: StateFiles, file: Path, owner: Owner, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
+) -> Iterator[tuple[str, Slot, Piece]]:
+    """The pieces of one group's parameters in one rank's file.
+
+    Args:
+        files: opens files.
+        file: the rank's.
+        owner: the rank.
+        group: of the optimizer.
+        dp_rank: which of the shards the file must hold.
+        laid: from ``lay_out``.
+
+    Returns:
+        Names of parameters, slots and pieces.
+
+    Raises:
+        CheckpointError: the file's map is none that ZeRO-1 makes.
+    """
+    length, expected = laid
+    holds = _check_map(files, file, group, dp_rank, expected)
+    lean = _master_length(files, file, dp_rank, laid)
+    state = ("base_optimizer_state", "state", group)
+    places: dict[Slot, tuple[int, tuple[Any, ...]]] = {
+        "master": (lean, ("single_partition_of_fp32_groups", group)),
+        "exp_avg": (length, (*state, "exp_avg")),
+        "exp_avg_sq": (length, (*state, "exp_avg_sq")),
+    }
+    for name, (start, numel) in expected[dp_rank].items():
+        for slot, (size, keys) in places.items():
+            stored = partial(files.tensor, file, "optimizer_state_dict", *keys)
+            yield name, slot, Piece(file, owner, numel, stored, start, (size,), torch.float32, holds)
+
+
+def shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> dict[str, Scalar]:
+    """The optimizer's counter and rate of one group in one rank's file; none where it cannot be read."""
+    try:
+        base = files.load(file)["optimizer_state_dict"]["base_optimizer_state"]
+        found = {"step": base["state"][group]["step"], "lr": base["param_groups"][group]["lr"]}
+    except CheckpointError:
+        return {}  # said when its tensors are read
+    except (FileNotFoundError, KeyError, IndexError, TypeError):
+        found = {"step": None, "lr": None}
+    scalars: dict[str, Scalar] = {}
+    for key, value in found.items():
+        scalar = Scalar(None if value is None else text_of(value), file, owner)
+        scalars[f"rank {owner.rank:05d}/group {group}/{key}"] = scalar
+        if owner.rank == 0:
+            scalars[f"optimizer/group {group}/{key}"] = scalar
+    return scalars
+
+
+def read_stage(
+    files: StateFiles, file: Path, owner: Owner, pp_rank: int, tp_rank: int
+) -> tuple[dict[str, Any], dict[str, Scalar]]:
+    """What the file of a stage says.
+
+    Returns:
+        All of it, with ``param_shapes``: of each group the shapes of parameters by name; and its counters.
+
+    Raises:
+        CheckpointError: it is missing, or does not say what it must.
+    """
+    try:
+        state: dict[str, Any] = files.load(file)
+        found = {key: state[key] for key in _STAGE_SCALARS}
+        if not all(shape.numel() for shapes in state["param_shapes"] for shape in shapes.values()):
+            raise ValueError("a parameter without elements")
+    except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{file} does not say which parameters its stage has: {error!r}") from error
+    scalars: dict[str, Scalar] = {}
+    for name, value in flatten("", found):
+        scalars[f"rank of stage {pp_rank} tensor {tp_rank}/{name}"] = Scalar(text_of(value), file, owner)
+        if pp_rank == tp_rank == 0:
+            scalars[f"engine/{name}"] = Scalar(text_of(value), file, owner)
+    return state, scalars
+
+
+def text_of(value: Any) -> str:
+    """A value that is no tensor of the model, as text that differs where the value does."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return repr(value.item()) if value.numel() == 1 else digest_of(value)
+
+
+def digest_of(state: Any) -> str:
+    """XXH3-128 of all values of a nested state."""
+    found = xxhash.xxh3_128()
+    for name, value in flatten("", state):
+        content: Any = repr(value).encode()
+        if isinstance(value, Tensor):
+            content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found.update(name.encode() + b"\0" + content)
+    return found.hexdigest()
+
+
+def _check_map(files: StateFiles, file: Path, group: int, dp_rank: int, expected: list[Fragments]) -> str:
+    """Whose shard a file says that it is, if it is another's.
+
+    Raises:
+        CheckpointError: its map is none that ZeRO-1 makes.
+    """
+    try:
+        mapping = files.load(file)["optimizer_state_dict"]["param_slice_mappings"][group]
+        found = {name: (address.start, address.numel) for name, address in mapping.items()}
+    except (FileNotFoundError, CheckpointError):
+        return ""  # said when the piece is read
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} does not say which parameters it has: {error!r}") from error
+    if found == expected[dp_rank]:
+        return ""
+    if found in expected:
+        return f"the shard of dp rank {expected.index(found)}"
+    if set(found) & {name for fragments in expected for name in fragments}:
+        raise CheckpointError(
+            f"{file} has parameters elsewhere than ZeRO-1 lays them by default; parameter_alignment and "
+            "round_robin_gradients are not supported"
+        )
+    return "the shard of another stage"
+
+
+def _master_length(files: StateFiles, file: Path, dp_rank: int, laid: tuple[int, list[Fragments]]) -> int:
+    """Elements of a group's master weights in one rank's file; ``zero_stage`` is in those of the optimizer that leaves
+    the last rank's padding out.
+    """
+    length, expected = laid
+    try:
+        padded = "zero_stage" not in files.load(file)["optimizer_state_dict"]
+    except (FileNotFoundError, CheckpointError, KeyError, TypeError):
+        return length  # said when the piece is read
+    if padded or dp_rank != len(expected) - 1:
+        return length
+    real = sum(numel for fragments in expected for _, numel in fragments.values())
+    return max(0, real - length * dp_rank)
