@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megasdc.checkpoint.export_hf import check_out, writing_folder
+from megasdc.checkpoint.extents import Extent
 from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file, write_durably
 from megasdc.checkpoint.initial import (
     FORMAT_VERSION,
@@ -25,7 +26,7 @@ from megasdc.checkpoint.initial import (
 )
 from megasdc.checkpoint.kinds import explain_folder
 from megasdc.checkpoint.progress import progress_bar
-from megasdc.checkpoint.tensor_files import DTYPES, open_tensors, write_tensors
+from megasdc.checkpoint.tensor_files import DTYPES, locate_tensors, open_tensors, write_tensors
 from megasdc.config import ModelSection
 from megasdc.data.tokenizer import kind_of_files, load_tokenizer
 from megasdc.errors import CheckpointError, ConfigError, DataError
@@ -141,17 +142,16 @@ class HfShards:
                 f"{folder} holds no model.safetensors and no index of several{hint}; save the model with "
                 "save_pretrained(..., safe_serialization=True)"
             )
+        self.extents: dict[str, Extent] = {}
         self.file_of: dict[str, str] = {}
         self.shape_of: dict[str, list[int]] = {}
-        self.dtype_of: dict[str, str] = {}
         for name in files:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
-            with open_tensors(folder / name) as file:
-                self.file_of |= dict.fromkeys(file.keys(), name)
-                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-                self.shape_of |= {key: one.get_shape() for key, one in slices.items()}
-                self.dtype_of |= {key: one.get_dtype() for key, one in slices.items()}
+            located = locate_tensors(folder / name)
+            self.extents |= located
+            self.file_of |= dict.fromkeys(located, name)
+            self.shape_of |= {key: list(extent.shape) for key, extent in located.items()}
         self.prefix = ""
 
     def check(self, model: ModelSection, wanted: dict[str, list[int]]) -> None:

@@ -97,12 +97,11 @@ def open_hf_view(path: Path) -> View:
         shards.check(model, hf_shapes(model, vocabulary(config)))
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be compared as a Hugging Face model: {error}") from error
-    located = {name: one for file in set(shards.file_of.values()) for name, one in locate_tensors(path / file).items()}
     entries: dict[tuple[str, Slot], Entry] = {}
     for name, split in parameter_splits(model).items():
         index, rest = split_name(name)
         (rule,) = (rule for rule in rules(model, index) if rule.ours == rest)
-        theirs = [located[shards.name_in_file(one)] for one in rule.theirs]
+        theirs = [shards.extents[shards.name_in_file(one)] for one in rule.theirs]
         shape = shape_of_ours(model, rule, [one.shape for one in theirs])
         if rule.form in (Form.SAME, Form.GATE_UP):  # theirs one after the other
             pieces = tuple(
@@ -113,7 +112,7 @@ def open_hf_view(path: Path) -> View:
             pieces = (Piece(theirs[0].file, Owner(), prod(shape), whole, dtype=theirs[0].dtype),)
         entries[name, "weight"] = Entry((Copy(shape, (pieces,)),), shape[0] if split is Split.VOCABULARY else None)
     for rule in (rule for index in range(num_pipeline_layers(model)) for rule in rules(model, index) if not rule.ours):
-        _check_zero(rule, located[shards.name_in_file(rule.theirs[0])])
+        _check_zero(rule, shards.extents[shards.name_in_file(rule.theirs[0])])
     return View(path, "Hugging Face", None, ("weight",), entries)
 
 

@@ -61,3 +61,13 @@ def test_names_of_torch_and_megatron():
     assert hasattr(distributed_c10d.ProcessGroup, "_device_types")
     assert hasattr(distributed_c10d.ProcessGroupGloo._Options, "_timeout")
     assert all(hasattr(module, "torch") for module in (layers, mappings, utils))
+
+
+def test_torch_notes_where_a_storage_lies(tmp_path):
+    """Loaded on ``meta``, the storage of a tensor says at which byte of the file it begins."""
+    import torch
+
+    torch.save({"a": torch.arange(7), "b": torch.arange(100, 1100)}, tmp_path / "file.pt")
+    state = torch.load(tmp_path / "file.pt", map_location="meta", weights_only=True)
+    start = state["b"].untyped_storage()._checkpoint_offset
+    assert (tmp_path / "file.pt").read_bytes()[start : start + 8000] == torch.arange(100, 1100).numpy().tobytes()
