@@ -1,4 +1,4 @@
-"""`megasdc bench ...` of looking at checkpoints."""
+"""`megasdc bench ...` of manifests of checkpoints."""
 
 from __future__ import annotations
 
