@@ -99,7 +99,7 @@ class _Comparison:
             )
         if self.outside:
             self.report.notes.append(
-                f"{where}{self.outside:,} files differ in bytes of no tensor and no value alone, as in two runs"
+                f"{where}{self.outside:,} files differ in headers, configuration or global random generators alone"
             )
 
     def _name_lone_files(self, files: dict[str, list[_Holder]]) -> None:

@@ -11,11 +11,11 @@ What = Literal["blocks", "bytes", "outside", "missing", "type", "value", "values
 WHATS: dict[What, str] = {
     "blocks": "blocks of a tensor differ",
     "bytes": "the file differs, and its tensors or blocks are not known",
-    "outside": "bytes differ that belong to no tensor and no value: headers, padding, configuration",
+    "outside": "bytes differ of headers, configuration or global random generators, not of the training's state",
     "missing": "a file, or a tensor in it, is not there",
     "type": "another data type or shape",
     "value": "another counter or rate",
-    "values": "other values that are no tensors, such as states of random generators",
+    "values": "other values that are no tensors, such as the loader's position",
 }
 """What kinds of differences there are."""
 

@@ -27,8 +27,8 @@ from megasdc.errors import CheckpointError
 PICKLED = (".pt", ".pth", ".bin")
 _NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last_batch_iteration", "tokens", "samples")
 """Values that are kept by name: those that a comparison should show."""
-_CONFIGURATION = ("ds_config", "ds_version")
-"""Keys of DeepSpeed's files with paths of a run, or with a version."""
+_OF_A_RUN = ("ds_config", "ds_version", "rng")
+"""What differs between two runs of equal content: paths, a version, global generators that training does not use."""
 _SHARED = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 _unpickling = threading.Lock()
 """torch's list of allowed classes is one for all threads."""
@@ -86,7 +86,7 @@ def _read_pickled(path: Path) -> Structure:
         state = load_checked(path, map_location="meta")
     found = Structure()
     if isinstance(state, dict):
-        state = {key: value for key, value in state.items() if key not in _CONFIGURATION}
+        state = {key: value for key, value in state.items() if key not in _OF_A_RUN}
         optimizer = state.get("optimizer_state_dict")
         for mapping in optimizer.get("param_slice_mappings", []) if isinstance(optimizer, dict) else []:
             found.fragments.append({str(name): f"{place.start}+{place.numel}" for name, place in mapping.items()})

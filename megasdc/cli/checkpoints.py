@@ -87,7 +87,8 @@ def write_manifest(
 ) -> None:
     """Read everything once and write a small manifest of it, to be compared with those of other nodes.
 
-    Digests of files, tensors and blocks of tensors, about 9 KB a GB. tools/compare_checkpoints.py compares manifests.
+    Digests of files, tensors and blocks of tensors, 9 to 15 KB a GB of large files. tools/compare_checkpoints.py
+    compares manifests.
     """
     from megasdc.report.manifest_command import make_manifest
 

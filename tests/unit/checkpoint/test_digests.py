@@ -176,11 +176,11 @@ def test_elements_of_a_shard_are_those_of_parameters(pair: tuple[Path, Path]) ->
 
 
 def test_other_differences(pair: tuple[Path, Path]) -> None:
-    """A missing file, another type, another random state, a file that cannot be opened: each is called what it is."""
+    """A missing file, another type, another state of a rank, a file that cannot be opened: each is named."""
     one, two = pair
     torch.save({"a.weight": torch.ones(3), "a.bias": torch.ones(7).half()}, two / LAYER)
-    torch.save({"rng": [1, 2, 3]}, one / "rank_00000_state.pt")
-    torch.save({"rng": [1, 2, 4]}, two / "rank_00000_state.pt")
+    torch.save({"rng": [5], "hooks": [1, 2, 3]}, one / "rank_00000_state.pt")
+    torch.save({"rng": [6], "hooks": [1, 2, 4]}, two / "rank_00000_state.pt")
     (two / SHARD).write_bytes((two / SHARD).read_bytes()[:-100])
     (two / "megasdc.json").unlink()
     found = compare_digests([digest_path(one), digest_path(two)]).differences
@@ -202,7 +202,7 @@ def test_bytes_of_no_tensor_count_within_one_save(tmp_path: Path) -> None:
     of_one_save, of_two = (compare_digests([digest_path(one), digest_path(other)]) for other in (copy, two))
     assert [(found.what, found.file) for found in of_one_save.differences] == [("outside", LAYER)]
     assert of_two.same
-    assert any("3 files differ in bytes of no tensor" in note for note in of_two.notes)
+    assert any("3 files differ in headers" in note for note in of_two.notes)
 
 
 def test_an_old_manifest_says_that_blocks_are_not_known(pair: tuple[Path, Path]) -> None:
