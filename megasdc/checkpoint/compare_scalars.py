@@ -7,7 +7,7 @@ from torch import Tensor
 from megasdc.checkpoint.compare_report import Options, Report
 from megasdc.checkpoint.compare_votes import all_intact, find_expected
 from megasdc.checkpoint.damage import PieceDamage
-from megasdc.checkpoint.view import Piece, Scalar, View
+from megasdc.checkpoint.view import GLOBAL_GENERATORS, Piece, Scalar, View
 
 _RANKLESS = ("engine/", "optimizer/")
 """Scalars that stand for those of all ranks; compared only where layouts differ."""
@@ -22,6 +22,7 @@ def compare_scalars(report: Report, options: Options) -> None:
         return
     if options.wants("", "scalar"):
         report.problems += [problem for view in views for problem in view.problems]
+    others = 0
     layouts = {(view.kind, view.layout) for view in views}
     for name in dict.fromkeys(name for view in views for name in view.scalars):
         if not options.wants(name, "scalar"):
@@ -29,9 +30,18 @@ def compare_scalars(report: Report, options: Options) -> None:
         if name.startswith(_RANKLESS if len(layouts) == 1 else _OF_A_LAYOUT):
             continue
         holders = [(view, view.scalars[name]) for view in views if name in view.scalars]
-        if len(holders) > 1:
-            report.num_compared += 1
-            _compare(report, name, holders)
+        if len(holders) < 2:
+            continue
+        if name.endswith(GLOBAL_GENERATORS) and len({view.save_id for view, _ in holders}) > 1:
+            others += len({scalar.value for _, scalar in holders}) > 1
+            continue
+        report.num_compared += 1
+        _compare(report, name, holders)
+    if others:
+        report.notes.append(
+            f"global random generators of {others} ranks differ; training does not draw from them, so between two "
+            "saves that is no difference"
+        )
 
 
 def _compare(report: Report, name: str, holders: list[tuple[View, Scalar]]) -> None:

@@ -140,7 +140,7 @@ class _Tensor:
                 found.setdefault((part.opened.dtype, part.shape, digest), []).append(part)
             except CheckpointError as error:
                 self.report.problems.append(str(error))
-            progress(sum(4 * piece.numel for piece in part.copy.pieces))
+            progress(part.copy.num_bytes)
         return list(found.values())
 
     def judge(self, classes: list[list[_Part]]) -> None:

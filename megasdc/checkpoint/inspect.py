@@ -21,7 +21,7 @@ from megasdc.checkpoint.marks import find_standing
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
 from megasdc.checkpoint.verify import find_folders, is_called_universal
-from megasdc.checkpoint.view import TENSOR_SLOTS, Slot, View
+from megasdc.checkpoint.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
 from megasdc.checkpoint.view_deepspeed import model_of, shared_scalars
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError, ConfigError
@@ -174,7 +174,7 @@ def _model(folder: Path) -> dict[str, Any]:
 
 def _states(view: View) -> dict[str, Any]:
     """Counters, rates, the loader's position, and how many ranks have random generators."""
-    random = [scalar for name, scalar in view.scalars.items() if name.endswith("/random generators")]
+    random = [scalar for name, scalar in view.scalars.items() if name.endswith(GLOBAL_GENERATORS)]
     steps = {scalar.value for name, scalar in view.scalars.items() if name.endswith("/step") and "/group " in name}
     found: dict[str, Any] = {
         name.removeprefix("run/"): scalar.value for name, scalar in view.scalars.items() if name.startswith("run/")

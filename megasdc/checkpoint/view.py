@@ -22,6 +22,8 @@ from megasdc.checkpoint.open_copy import Arrangement, OpenCopy, Places
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import Split
 
+GLOBAL_GENERATORS = "/random generators"
+"""How names of scalars end that stand for the global generators of a rank."""
 Slot = Literal["weight", "master", "exp_avg", "exp_avg_sq", "scalar"]
 TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
 """Weights that the model computes with; the optimizer's own copy, first and second moment."""
@@ -137,6 +139,11 @@ class Copy:
         return [piece for shard in self.shards for piece in shard]
 
     @property
+    def num_bytes(self) -> int:
+        """Of all pieces, those of a type that is not known with 4 bytes an element; for progress."""
+        return sum(piece.numel * (4 if piece.dtype is None else piece.dtype.itemsize) for piece in self.pieces)
+
+    @property
     def arrangement(self) -> Places:
         """Which element lies in which piece."""
         periods = {Split.ROW: self.shape[0] if self.shape else 1, Split.GATED: 2}.get(self.split, 1)
@@ -194,8 +201,8 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """An estimate for progress: elements of all copies, 4 bytes each."""
-        return sum(4 * piece.numel for copy in self.copies for piece in copy.pieces)
+        """Of all copies; for progress."""
+        return sum(copy.num_bytes for copy in self.copies)
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,7 @@ class View:
         problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
         notes: what to know about its files.
         derived: weights that follow from master weights, of a format that holds none.
+        save_id: of the save, the same in all copies of it; null: not known.
     """
 
     path: Path
@@ -240,6 +248,7 @@ class View:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     derived: dict[tuple[str, Slot], Entry] = field(default_factory=dict)
+    save_id: str | None = None
     _changed: dict[Path, bool | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

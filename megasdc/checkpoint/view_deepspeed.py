@@ -20,7 +20,18 @@ from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
 from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.sources import find_missing
 from megasdc.checkpoint.state_files import StateFiles
-from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten, whole_shape
+from megasdc.checkpoint.view import (
+    GLOBAL_GENERATORS,
+    Copy,
+    Entry,
+    Owner,
+    Piece,
+    Scalar,
+    Slot,
+    View,
+    flatten,
+    whole_shape,
+)
 from megasdc.checkpoint.zero_shards import (
     digest_of,
     lay_out,
@@ -123,6 +134,7 @@ class _Opening:
             scalars=self.scalars,
             problems=self.problems,
             records={self.path / name: record for name, record in self.records.items()},
+            save_id=self.manifest.save_id,
         )
 
     def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> Owner:
@@ -189,7 +201,7 @@ class _Opening:
             except CheckpointError as error:
                 self.problems.append(str(error))
                 continue
-            self.scalars[f"rank {rank:05d}/random generators"] = Scalar(value, file, self._writer(file.name))
+            self.scalars[f"rank {rank:05d}{GLOBAL_GENERATORS}"] = Scalar(value, file, self._writer(file.name))
 
     def _add_empty_layers(self) -> None:
         """Files of layers without parameters: DeepSpeed needs them to be there."""
