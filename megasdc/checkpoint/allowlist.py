@@ -7,6 +7,7 @@ it, and then read through torch's restricted unpickler with the same list, which
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import io
 import pickle
@@ -30,6 +31,10 @@ ALLOWED_GLOBALS: frozenset[str] = frozenset(
     }
 )
 """Classes in a checkpoint's files besides those that torch itself takes for safe; none of them acts when created."""
+
+MEMBER = "builtins.getattr"
+"""How Python 3.11.0 to 3.11.3 write members of enumerations. The true one would be a way to anything; in its place
+stands ``enum_member``, where no other unpickler opens the file."""
 
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 
@@ -74,8 +79,7 @@ def check_pickle(path: Path | str) -> None:
     Raises:
         CheckpointError: with the file and the classes; or the file is not one of ``torch.save``.
     """
-    if unsafe := find_unsafe_classes(path):
-        raise refuse_classes(path, unsafe)
+    _check(path, None, members=False)
 
 
 def refuse_classes(path: Path | str, unsafe: list[str]) -> CheckpointError:
@@ -111,38 +115,54 @@ def load_part(path: Path, start: int, num_bytes: int) -> Any:
     if len(content) < num_bytes:
         size = start + len(content) if content else path.stat().st_size
         raise CheckpointError(f"{path} is cut off: it has {size} bytes, needed are {start + num_bytes}; copy it again")
-    if unsafe := find_unsafe_classes(path, io.BytesIO(content)):
-        raise refuse_classes(path, unsafe)
-    return _load(path, io.BytesIO(content), "cpu", mmap=False)
+    _check(path, io.BytesIO(content), members=True)
+    return _load(path, io.BytesIO(content), "cpu", mmap=False, members=True)
 
 
-def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = False, members: bool = False) -> Any:
     """Check a file and load it through torch's restricted unpickler.
 
     Args:
         path: a file written by ``torch.save``.
         map_location: as in ``torch.load``.
         mmap: map tensors instead of reading them; enough to learn whether the file can be loaded.
+        members: accept members of enumerations in the form of ``MEMBER``; only where DeepSpeed does not open the file.
 
     Raises:
         CheckpointError: the file is unsafe or damaged.
     """
-    check_pickle(path)
-    return _load(path, str(path), map_location, mmap=mmap)
+    _check(path, None, members)
+    return _load(path, str(path), map_location, mmap=mmap, members=members)
 
 
-def _load(path: Path | str, content: str | BinaryIO, map_location: Any, *, mmap: bool) -> Any:
+def enum_member(kind: Any, name: Any) -> Any:
+    """A member of an enumeration, and nothing else.
+
+    Raises:
+        ValueError: anything else is asked for.
+    """
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise ValueError(f"{name!r} of {kind!r} is no member of an enumeration")
+
+
+def _check(path: Path | str, content: BinaryIO | None, members: bool) -> None:
+    if unsafe := [name for name in find_unsafe_classes(path, content) if not (members and name == MEMBER)]:
+        raise refuse_classes(path, unsafe)
+
+
+def _load(path: Path | str, content: str | BinaryIO, map_location: Any, *, mmap: bool, members: bool) -> Any:
     try:
-        with _allowed_classes():
+        with _allowed_classes(members):
             return torch.load(content, map_location=map_location, weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
-def _allowed_classes() -> Iterator[None]:
+def _allowed_classes(members: bool) -> Iterator[None]:
     """Let torch's restricted unpickler create the classes on the list."""
-    classes = []
+    classes: list[Any] = [(enum_member, MEMBER)] if members else []
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is standard output when it is imported
         for name in sorted(ALLOWED_GLOBALS):
             module, _, attribute = name.rpartition(".")

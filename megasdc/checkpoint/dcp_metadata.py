@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megasdc.checkpoint.allowlist import check_regular, refuse_classes
+from megasdc.checkpoint.allowlist import MEMBER, check_regular, refuse_classes
 from megasdc.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -129,11 +129,19 @@ def _unpickle(path: Path, file: BinaryIO) -> Any:
     """
     kinds: dict[str, type] = {}  # new ones for every file: a pickle can set attributes of a class that it names
 
+    def member(kind: Any, name: Any) -> _Record:
+        """Stands for a member of an enumeration."""
+        if kind not in kinds.values() or not isinstance(name, str):
+            raise refuse_classes(path, [MEMBER])
+        return _Record(name)
+
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             full = f"{module}.{name}"
             if full in _RECORDS:
                 return kinds.setdefault(full, type(name, (_Record,), {}))
+            if full == MEMBER:
+                return member
             if full == "torch.Size":
                 return tuple
             if full == "collections.OrderedDict":

@@ -83,7 +83,7 @@ def read_structure(path: Path) -> Structure:
 
 def _read_pickled(path: Path) -> Structure:
     with _unpickling:
-        state = load_checked(path, map_location="meta")
+        state = load_checked(path, map_location="meta", members=True)
     found = Structure()
     if isinstance(state, dict):
         state = {key: value for key, value in state.items() if key not in _OF_A_RUN}

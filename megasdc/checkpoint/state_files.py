@@ -33,7 +33,7 @@ class StateFiles:
         if path not in self._states:
             self._stamps[path] = Stamp.of(path)
             try:
-                state = load_checked(path, map_location="meta")
+                state = load_checked(path, map_location="meta", members=True)
                 if (now := Stamp.of(path)) != self._stamps[path]:
                     raise changed_error(path, self._stamps[path], now)
                 self._states[path] = self._with_small(path, state)
