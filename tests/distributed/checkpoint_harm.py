@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megasdc.checkpoint.view import flatten
+
 SLOTS = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _LAYERS = "layer_0[02-9]*.pt"
 """Without the layer of positions, which has no parameters here."""
@@ -176,6 +178,8 @@ class Harm:
     def _stale(self) -> Expected:
         """A whole file of another step; that of weights or of a rank's optimizer."""
         file = self._file("bf16_zero*.pt", _LAYERS)
+        while _equal(_load(file), _load(self.stale / file.name)):  # bf16 rows of the embedding may stay as they were
+            file = self._file("bf16_zero*.pt", _LAYERS)
         shutil.copyfile(self.stale / file.name, file)
         table = {"scattered"} if file.name.startswith("layer_00") else set()  # few rows of the embedding are used
         return Expected({"shard", "scalar", *table}, {file.name}, {_rank(file)})
@@ -324,6 +328,12 @@ def _flip(place: Place, at: int, mask: int) -> None:
     width = bits.element_size() * 8
     value = (int(bits[at]) ^ mask) & ((1 << width) - 1)
     bits[at] = value - (1 << width) if value >> (width - 1) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether all tensors of two files are the same."""
+    pairs = zip(flatten("", one), flatten("", other), strict=True)
+    return all(torch.equal(a, b) for (_, a), (_, b) in pairs if isinstance(a, torch.Tensor))
 
 
 def _load(file: Path) -> Any:
