@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST = "what most checkpoints hold"
+INTACT = "what lies in files that are as they were saved, which the others are not"
 
 
 def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> tuple[int, str]:
@@ -22,7 +23,7 @@ def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> 
         return most[0], MOST
     intact = [place for place in most if True in states[place]]
     if len(intact) == 1 and all(state is False for place in most if place != intact[0] for state in states[place]):
-        return intact[0], "its files are as they were saved, the others are not"
+        return intact[0], INTACT
     return 0, ""
 
 

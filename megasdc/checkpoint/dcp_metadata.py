@@ -137,6 +137,7 @@ def _unpickle(path: Path, file: BinaryIO) -> Any:
 
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            """A stand-in for a class of DCP; called by the unpickler."""
             full = f"{module}.{name}"
             if full in _RECORDS:
                 return kinds.setdefault(full, type(name, (_Record,), {}))

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.checkpoint.extract_views import is_extract, open_extract_views
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
+from megasdc.report.bytes_bar import bytes_bar
 from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
@@ -129,10 +129,8 @@ def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool)
     """Compare, with a bar in bytes and bytes per second where standard error is a terminal."""
     keys = tensors_to_compare(views, options)
     total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
-    columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("comparing", total=total)
-        return compare_checkpoints(views, options, lambda count: bar.advance(task, count), jobs)
+    with bytes_bar("comparing", total, quiet=quiet) as advance:
+        return compare_checkpoints(views, options, advance, jobs)
 
 
 def main() -> None:
