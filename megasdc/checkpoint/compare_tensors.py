@@ -17,24 +17,20 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.compare_report import Options, Report
 from megasdc.checkpoint.compare_votes import all_intact, find_expected
 from megasdc.checkpoint.damage import Classifying, PieceDamage
+from megasdc.checkpoint.digest_ranges import BATCH_BYTES, PendingDigest, Range, RangeDigester
 from megasdc.checkpoint.extents import Reader
 from megasdc.checkpoint.measure import Measuring
 from megasdc.checkpoint.open_copy import OpenCopy
 from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, PieceError, Slot, View
 from megasdc.errors import CheckpointError
 
-_READ_BYTES = 1 << 20
-"""Read at once: large enough for a system call and small enough for a core's cache, where the digest finds it."""
 _MEASURED_BYTES = 1 << 18
 """Measured at once: what is computed of them, in float64 among others, takes many times as much."""
-_RANGE_BYTES = 1 << 26
-"""Of one task of a thread."""
 _WAITING = 4
 """Tasks for each thread that are prepared."""
 
@@ -54,12 +50,16 @@ def compare_tensors(
     found: dict[tuple[str, Slot], Report] = {}
     reading: deque[_Tensor] = deque()
     judged: deque[Future[None]] = deque()
+    in_flight_bytes = 0
     with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        digester = RangeDigester(pool)
 
-        def finish(limit: int) -> None:
-            """Wait until ranges of no more than ``limit`` tasks are being read."""
-            while sum(tensor.num_tasks for tensor in reading) > limit:
+        def finish(limit_bytes: int) -> None:
+            """Wait until tensors that cost less than so many bytes are being read, with 0 for all."""
+            nonlocal in_flight_bytes
+            while reading and in_flight_bytes >= limit_bytes:
                 tensor = reading.popleft()
+                in_flight_bytes -= tensor.cost_bytes
                 if len(classes := tensor.classes(progress)) > 1:
                     judged.append(pool.submit(tensor.judge, classes))
                 while len(judged) > _WAITING * jobs:
@@ -68,9 +68,10 @@ def compare_tensors(
         for key in sorted(keys, key=lambda key: TENSOR_SLOTS.index(key[1])):
             tensor = _Tensor(report.views, options, *key)
             found[key] = tensor.report
-            tensor.start(pool)
+            tensor.start(digester)
             reading.append(tensor)
-            finish(_WAITING * jobs)
+            in_flight_bytes += tensor.cost_bytes
+            finish(_WAITING * jobs * BATCH_BYTES)
         finish(0)
         for future in judged:
             future.result()
@@ -86,7 +87,7 @@ class _Part:
     copy: Copy
     opened: OpenCopy
     shape: tuple[int, ...]
-    digests: list[Future[bytes]] = field(default_factory=list)
+    digests: list[PendingDigest] = field(default_factory=list)
 
     @property
     def intact(self) -> bool | None:
@@ -95,11 +96,15 @@ class _Part:
 
 
 class _Tensor:
-    """One tensor in all checkpoints whose format has its slot; ``report`` is of it alone."""
+    """One tensor in all checkpoints whose format has its slot.
+
+    ``report`` is of it alone; ``cost_bytes`` is what reading it costs, 0 before ``start``.
+    """
 
     def __init__(self, views: list[View], options: Options, fqn: str, slot: Slot) -> None:
         self.options, self.fqn, self.slot = options, fqn, slot
         self.report, self.parts = Report(views), list[_Part]()
+        self.cost_bytes = 0
         having = [view for view in views if (fqn, slot) in view.entries]
         for view in (view for view in views if slot in view.slots and view not in having):
             self.report.add(fqn, slot, view, having[0], "missing", f"{view.path} has no such tensor", [])
@@ -120,16 +125,13 @@ class _Tensor:
         except CheckpointError as error:
             self.report.problems.append(str(error))
 
-    @property
-    def num_tasks(self) -> int:
-        """Ranges that are read."""
-        return sum(len(part.digests) for part in self.parts) + 1
-
-    def start(self, pool: ThreadPoolExecutor) -> None:
+    def start(self, digester: RangeDigester) -> None:
         """Let all copies be read."""
         for part in self.parts:
-            for start, stop in _ranges(part, _RANGE_BYTES):
-                part.digests.append(pool.submit(_digest, part, start, stop))
+            for start, stop in part.opened.ranges(BATCH_BYTES, 0, prod(part.shape)):
+                one = Range(part.opened, start, stop)
+                self.cost_bytes += one.cost_bytes
+                part.digests.append(digester.digest(id(part.view), one))
 
     def classes(self, progress: Callable[[int], None]) -> list[list[_Part]]:
         """Wait until all copies were read; those of equal content together."""
@@ -178,32 +180,10 @@ class _Tensor:
             self.report.add(*about, pattern, detail, pieces, basis, measure, damage.covers_all)
 
 
-def _ranges(part: _Part, num_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-    """Cut a tensor, or elements of it, into ranges of about so many bytes; at the ends of rows, if a row is shorter."""
-    stop = prod(part.shape) if stop is None else stop
-    row = max(1, prod(part.shape[1:]))
-    size = num_bytes // part.opened.dtype.itemsize
-    size -= size % row if row <= size else 0
-    for place in range(start, stop, size):
-        yield place, min(place + size, stop)
-
-
-def _digest(part: _Part, start: int, stop: int) -> bytes:
-    """XXH3-128 of the bits of some elements."""
-    state = xxhash.xxh3_128()
-    buffer = torch.empty(0, dtype=part.opened.dtype)
-    with Reader() as reader:
-        for first, last in _ranges(part, _READ_BYTES, start, stop):
-            buffer = buffer if buffer.numel() == last - first else torch.empty(last - first, dtype=buffer.dtype)
-            part.opened.fill(first, buffer, reader)
-            state.update(buffer.view(torch.uint8).numpy().data)
-    return state.digest()
-
-
 def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Place and elements of both, [n] each, one range after the other."""
     with Reader() as reader:
-        for start, stop in _ranges(right, _MEASURED_BYTES):
+        for start, stop in right.opened.ranges(_MEASURED_BYTES, 0, prod(right.shape)):
             pair = [torch.empty(stop - start, dtype=part.opened.dtype) for part in (right, other)]
             for part, out in zip((right, other), pair, strict=True):
                 part.opened.fill(start, out, reader)

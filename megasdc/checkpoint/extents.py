@@ -80,6 +80,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._open: dict[Path, tuple[int, Stamp]] = {}
+        self._changed: dict[Path, CheckpointError] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -87,13 +88,19 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            for file in list(self._open) if kind is None else ():
-                self._check(file)
-        finally:
-            for descriptor, _ in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
+        changed = self.close()
+        if kind is None and changed:
+            raise next(iter(changed.values()))
+
+    def close(self) -> dict[Path, CheckpointError]:
+        """Close all files.
+
+        Returns:
+            What to say of those that are not as they were.
+        """
+        for file in list(self._open):
+            self._close(file)
+        return self._changed
 
     def read(self, extent: Extent, start: int, out: Tensor) -> None:
         """Read elements of an extent.
@@ -123,12 +130,18 @@ class Reader:
         """The file, opened; the one that was opened first is closed where there are too many."""
         if extent.file not in self._open:
             if len(self._open) == _OPEN_FILES:
-                first = next(iter(self._open))
-                self._check(first)
-                os.close(self._open.pop(first)[0])
+                self._close(next(iter(self._open)))
             self._open[extent.file] = (os.open(extent.file, os.O_RDONLY), extent.stamp)
             self._check(extent.file)
         return self._open[extent.file][0]
+
+    def _close(self, file: Path) -> None:
+        try:
+            self._check(file)
+        except CheckpointError as error:
+            self._changed[file] = error
+        finally:
+            os.close(self._open.pop(file)[0])
 
     def _check(self, file: Path) -> None:
         descriptor, stamp = self._open[file]

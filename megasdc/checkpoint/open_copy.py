@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import Protocol
 
 import torch
@@ -132,6 +133,20 @@ class OpenCopy:
     dtype: torch.dtype
     arrangement: Places
     sources: Sequence[Extent | Tensor]
+
+    def ranges(self, num_bytes: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Cut elements into ranges of at most so many bytes, at the ends of rows if a row is shorter.
+
+        Args:
+            num_bytes: at least those of an element.
+            start: the first element.
+            stop: the first that is not of them any more.
+        """
+        row = max(1, prod(self.shape[1:]))
+        size = num_bytes // self.dtype.itemsize
+        size -= size % row if row <= size else 0
+        for place in range(start, stop, size):
+            yield place, min(place + size, stop)
 
     def fill(self, start: int, out: Tensor, reader: Reader) -> None:
         """Read a range of the whole tensor.
