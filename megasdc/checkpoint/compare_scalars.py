@@ -7,7 +7,8 @@ from torch import Tensor
 from megasdc.checkpoint.compare_report import Options, Report
 from megasdc.checkpoint.compare_votes import all_intact, find_expected
 from megasdc.checkpoint.damage import PieceDamage
-from megasdc.checkpoint.view import GLOBAL_GENERATORS, Piece, Scalar, View
+from megasdc.checkpoint.pieces import Piece
+from megasdc.checkpoint.view import GLOBAL_GENERATORS, Scalar, View
 
 _RANKLESS = ("engine/", "optimizer/")
 """Scalars that stand for those of all ranks; compared only where layouts differ."""

@@ -26,7 +26,8 @@ from megasdc.checkpoint.digest_ranges import BATCH_BYTES, PendingDigest, Range, 
 from megasdc.checkpoint.extents import Reader
 from megasdc.checkpoint.measure import Measuring
 from megasdc.checkpoint.open_copy import OpenCopy
-from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, PieceError, Slot, View
+from megasdc.checkpoint.pieces import Copy, PieceError
+from megasdc.checkpoint.view import TENSOR_SLOTS, Entry, Slot, View
 from megasdc.errors import CheckpointError
 
 _MEASURED_BYTES = 1 << 18

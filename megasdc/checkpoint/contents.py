@@ -19,6 +19,7 @@ from torch import Tensor
 from megasdc.checkpoint.checks import deleted_while_read
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.open_view import open_view
+from megasdc.checkpoint.pieces import Copy, PieceError
 from megasdc.checkpoint.verify import (
     CHECKED,
     CheckpointReport,
@@ -26,7 +27,7 @@ from megasdc.checkpoint.verify import (
     progress_in_bytes,
     verify_checkpoint,
 )
-from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, PieceError, Slot, View
+from megasdc.checkpoint.view import TENSOR_SLOTS, Entry, Slot, View
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import take_shard
 from megasdc.tensors.bits import as_bits

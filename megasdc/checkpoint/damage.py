@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.measure import unravel
 from megasdc.checkpoint.open_copy import Places
-from megasdc.checkpoint.view import Copy, Piece
+from megasdc.checkpoint.pieces import Copy, Piece
 from megasdc.tensors.bits import as_bits, element_bits
 
 Pattern = Literal[

@@ -19,7 +19,8 @@ from megasdc.checkpoint.compare_digests import differing_blocks
 from megasdc.checkpoint.content import parts_of
 from megasdc.checkpoint.digest_file import digest_file
 from megasdc.checkpoint.extract import EXTRACT_SUFFIX, Extract, ExtractedTensor, Key, locate, read_block, read_extract
-from megasdc.checkpoint.view import TENSOR_SLOTS, Copy, Entry, Owner, Piece, View
+from megasdc.checkpoint.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.view import TENSOR_SLOTS, Entry, View
 from megasdc.errors import CheckpointError
 
 

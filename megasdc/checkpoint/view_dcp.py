@@ -21,7 +21,8 @@ from megasdc.checkpoint.allowlist import load_part
 from megasdc.checkpoint.blocks import Block, BlockArrangement
 from megasdc.checkpoint.dcp_metadata import Chunk, Item, read_dcp_metadata
 from megasdc.checkpoint.open_copy import Places
-from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten
+from megasdc.checkpoint.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.zero_shards import text_of
 from megasdc.errors import CheckpointError
 

@@ -18,20 +18,10 @@ from pydantic import ValidationError
 from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
 from megasdc.checkpoint.manifest import Manifest, read_manifest
+from megasdc.checkpoint.pieces import Copy, Owner, Piece, whole_shape
 from megasdc.checkpoint.sources import find_missing
 from megasdc.checkpoint.state_files import StateFiles
-from megasdc.checkpoint.view import (
-    GLOBAL_GENERATORS,
-    Copy,
-    Entry,
-    Owner,
-    Piece,
-    Scalar,
-    Slot,
-    View,
-    flatten,
-    whole_shape,
-)
+from megasdc.checkpoint.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.zero_shards import (
     digest_of,
     lay_out,

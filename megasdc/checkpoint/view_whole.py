@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megasdc.checkpoint.extents import Extent, read_whole
 from megasdc.checkpoint.import_hf import HfShards, section_of
+from megasdc.checkpoint.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.state_files import StateFiles
 from megasdc.checkpoint.tensor_files import locate_tensors
 from megasdc.checkpoint.universal import PARAMETERS_FOLDER, read_universal_manifest
-from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten
+from megasdc.checkpoint.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.view_deepspeed import model_of, shared_scalars
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError, ConfigError

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megasdc.checkpoint.kinds import STAGE_FILE
 from megasdc.checkpoint.manifest import Layout
+from megasdc.checkpoint.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.state_files import StateFiles
-from megasdc.checkpoint.view import Copy, Entry, Owner, Piece, Scalar, Slot, View, flatten
+from megasdc.checkpoint.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.zero_shards import lay_out, optimizer_file, read_stage, shard_pieces, shard_scalars, text_of
 from megasdc.errors import CheckpointError
 

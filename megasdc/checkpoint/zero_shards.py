@@ -19,8 +19,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megasdc.checkpoint.pieces import Owner, Piece
 from megasdc.checkpoint.state_files import StateFiles
-from megasdc.checkpoint.view import Owner, Piece, Scalar, Slot, flatten
+from megasdc.checkpoint.view import Scalar, Slot, flatten
 from megasdc.errors import CheckpointError
 
 _ALIGNMENT = 2

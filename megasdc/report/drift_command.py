@@ -14,9 +14,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megasdc.checkpoint.compare_report import Options
-from megasdc.checkpoint.drift import Distance, DriftReport, StepDrift, divergent, measure_drift
+from megasdc.checkpoint.drift import measure_drift
+from megasdc.checkpoint.drift_report import DriftReport, StepDrift, divergent
 from megasdc.errors import MegasdcError
 from megasdc.report.pages import write_page
+from megasdc.tensors.distance import Distance
 
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")
 """In the order of columns and curves."""

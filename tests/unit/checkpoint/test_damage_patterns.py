@@ -11,7 +11,7 @@ import torch
 
 from megasdc.checkpoint.damage import MEANINGS, Classifying, Damage
 from megasdc.checkpoint.measure import Measure, Measuring
-from megasdc.checkpoint.view import Copy, Owner, Piece
+from megasdc.checkpoint.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.zero_shards import lay_out
 from megasdc.model.sharding import Split
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.inspect import inspect_checkpoint
-from megasdc.checkpoint.view import Copy
+from megasdc.checkpoint.pieces import Copy
 from megasdc.cli import app
 from megasdc.errors import CheckpointError
 

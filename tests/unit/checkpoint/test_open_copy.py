@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasdc.checkpoint.extents import Extent, Reader, Stamp
-from megasdc.checkpoint.view import Copy, Owner, Piece
+from megasdc.checkpoint.pieces import Copy, Owner, Piece
 from megasdc.model.sharding import Split, take_shard
 
 SHAPE = (12, 8)

@@ -14,10 +14,12 @@ from hand_made import VOCABULARY, make_whole, write_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.compare_report import Options
-from megasdc.checkpoint.drift import distance, measure_drift, submodule_of
+from megasdc.checkpoint.drift import measure_drift
+from megasdc.checkpoint.drift_report import submodule_of
 from megasdc.errors import CheckpointError
 from megasdc.model.kinds import kind_of
 from megasdc.report.checkpoint_command import app
+from megasdc.tensors.distance import distance
 
 QKV, FC1 = "2.layer.self_attention.linear_qkv.weight", "3.layer.mlp.linear_fc1.weight"
 

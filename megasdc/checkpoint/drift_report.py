@@ -1,0 +1,155 @@
+"""What did runs come to, compared with a reference at each step that both keep?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasdc.checkpoint.view import Slot
+from megasdc.model.kinds import EMBEDDING, FINAL_NORM, HEAD, NORM, POSITIONS, kind_of
+from megasdc.tensors.distance import Distance
+
+_GROUPS = {EMBEDDING: "embedding", POSITIONS: "embedding", NORM: "norm", FINAL_NORM: "norm", HEAD: "head"}
+OTHER = "other"
+
+
+@dataclass
+class StepDrift:
+    """One run at one step.
+
+    Attributes:
+        run: its checkpoint folder.
+        step: optimizer step, first is 1.
+        slot: what was compared.
+        submodules: by full name, in order of the pipeline.
+        torn: tensors of which copies in one of the checkpoints differ; the first copy was taken.
+    """
+
+    run: str
+    step: int
+    slot: Slot
+    submodules: dict[str, Distance] = field(default_factory=dict)
+    torn: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> Distance:
+        """Of all parameters."""
+        return self._sum(lambda _: True)
+
+    @property
+    def groups(self) -> dict[str, Distance]:
+        """Of all submodules of a kind: embedding, attention, mlp, norm, head."""
+        names = dict.fromkeys(map(group_of, self.submodules))
+        return {name: self._sum(lambda fqn, name=name: group_of(fqn) == name) for name in names}  # type: ignore[misc]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every bit is equal, in all copies."""
+        return self.whole.equal and not self.torn
+
+    def _sum(self, wanted: Callable[[str], bool]) -> Distance:
+        total = Distance()
+        for fqn, distance in self.submodules.items():
+            if wanted(fqn):
+                total.add(distance)
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values that JSON has."""
+        return {
+            "run": self.run,
+            "step": self.step,
+            "slot": self.slot,
+            "equal": self.equal,
+            "whole": self.whole.as_dict(),
+            "groups": {name: one.as_dict() for name, one in self.groups.items()},
+            "submodules": {name: one.as_dict() for name, one in self.submodules.items()},
+            "copies_differ": self.torn,
+        }
+
+
+@dataclass
+class DriftReport:
+    """What runs came to.
+
+    Attributes:
+        reference: checkpoint folder of the first run.
+        runs: of the others.
+        steps: compared, by run and then in ascending order.
+        lacking: by folder, steps that others keep and it does not.
+        problems: what could not be read, so that its step was not compared.
+        notes: what else has to be known.
+    """
+
+    reference: str
+    runs: list[str]
+    steps: list[StepDrift] = field(default_factory=list)
+    lacking: dict[str, list[int]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, run: str) -> list[StepDrift]:
+        """The steps of one run."""
+        return [one for one in self.steps if one.run == run]
+
+    def first_divergent(self, run: str) -> StepDrift | None:
+        """The first step that is not equal in every bit; null where all are."""
+        return next((one for one in self.of(run) if not one.equal), None)
+
+    def last_equal_before(self, run: str) -> int | None:
+        """The last step before that; null where the first one differs already."""
+        first = self.first_divergent(run)
+        return max((one.step for one in self.of(run) if first is None or one.step < first.step), default=None)
+
+    @property
+    def same(self) -> bool:
+        """Whether all that was compared is equal in every bit."""
+        return all(one.equal for one in self.steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values that JSON has."""
+        runs = []
+        for run in self.runs:
+            first = self.first_divergent(run)
+            runs.append(
+                {
+                    "run": run,
+                    "first_divergent_step": None if first is None else first.step,
+                    "first_divergent_submodules": [] if first is None else divergent(first),
+                    "last_equal_step_before": self.last_equal_before(run),
+                    "steps": [one.as_dict() for one in self.of(run)],
+                }
+            )
+        return {
+            "reference": self.reference,
+            "same": self.same and not self.problems,
+            "runs": runs,
+            "steps_lacking": self.lacking,
+            "not_compared": self.problems,
+            "notes": self.notes,
+        }
+
+
+def divergent(one: StepDrift) -> list[str]:
+    """Submodules that are not equal in every bit, in order of the pipeline."""
+    torn = {submodule_of(name) for name in one.torn}
+    return [fqn for fqn, distance in one.submodules.items() if not distance.equal or fqn in torn]
+
+
+def submodule_of(fqn: str) -> str:
+    """The submodule that a parameter belongs to: its name without the last part."""
+    return fqn.rpartition(".")[0] or fqn
+
+
+def group_of(submodule: str) -> str:
+    """The kind of a submodule, coarsely: embedding, attention, mlp, norm or head; of names that are not ours, other."""
+    if "self_attention.linear" in submodule:
+        return "attention"
+    if ".mlp." in submodule:
+        return "mlp"
+    name = "0.word_embeddings" if submodule.startswith("tied_modules.embedding") else submodule
+    try:
+        return _GROUPS.get(kind_of(name), OTHER)
+    except ValueError:
+        return OTHER
