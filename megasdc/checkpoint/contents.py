@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from megasdc.checkpoint.checks import deleted_while_read
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.pieces import Copy, PieceError
+from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.verify import (
     CHECKED,
     CheckpointReport,
     is_called_universal,
-    progress_in_bytes,
     verify_checkpoint,
 )
 from megasdc.checkpoint.view import TENSOR_SLOTS, Entry, Slot, View
@@ -59,12 +58,8 @@ def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool 
         if reason := _why_apart(folder):
             return replace(report, contents=reason)
         view = open_view(folder)
-        with progress_in_bytes() if progress else nullcontext() as shown:
-            advance = None
-            if shown is not None:
-                total = sum(entry.num_bytes for entry in view.entries.values())
-                task = shown.add_task(f"{folder.name}, contents", total=total)
-                advance = lambda count: shown.advance(task, count)  # noqa: E731 - bound to this bar
+        total = sum(entry.num_bytes for entry in view.entries.values())
+        with bytes_bar(f"{folder.name}, contents", total, quiet=not progress) as advance:
             problems = check_contents(view, advance)
     except CheckpointError as error:
         problems = [str(error)]

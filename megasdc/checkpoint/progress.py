@@ -1,4 +1,4 @@
-"""How far is work that goes layer by layer? A bar on standard error."""
+"""How far is work that goes layer by layer, or byte by byte? A bar on standard error."""
 
 from __future__ import annotations
 
@@ -28,3 +28,35 @@ def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callab
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def bytes_bar(description: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Draw a bar in bytes and bytes per second.
+
+    Args:
+        description: what is done.
+        total: bytes.
+        quiet: draw nothing.
+
+    Returns:
+        Called with the bytes of each part.
+    """
+    if quiet:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    with bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_read, find_incomplete, find_unexpected
 from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
 from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import Standing, find_standing
+from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
 
@@ -124,12 +120,8 @@ def verify_checkpoint(
     except CheckpointError as error:
         problem = str(error) if folder.exists() else deleted_while_read(folder)
         return CheckpointReport(str(folder), None, [problem], 0, 0)
-    bar = progress_in_bytes() if progress else nullcontext()
-    with bar as shown, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        advance: Callable[[int], None] | None = None
-        if shown is not None:
-            task = shown.add_task(folder.name, total=manifest.size_bytes)
-            advance = lambda count: shown.advance(task, count)  # noqa: E731 - bound to this bar
+    bar = bytes_bar(folder.name, manifest.size_bytes, quiet=not progress)
+    with bar as advance, ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         answers = pool.map(
             lambda record: check_file(folder, record, manifest, checksums=checksums, progress=advance), manifest.files
         )
@@ -142,9 +134,3 @@ def verify_checkpoint(
 def is_called_universal(folder: Path) -> bool:
     """Whether a folder has to hold a universal checkpoint, by its content or by its name."""
     return is_universal(folder) or folder.name.startswith(UNIVERSAL_STEP)
-
-
-def progress_in_bytes() -> Progress:
-    """A bar in bytes on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
