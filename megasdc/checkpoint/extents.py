@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,6 +157,18 @@ def changed_error(file: Path, before: Stamp, now: Stamp) -> CheckpointError:
     return CheckpointError(
         f"{file} was {what} while it was being compared ({sizes}); compare again when nothing writes to it"
     )
+
+
+def place_in_file(value: Tensor) -> tuple[int, int]:
+    """Where a tensor of a file that was loaded onto ``meta`` lies in it.
+
+    Returns:
+        Byte of its first element; elements from there to its last, with those in the gaps between them.
+    """
+    stored: Any = value.untyped_storage()  # torch.load notes the place in the file on it (2.13)
+    offset = int(stored._checkpoint_offset) + int(value.storage_offset()) * value.element_size()
+    reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    return offset, reach if value.numel() else 0
 
 
 def read_whole(extent: Extent) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.content import type_of_bytes, type_text
+from megasdc.checkpoint.extents import place_in_file
 from megasdc.checkpoint.files import SHARED_STATE_FILE
 from megasdc.checkpoint.tensor_files import DTYPES
 from megasdc.errors import CheckpointError
@@ -115,10 +116,8 @@ def _with_values(found: Structure, state: Any, path: Path | None = None) -> Stru
 
 
 def _span(name: str, tensor: Tensor) -> Span:
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    size_bytes = reach * tensor.element_size() if tensor.numel() else 0
-    start: int = vars(tensor.untyped_storage())["_checkpoint_offset"]  # set by torch.load on meta
-    return Span(name, type_text(tensor), start + int(tensor.storage_offset()) * tensor.element_size(), size_bytes)
+    offset, reach = place_in_file(tensor)
+    return Span(name, type_text(tensor), offset, reach * tensor.element_size())
 
 
 def _read_number(path: Path, span: Span, dtype: torch.dtype) -> Any:

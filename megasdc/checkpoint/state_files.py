@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.allowlist import load_checked
-from megasdc.checkpoint.extents import Extent, Stamp, changed_error, read_whole
+from megasdc.checkpoint.extents import Extent, Stamp, changed_error, place_in_file, read_whole
 from megasdc.errors import CheckpointError
 
 _SMALL_BYTES = 1 << 12
@@ -70,11 +70,9 @@ class StateFiles:
             return value.detach()
         if value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(f"{path} holds a tensor of layout {value.layout}, which cannot be compared")
-        stored: Any = value.untyped_storage()  # torch 2.13 notes the place in the file on it
-        offset = stored._checkpoint_offset + int(value.storage_offset()) * value.element_size()
+        offset, reach = place_in_file(value)
         if value.is_contiguous():
             return Extent(path, self._stamps[path], offset, value.dtype, tuple(value.shape))
-        reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
         run = read_whole(Extent(path, self._stamps[path], offset, value.dtype, (reach,)))
         return run.as_strided(value.shape, value.stride())
 
