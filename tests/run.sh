@@ -26,4 +26,18 @@ mypy
 echo "== README's configuration table"
 megasdc config-table --check README.md
 echo "== tests"
-python -m pytest -q --durations=40 "${select[@]}" "$@"
+pytest=(python -m pytest -q --durations=40 "${select[@]}")
+if [ $# -gt 0 ]; then
+    exec "${pytest[@]}" "$@"
+fi
+# Unit tests use one core and leave the others idle, so they run beside those that start ranks; shown when these end.
+log="$(mktemp)"
+trap 'rm -f "$log"; kill "$unit" 2>/dev/null || true' EXIT
+"${pytest[@]}" tests/unit >"$log" 2>&1 &
+unit=$!
+failed=0
+"${pytest[@]}" tests/distributed tests/end_to_end || failed=$?
+echo "== unit tests"
+wait "$unit" || failed=$?
+cat "$log"
+exit "$failed"
