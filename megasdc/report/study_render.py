@@ -74,7 +74,8 @@ def _pick(row: Any, fields: Sequence[str]) -> list[Any]:
 
 
 def _print(title: str, names: Iterable[str], rows: Iterable[Iterable[Any]], console: Console) -> None:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    console.print(f"[italic]{escape(title)}[/]", highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
         table.add_column(name, overflow="fold", justify="left" if name in ("of", "phase", "submodule") else "right")
     for row in rows:
