@@ -37,7 +37,7 @@ def render_study(summary: StudySummary, console: Console, limit: int = 12) -> No
         )
     _distances(summary, console, limit)
     if summary.losses:
-        names = ["replica", "steps", "last loss", "largest difference", "at step", "last difference", "spikes at"]
+        names = ["replica", "steps", "last", "most apart", "at step", "apart at last", "spikes at"]
         fields = ["replica", "steps", "last", "largest_difference", "largest_step", "last_difference"]
         rows = [[*_pick(one, fields), _few(one.spikes)] for one in summary.losses]
         _print("losses, differences to the trusted replica's", names, rows, console)
@@ -46,15 +46,35 @@ def render_study(summary: StudySummary, console: Console, limit: int = 12) -> No
         _print("evaluation", names, [[one[name] for name in names] for one in summary.evaluations], console)
 
 
+_MISMATCHES = {
+    "replica": "replica",
+    "rank": "rank",
+    "of": "name",
+    "phase": "phase",
+    "elements": "elements",
+    "differ": "mismatches",
+    "frequency": "frequency",
+    "severity": "severity_mean",
+    "at most": "severity_max",
+    "from zero": "from_zero",
+    "NaN or Inf": "non_finite",
+}
+"""Titles of columns, and their fields."""
+
+
 def _mismatches(rows: Sequence[MismatchRow], console: Console) -> None:
-    names = ["replica", "rank", "of", "phase", "elements", "mismatches", "frequency", "mean severity", "max severity"]
-    fields = ["replica", "rank", "name", "phase", "elements", "mismatches", "frequency", "severity_mean"]
-    fields += ["severity_max", "from_zero", "non_finite"]
     wrong, compared = sum(one.mismatches for one in rows), sum(one.elements for one in rows)
     console.print(f"{wrong:,} of {compared:,} elements compared differ", highlight=False)
-    if wrong:
-        cells = [_pick(one, fields) for one in rows if one.mismatches]
-        _print("mismatches", [*names, "from zero", "NaN or Inf"], cells, console)
+    shown = [one for one in rows if one.mismatches]
+    columns = {
+        title: field
+        for title, field in _MISMATCHES.items()
+        if field not in ("rank", "from_zero", "non_finite")
+        or any(getattr(one, field) not in (None, 0) for one in shown)
+    }
+    if shown:
+        title = "mismatches: share of elements that differ, their mean and largest relative difference"
+        _print(title, list(columns), [_pick(one, list(columns.values())) for one in shown], console)
 
 
 def _distances(summary: StudySummary, console: Console, limit: int) -> None:
@@ -86,7 +106,8 @@ def _print(title: str, names: Iterable[str], rows: Iterable[Iterable[Any]], cons
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    large = isinstance(value, int) and value >= 10_000_000
+    return f"{value:.4g}" if isinstance(value, float) or large else str(value)
 
 
 def _few(steps: Sequence[int], count: int = 5) -> str:
