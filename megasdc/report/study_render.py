@@ -66,12 +66,9 @@ def _mismatches(rows: Sequence[MismatchRow], console: Console) -> None:
     wrong, compared = sum(one.mismatches for one in rows), sum(one.elements for one in rows)
     console.print(f"{wrong:,} of {compared:,} elements compared differ", highlight=False)
     shown = [one for one in rows if one.mismatches]
-    columns = {
-        title: field
-        for title, field in _MISMATCHES.items()
-        if field not in ("rank", "from_zero", "non_finite")
-        or any(getattr(one, field) not in (None, 0) for one in shown)
-    }
+    said = {field for field in _MISMATCHES.values() if any(getattr(one, field) is not None for one in shown)}
+    said -= {field for field in ("from_zero", "non_finite") if not any(getattr(one, field) for one in shown)}
+    columns = {title: field for title, field in _MISMATCHES.items() if field in said}
     if shown:
         title = "mismatches: share of elements that differ, their mean and largest relative difference"
         _print(title, list(columns), [_pick(one, list(columns.values())) for one in shown], console)
