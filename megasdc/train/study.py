@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,10 @@ class Study(StepHook):
         assert self._eval_loader is not None, "checked when the configuration was read"
         engine: TrainingEngine = run.engine
         last = run.dims.is_last_stage
+        start = time.perf_counter()
         with top_predictions(engine.module.loss_fn if last else None) as found:
             loss = engine.evaluate(iter(self._eval_loader), len(self._eval_loader))
+        run.paused_s += time.perf_counter() - start
         counts = torch.zeros(4, dtype=torch.float64)
         if last:
             own = torch.stack(found)
