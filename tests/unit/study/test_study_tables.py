@@ -12,12 +12,11 @@ from rich.console import Console
 from megasdc.errors import DataError
 from megasdc.report.study_render import render_study
 from megasdc.study.log import StudyLog, read_study
+from megasdc.study.losses import loss_rows, loss_spikes
 from megasdc.study.tables import (
     burst_rows,
     describe,
     distance_rows,
-    loss_rows,
-    loss_spikes,
     mismatch_rows,
     summarize_study,
 )
