@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from megasdc.cli import app
 from megasdc.errors import DataError
 from megasdc.report.study_render import render_study
 from megasdc.study.log import StudyLog, read_study
@@ -154,6 +156,21 @@ def test_the_summary_is_shown(tmp_path: Path) -> None:
     assert "replica 0 is trusted" in text and "1.5" in text and "0.25" in text
     (sentence,) = describe(summary)
     assert "parameters at most 1.5 apart (step 3)" in sentence and "25.000% of tokens" in sentence
+
+
+def test_the_command_prints_json(tmp_path: Path) -> None:
+    """`megasdc study RUN --json` is the summary, grouped as asked."""
+    _written(tmp_path)
+    log = StudyLog(tmp_path, 2, 1, 0)
+    for line in (LINES[0], LINES[3]):
+        log.tell(**{name: value for name, value in line.items() if name not in ("replica", "rank")})
+    log.close()
+    done = CliRunner().invoke(app, ["study", str(tmp_path), "--by", "submodule", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    (row,) = found["mismatches"]
+    assert found["trusted"] == 0
+    assert (row["name"], row["frequency"]) == ("2.layer.self_attention.linear_proj", 3 / 600)
 
 
 def test_no_study_and_a_broken_line(tmp_path: Path) -> None:
