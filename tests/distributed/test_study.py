@@ -134,9 +134,9 @@ def test_each_fault_is_found_in_its_place_and_goes_no_further(tmp_path: Path, da
 
 
 def test_what_happens_between_the_passes_is_found_too(tmp_path: Path, data: Path) -> None:
-    """Weight gradients, reduced gradients, optimizer states and gathered parameters are put right in place."""
+    """Weight gradients, reduced gradients, optimizer states and gathered parameters are put right in place; the trusted replica may be another than the first."""
     faults = [
-        {"phase": phase, "submodule": f"{layer}.layer.mlp.linear_fc1", "slot": slot, "replica": 1, "bits": [20]}
+        {"phase": phase, "submodule": f"{layer}.layer.mlp.linear_fc1", "slot": slot, "replica": 0, "bits": [20]}
         for layer, phase, slot in (
             (2, "weight_grad", "weight"),
             (3, "reduced_grad", "bias"),
@@ -144,8 +144,9 @@ def test_what_happens_between_the_passes_is_found_too(tmp_path: Path, data: Path
             (3, "parameter", "weight"),
         )
     ]
-    _train(_config(tmp_path, data, "study", "computation_sync", faults=faults), 2)
+    _train(_config(tmp_path, data, "study", "computation_sync", faults=faults, study__trusted=1), 2)
     rows = _rows(summarize_study(tmp_path / "study", "submodule"))
+    assert {replica for replica, *_ in rows} == {0}
     phases = {(name, phase) for _, _, name, phase in rows}
     assert ("2.layer.mlp.linear_fc1", "weight_grad") in phases
     assert ("2.layer.mlp.linear_fc1", "update") in phases  # the moment that was harmed
