@@ -134,7 +134,9 @@ def test_each_fault_is_found_in_its_place_and_goes_no_further(tmp_path: Path, da
 
 
 def test_what_happens_between_the_passes_is_found_too(tmp_path: Path, data: Path) -> None:
-    """Weight gradients, reduced gradients, optimizer states and gathered parameters are put right in place; the trusted replica may be another than the first."""
+    """Weight gradients, reduced gradients, optimizer states and gathered parameters are put right in place, by any
+    trusted replica.
+    """
     faults = [
         {"phase": phase, "submodule": f"{layer}.layer.mlp.linear_fc1", "slot": slot, "replica": 0, "bits": [20]}
         for layer, phase, slot in (
