@@ -16,7 +16,7 @@ from typing import Any
 
 from megasdc.addresses import FORWARD
 from megasdc.bench.ranks import run_ranks
-from megasdc.config import Layout, RunConfig, check_layout
+from megasdc.config import Layout, RunConfig, check_layout, replica_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.repeatability import Cause, find_causes, find_startup_modules
 from megasdc.data.manifest import MANIFEST_FILE
@@ -146,7 +146,8 @@ def check_determinism(
 ) -> RepeatReport:
     """List what could make two runs of a configuration differ, then make two short runs and compare them.
 
-    The runs write nothing where the configuration says: no checkpoint, no events, no monitors.
+    The runs write nothing where the configuration says: no checkpoint, no events, no monitors. Of a study, they are of
+    its trusted replica alone.
 
     Args:
         config: the configuration.
@@ -160,6 +161,8 @@ def check_determinism(
     """
     import torch
 
+    if config.megasdc.study.mode is not None:
+        config = replica_config(config, config.megasdc.study.trusted)
     causes = find_causes(config, os.environ, find_startup_modules(), torch.cuda.is_available())
     if lint_only:
         return RepeatReport(causes)

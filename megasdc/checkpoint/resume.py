@@ -29,6 +29,7 @@ from megasdc.parallel.dims import ParallelDims
 logger = logging.getLogger(__name__)
 
 RequireVerified = Literal["auto", "always", "never"]
+_NOT_COMMON = "not every replica of the study has a checkpoint of this step"
 _CANDIDATE = "it is a candidate: no audit has agreed after it"
 
 
@@ -61,6 +62,7 @@ def find_checkpoint(
     verify: bool = True,
     resume: Literal["auto", "never", "must"] = "auto",
     require_verified: RequireVerified = "auto",
+    at_most: int | None = None,
     events: EventLog | None = None,
     node: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -77,6 +79,8 @@ def find_checkpoint(
         resume: auto: null if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
         require_verified: whether candidates are passed over; auto: where a run has ended because of corruption, by the
             mark on any node.
+        at_most: newer ones are passed over, because another run that goes on together with this one lacks them; 0: all
+            are; null: none.
         events: where skipped checkpoints are reported, by rank 0.
         node: name of this rank's node; null means the host's name.
         group: group of all ranks, on the host; null means the default group.
@@ -106,7 +110,9 @@ def find_checkpoint(
     skipped: dict[int, list[str]] = {}
     candidates: list[int] = []
     for step in found.steps:
-        if verified_only and step not in found.verified:
+        if at_most is not None and step > at_most:
+            manifest, problems = None, [_NOT_COMMON]
+        elif verified_only and step not in found.verified:
             manifest, problems = None, [_CANDIDATE]
             candidates.append(step)
         else:
@@ -119,9 +125,9 @@ def find_checkpoint(
             logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
             if events is not None:
                 events.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
-    if skipped:
+    if skipped and at_most != 0:
         raise CheckpointError(_explain_none(path, skipped, candidates, found.corruption if verified_only else None))
-    if resume == "must":
+    if resume == "must" and at_most != 0:
         raise CheckpointError(f"there is no checkpoint in {path} but megasdc.checkpoint.resume is must")
     return None
 

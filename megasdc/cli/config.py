@@ -56,10 +56,11 @@ def check_config(
     for warning in warnings:
         typer.echo(f"megasdc: warning: {warning}", err=True)
     if layout is not None:
+        study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
         typer.echo(
-            f"{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}; "
-            f"{layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x accumulation "
-            f"{layout.accumulation_steps} x data {layout.data}",
+            f"{study}{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+            f"{layout.data}; {layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x "
+            f"accumulation {layout.accumulation_steps} x data {layout.data}",
             err=True,
         )
 

@@ -11,6 +11,7 @@ from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.hook_sections import HookSpec
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS
+from megasdc.config.replica import replica_config, replica_folder
 from megasdc.config.sections import (
     CheckpointSection,
     DataSection,
@@ -25,6 +26,7 @@ from megasdc.config.sections import (
     TraceSection,
     TrainingSection,
 )
+from megasdc.config.study_sections import StudySection
 
 __all__ = [
     "PRESETS",
@@ -48,6 +50,7 @@ __all__ = [
     "RunConfig",
     "SdcSection",
     "SourceSection",
+    "StudySection",
     "TokenizerSection",
     "TraceSection",
     "TrainingSection",
@@ -62,5 +65,7 @@ __all__ = [
     "precision_of",
     "profile_names",
     "query_groups",
+    "replica_config",
+    "replica_folder",
     "resolve_batch",
 ]

@@ -22,13 +22,14 @@ class Layout:
     """How many ranks do what, and how many samples they take.
 
     Attributes:
-        world_size: all ranks, the product of the next three.
+        world_size: all ranks, the product of the next three; in a study, those of one replica.
         tensor: tensor-parallel ranks.
         pipeline: pipeline stages.
         data: data-parallel replicas.
         train_batch_size: samples of one step over all ranks.
         micro_batch_size: samples of one micro-batch on one replica.
         accumulation_steps: micro-batches of one step on one replica.
+        replicas: of a study, each of ``world_size`` ranks; 1 without.
     """
 
     world_size: int
@@ -38,6 +39,7 @@ class Layout:
     train_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
+    replicas: int = 1
 
 
 def check_layout(config: RunConfig, world_size: int) -> Layout:
@@ -52,26 +54,34 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
             all numbers are given.
     """
     parallel = config.megasdc.parallel
+    replicas = config.megasdc.study.replicas or 1
     ranks = parallel.tensor * parallel.pipeline
-    if world_size < 1 or world_size % ranks:
+    if world_size < 1 or world_size % (replicas * ranks):
         text = (
             f"megasdc.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} = {ranks} does not divide the "
             f"world size {world_size}; start a multiple of {ranks} ranks, or change tensor or pipeline."
         )
+        if replicas > 1:
+            text = (
+                f"megasdc.study.replicas: {replicas} replicas of tensor {parallel.tensor} x pipeline "
+                f"{parallel.pipeline} = {replicas * ranks} does not divide the world size {world_size}; start a "
+                f"multiple of {replicas * ranks} ranks, or change replicas, tensor or pipeline."
+            )
         raise ConfigError(text, config.source)
+    world_size //= replicas
     data = world_size // ranks
     if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, data):
         raise ConfigError(wrong, config.source)
     if config.megasdc.audit.enabled and data == 1:
         text = (
             f"megasdc.audit.enabled: got true, but {world_size} ranks are one replica, which has no other to be "
-            f"compared with; start at least {2 * ranks} ranks, or set megasdc.audit.enabled false."
+            f"compared with; start at least {2 * ranks * replicas} ranks, or set megasdc.audit.enabled false."
         )
         raise ConfigError(text, config.source)
     train, micro, accumulation = _batch_sizes(config, data)
     if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
         raise ConfigError(few, config.source)
-    return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation)
+    return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:

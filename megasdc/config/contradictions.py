@@ -18,6 +18,7 @@ from megasdc.config.hook_problems import hook_problems
 from megasdc.config.megatron_fields import megatron_problems
 from megasdc.config.problem import Problem
 from megasdc.config.sections import DataSection, MegasdcSection, ModelSection, TrainingSection
+from megasdc.config.study_problems import study_problems
 
 
 def head_width(model: ModelSection) -> int:
@@ -63,6 +64,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _scheduler_problems(deepspeed)
     yield from fault_problems(file, deepspeed)
     yield from delay_problems(file.delay)
+    yield from study_problems(file)
     if file.checkpoint.require_verified == "always" and not file.audit.enabled:
         yield Problem(
             ("megasdc.checkpoint.require_verified", "megasdc.audit.enabled"),

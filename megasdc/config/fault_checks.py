@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from megasdc.addresses import MICRO_BATCH_PHASES
 from megasdc.config.fault_sections import BIT_KINDS, CHECKPOINT, TOKENS, FaultPlace, FaultSpec, ProcessFaultSpec
@@ -143,7 +142,10 @@ def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]
         return
     found = [name for name in slots if fnmatchcase(name, spec.submodule)]
     if not found:
-        yield "submodule", f"got {spec.submodule!r}, which fits no submodule; nearest: {', '.join(_near(spec, slots))}"
+        yield (
+            "submodule",
+            f"got {spec.submodule!r}, which fits no submodule; nearest: {', '.join(near_names(spec.submodule, slots))}",
+        )
         return
     there = [slots[name][spec.phase] for name in found if spec.phase in slots[name]]
     if not there:
@@ -154,18 +156,35 @@ def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]
         yield "slot", f"got {spec.slot!r}; {spec.submodule} has in phase {spec.phase}: {', '.join(names)}"
 
 
-def _near(spec: FaultSpec, names: Any) -> Sequence[str]:
+def near_names(pattern: str, names: Iterable[str]) -> Sequence[str]:
     """Names that are most like a pattern; a pattern for many layers is answered with one."""
     by_tail = {name.partition(".layer.")[2] or name: name for name in reversed(list(names))}
-    wanted = spec.submodule.replace("*", "").strip(".").removeprefix("layer.")
+    wanted = pattern.replace("*", "").strip(".").removeprefix("layer.")
     found = difflib.get_close_matches(wanted, by_tail, n=3, cutoff=0.3) or list(by_tail)[-3:]
     return [by_tail[name] for name in found]
 
 
-def place_problems(spec: FaultPlace, tensor: int, pipeline: int, data: int) -> Iterator[Fault]:
-    """Yield places that the layout does not have."""
-    sizes = {"rank": tensor * pipeline * data, "replica": data, "stage": pipeline, "tensor_rank": tensor}
+def place_problems(
+    spec: FaultPlace, tensor: int, pipeline: int, data: int, replicas: int | None = None
+) -> Iterator[Fault]:
+    """Yield places that the layout does not have.
+
+    Args:
+        spec: names a place.
+        tensor: tensor-parallel ranks.
+        pipeline: pipeline stages.
+        data: data-parallel replicas.
+        replicas: of a study, each of that layout; then ``replica`` names one of them.
+    """
+    of_study = "" if replicas is None else f" in each of {replicas} replicas"
+    sizes = {
+        "rank": tensor * pipeline * data,
+        "replica": data if replicas is None else replicas,
+        "stage": pipeline,
+        "tensor_rank": tensor,
+    }
     for field, size in sizes.items():
         got = getattr(spec, field)
         if got is not None and got >= size:
-            yield field, f"got {got}, but there are {size} (tensor {tensor} x pipeline {pipeline} x data {data})"
+            layout = f"tensor {tensor} x pipeline {pipeline} x data {data}{of_study}"
+            yield field, f"got {got}, but there are {size} ({layout})"

@@ -71,5 +71,5 @@ def fault_place_problems(file: MegasdcSection, tensor: int, pipeline: int, data:
         f"megasdc.{name}.{index}.{field}: {text}."
         for name, faults in lists.items()
         for index, spec in enumerate(faults)
-        for field, text in place_problems(spec, tensor, pipeline, data)
+        for field, text in place_problems(spec, tensor, pipeline, data, file.study.replicas)
     ]

@@ -38,8 +38,10 @@ class BurstSection(Section):
 class FaultPlace(Section):
     """On which ranks, in which steps and micro-batches; what is null does not restrict."""
 
-    rank: NonNegativeInt | None = Field(None, description="Global rank; null: any.")
-    replica: NonNegativeInt | None = Field(None, description="Place along the data dimension; null: any.")
+    rank: NonNegativeInt | None = Field(None, description="Global rank; in a study: rank of its replica; null: any.")
+    replica: NonNegativeInt | None = Field(
+        None, description="Place along the data dimension; in a study: which of its replicas; null: any."
+    )
     stage: NonNegativeInt | None = Field(None, description="Pipeline stage; null: any.")
     tensor_rank: NonNegativeInt | None = Field(None, description="Place along the tensor dimension; null: any.")
     host: str | None = Field(None, description="Pattern of host names, such as `node7*`; null: any.")

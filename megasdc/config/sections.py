@@ -17,6 +17,7 @@ from megasdc.config.drop_sections import DropComputeSection
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 from megasdc.config.hook_sections import HookSpec
+from megasdc.config.study_sections import StudySection
 
 
 class ModelSection(Section):
@@ -318,6 +319,7 @@ class MegasdcSection(Section):
     golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))
     sdc: SdcSection = Field(default_factory=lambda: SdcSection.model_validate({}))
     audit: AuditSection = Field(default_factory=lambda: AuditSection.model_validate({}))
+    study: StudySection = Field(default_factory=lambda: StudySection.model_validate({}))
     drop_compute: DropComputeSection = Field(default_factory=lambda: DropComputeSection.model_validate({}))
     optimizer_hooks: list[HookSpec] = Field(
         [], description="What bounds gradients and resets moments, in this order; empty: nothing."

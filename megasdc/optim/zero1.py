@@ -82,6 +82,13 @@ def grouped_parameters(optimizer: Any) -> list[list[Any]]:
     return list(optimizer.bf16_groups if is_bf16_optimizer(optimizer) else optimizer.bit16_groups)
 
 
+def master_partitions(optimizer: Any) -> list[Tensor]:
+    """This rank's flat fp32 partitions of the weights, by group; the inner optimizer's keys to its state."""
+    if is_bf16_optimizer(optimizer):
+        return list(optimizer.fp32_groups_flat_partition)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
 @dataclass(frozen=True)
 class Fragment:
     """The part of one parameter that this rank owns.

@@ -19,11 +19,26 @@ import torch.distributed as dist
 from megasdc.parallel.dims import ParallelDims
 
 
-def init_process_group(timeout_s: float) -> None:
+def launch_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """The store at which all ranks of a launch meet.
+
+    Args:
+        rank: in the launch.
+        world_size: of the launch.
+        timeout_s: seconds to wait for a value.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    store.set_timeout(timeout)
+    return store
+
+
+def init_process_group(timeout_s: float, store: dist.Store | None = None) -> None:
     """Join the default process group named by the launcher's environment.
 
     Args:
         timeout_s: seconds after which a collective is given up.
+        store: where its ranks meet; null: the launcher's rendezvous.
 
     Collective: all ranks of the world.
     """
@@ -37,6 +52,16 @@ def init_process_group(timeout_s: float) -> None:
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before Megatron-core asks for the current device
     backend = get_accelerator().communication_backend_name() if on_cuda else "gloo"
+    if store is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
+        )
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=False,

@@ -11,6 +11,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.errors import MegasdcError
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
+from megasdc.study.log import STUDY_FOLDER
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def summarize(run_dir: Path | str) -> RunSummary:
     resolved = folder / "resolved.json"
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]
+    if (folder / STUDY_FOLDER).is_dir():
+        raise MegasdcError(f"{folder} holds a study; give one of its folders replica_K, or use megasdc study")
     if not resolved.exists() or not trained:
         raise MegasdcError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
     sections = parse_config(json.loads(resolved.read_text(encoding="utf-8")), source=str(resolved)).megasdc

@@ -7,12 +7,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megasdc.config import Layout, RunConfig, check_layout, ffn_width
+from megasdc.config import Layout, RunConfig, check_layout, ffn_width, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
@@ -27,6 +28,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel import ParallelDims, groups
+from megasdc.parallel.cut import Cut
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, detects, watches_of
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.coverage import measure_speed, plan_checks
@@ -44,18 +46,20 @@ from megasdc.train.saving import Saver, checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock, StartReport
 from megasdc.train.stop import SkipWatch, StopWatch
+from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
 logger = logging.getLogger(__name__)
 
 
-def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run:
+def build_run(config: RunConfig, clock: StartClock, signals: StopSignals, cut: Cut | None = None) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
     Args:
         config: the checked configuration.
         clock: told where each part of the start ends.
         signals: what this rank was sent since it started.
+        cut: place of this rank in a launch of several replicas; null without a study.
 
     Returns:
         The run with its hooks, at the step it goes on from.
@@ -66,6 +70,10 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     Collective: all ranks of the world.
     """
     clock.mark("imports")
+    part = None
+    if cut is not None:
+        part = StudyPart(config.megasdc.study, cut, prepare_run_folder(Path(config.megasdc.logging.run_dir)))
+        whole, config = config, replica_config(config, cut.replica)
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     manifest = verify_data(sections.data)[0]
@@ -73,7 +81,9 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     set_threads(sections.parallel.threads)
     set_deterministic(sections.determinism)
     clock.mark("checks")
-    groups.init_process_group(sections.parallel.timeout_s)
+    bridge = None if part is None else meet(part, sections.parallel.timeout_s)
+    if bridge is None:
+        groups.init_process_group(sections.parallel.timeout_s)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
     events = EventLog(folder, dims.rank)
@@ -102,12 +112,19 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
     injector = build_injector(sections, run)
     process_faults = build_process_faults(sections, run)
     delays = [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else []
-    hook_states = resume(run, config)
+    hook_states = resume(run, config, None if bridge is None else partial(agree_on_checkpoint, bridge))
     if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
-        write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
+        _write_resolved(folder, config)
+        if part is not None and part.cut.launch_rank == 0:
+            _write_resolved(part.folder, whole)
     clock.mark("resume")
     tracer = build_tracer(sections.trace, engine)
     watches = [] if injector is None else [watch_for_faults(injector, engine)]
+    studying: list[StepHook] = []
+    if part is not None and bridge is not None:
+        study = Study(part, bridge, run, eval_loader, sections.checkpoint.interval)
+        watches += study.watches()
+        studying.append(study)
     if tracer is not None:
         watches.append(watch_for_trace(tracer))
     detection = None if kept is None else _build_detection(config, run, kept, signals, injector)
@@ -130,7 +147,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals) -> Run
         drilling.append(FaultDrill(injector, process_faults, checkpoint_folder(config), host_group))
     before_save = None if detection is None else detection.before_save
     run.hooks = _build_hooks(
-        config, run, eval_loader, manifest, split, clock, signals, recording, drilling, before_save
+        config, run, eval_loader, manifest, split, clock, signals, recording, studying, drilling, before_save
     )
     for hook in run.hooks:
         if state := hook_states.get(type(hook).__name__):
@@ -147,6 +164,7 @@ def _build_hooks(
     clock: StartClock,
     signals: StopSignals,
     recording: list[StepHook],
+    studying: list[StepHook],
     drilling: list[StepHook],
     before_save: Callable[[Run], None] | None,
 ) -> list[StepHook]:
@@ -175,7 +193,8 @@ def _build_hooks(
     managed = sections.training.garbage_collection == "managed"
     collecting = [ManagedCollection(sections.training.garbage_collection_interval)] if managed else []
     # How much a step computed, what it computed and its findings first, then what is measured, then the decision to
-    # stop, then what is kept; last what may harm a checkpoint that is complete.
+    # stop, first in each replica of a study, then in all, then what is kept; last what may harm a checkpoint that is
+    # complete.
     return [
         StartReport(clock),
         *dropping,
@@ -183,6 +202,7 @@ def _build_hooks(
         *bounding,
         SkipWatch(sections.training.max_skipped_steps),
         StopWatch(signals, sections.training.time_limit_s, clock.started_at, sections.training.stop_step),
+        *studying,
         *evaluator,
         *collecting,
         Reporter(
@@ -247,6 +267,10 @@ def prepare_run_folder(folder: Path) -> Path:
             f"megasdc.logging.run_dir: {folder} is not writable ({error.strerror}); choose another folder"
         ) from error
     return folder
+
+
+def _write_resolved(folder: Path, config: RunConfig) -> None:
+    write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
 
 
 def set_threads(threads: int) -> None:

@@ -8,11 +8,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
-from megasdc.config import RunConfig, check_layout, find_warnings, load_config
+from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, StorageError
+from megasdc.parallel.cut import Cut
 from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger("megasdc")
@@ -52,11 +53,12 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
     try:
         config = load_config(config_path, overrides)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        cut = cut_world(config.megasdc.study, os.environ)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)
-        _train(config, started_at, signals)
+        _train(config, cut, started_at, signals)
     except Exception as error:
         known = as_known_error(error)
         if known is None:
@@ -93,13 +95,31 @@ def as_known_error(error: Exception) -> MegasdcError | None:
     return None
 
 
-def _train(config: RunConfig, started_at: float, signals: StopSignals) -> None:
+def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut | None:
+    """Make this rank one of its replica alone, for everything that reads the launcher's variables after this.
+
+    Args:
+        section: the section `study`.
+        environ: RANK and WORLD_SIZE become those of the replica; LOCAL_RANK, which names the device, stays.
+
+    Returns:
+        The place in the launch; null without a study.
+    """
+    if section.replicas is None:
+        return None
+    cut = Cut.from_environment(section.replicas, environ)
+    environ.update(cut.environment)
+    set_up_logging(cut.rank, cut.replica)
+    return cut
+
+
+def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals) -> None:
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.run import train
     from megasdc.train.startup import StartClock
 
-    run = build_run(config, StartClock(started_at), signals)
+    run = build_run(config, StartClock(started_at), signals, cut)
     if run.dims.rank == 0:
         logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
     train(run)
@@ -111,12 +131,13 @@ def _train(config: RunConfig, started_at: float, signals: StopSignals) -> None:
     groups.shutdown()
 
 
-def set_up_logging(rank: int) -> None:
-    """Send our own lines to standard error with a rank prefix, and keep libraries to warnings."""
+def set_up_logging(rank: int, replica: int | None = None) -> None:
+    """Send our own lines to standard error with a prefix that says who speaks, and keep libraries to warnings."""
+    who = f"rank {rank}" if replica is None else f"replica {replica} rank {rank}"
     for name in ("DeepSpeed", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname).1s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
     root = logging.getLogger("megasdc")
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -111,7 +111,7 @@ class Saver(StepHook):
             self.writer.close()
 
 
-def resume(run: Run, config: RunConfig) -> dict[str, Any]:
+def resume(run: Run, config: RunConfig, agree: Callable[[int], int | None] | None = None) -> dict[str, Any]:
     """Go on from the newest usable checkpoint, if there is one and the configuration wants it.
 
     Without one the run starts from the universal checkpoint that the configuration names, or from step 0.
@@ -119,6 +119,8 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
     Args:
         run: at step 0; on return at the step that was loaded.
         config: the run's configuration.
+        agree: told the step of the checkpoint found, 0 for none; answers null, or the newest step to look for again;
+            null: nobody has to agree.
 
     Returns:
         States of the hooks by class name, for hooks that are not built yet; empty at step 0.
@@ -131,16 +133,22 @@ def resume(run: Run, config: RunConfig) -> dict[str, Any]:
     """
     section = config.megasdc.checkpoint
     folder = checkpoint_folder(config)
-    found = find_checkpoint(
-        folder,
-        dims=run.dims,
-        storage=section.storage,
-        verify=section.verify,
-        resume="auto" if section.universal and section.resume == "must" else section.resume,
-        require_verified=section.require_verified,
-        events=run.events,
-        group=run.host_group,
-    )
+    at_most: int | None = None
+    while True:
+        found = find_checkpoint(
+            folder,
+            dims=run.dims,
+            storage=section.storage,
+            verify=section.verify,
+            resume="auto" if section.universal and section.resume == "must" else section.resume,
+            require_verified=section.require_verified,
+            at_most=at_most,
+            events=run.events,
+            group=run.host_group,
+        )
+        at_most = None if agree is None else agree(0 if found is None else found.step)
+        if at_most is None:
+            break
     if found is None:
         leave_behind(folder, None, storage=section.storage, events=run.events, group=run.host_group)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}

@@ -39,6 +39,7 @@ def workload_config(config: RunConfig) -> RunConfig:
     raw["gradient_accumulation_steps"] = golden.micro_batches
     sections = raw["megasdc"]
     sections["checkpoint"] = sections["audit"] = sections["sdc"] = sections["drop_compute"] = {}
+    sections["study"] = {}
     sections["faults"], sections["process_faults"], sections["delay"] = [], [], []
     sections["model"]["initial_weights"] = None
     sections["determinism"]["enabled"] = True

@@ -1,0 +1,34 @@
+"""`megasdc study`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, Out, app, print_result
+
+
+class _By(StrEnum):
+    part, kind, submodule, rank = "part", "kind", "submodule", "rank"
+
+
+@app.command("study", epilog="Example: megasdc study runs/study --by submodule")
+def study(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder of a study (megasdc.logging.run_dir).")],
+    by: Annotated[
+        _By,
+        typer.Option("--by", help="Rows of mismatches: attention, ffn, ...; kinds; submodules; or parts of each rank."),
+    ] = _By.part,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Say what replicas computed otherwise than the trusted one: mismatch frequency and severity, noise in gradients,
+    distance of parameters, losses, disagreement; also while the study runs.
+    """
+    from megasdc.report.study_render import render_study
+    from megasdc.study.tables import summarize_study
+
+    print_result(summarize_study(run_dir, by.value), render_study, out=out, as_json=as_json)

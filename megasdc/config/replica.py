@@ -1,0 +1,68 @@
+"""What is the configuration of one replica of a study? That of an ordinary run, which could be started alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megasdc.config.fault_sections import FaultPlace, FaultSpec
+from megasdc.config.study_sections import StudySection
+
+if TYPE_CHECKING:
+    from megasdc.config.load import RunConfig
+
+T = TypeVar("T", bound=FaultPlace)
+_SEEDS_APART = 1 << 32
+"""Between the seeds of the same fault in neighbouring replicas, so that each draws its own."""
+
+
+def replica_folder(folder: Path | str, replica: int) -> Path:
+    """Where a replica keeps what a run keeps in ``folder``."""
+    return Path(folder) / f"replica_{replica}"
+
+
+def replica_config(config: RunConfig, replica: int) -> RunConfig:
+    """Make the configuration of one replica: own folders, its faults alone, no study.
+
+    Args:
+        config: of a study.
+        replica: from 0.
+    """
+    sections = config.megasdc
+    logging = sections.logging.model_copy(
+        update={
+            "run_dir": str(replica_folder(sections.logging.run_dir, replica)),
+            "progress_bar": sections.logging.progress_bar and replica == sections.study.trusted,
+        }
+    )
+    checkpoint = sections.checkpoint
+    if checkpoint.folder is not None:
+        checkpoint = checkpoint.model_copy(update={"folder": str(replica_folder(checkpoint.folder, replica))})
+    own = {
+        "study": StudySection.model_validate({}),
+        "logging": logging,
+        "checkpoint": checkpoint,
+        "faults": [_reseeded(spec, replica) for spec in _of_replica(sections.faults, replica)],
+        "process_faults": _of_replica(sections.process_faults, replica),
+    }
+    return replace(config, deepspeed=_own_monitors(config.deepspeed, replica), megasdc=sections.model_copy(update=own))
+
+
+def _of_replica(faults: Iterable[T], replica: int) -> list[T]:
+    return [spec.model_copy(update={"replica": None}) for spec in faults if spec.replica in (None, replica)]
+
+
+def _reseeded(spec: FaultSpec, replica: int) -> FaultSpec:
+    return spec.model_copy(update={"seed": spec.seed + replica * _SEEDS_APART})
+
+
+def _own_monitors(deepspeed: dict[str, Any], replica: int) -> dict[str, Any]:
+    """Keep the replicas' TensorBoard and CSV files apart."""
+    own = copy.deepcopy(deepspeed)
+    for name in ("tensorboard", "csv_monitor"):
+        if own.get(name, {}).get("enabled"):
+            own[name]["job_name"] = f"{own[name]['job_name']}_replica_{replica}"
+    return own

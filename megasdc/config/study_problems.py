@@ -1,0 +1,119 @@
+"""Which settings of a study contradict others?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megasdc.config.fault_checks import near_names
+from megasdc.config.problem import Problem
+from megasdc.config.sections import MegasdcSection
+from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC, StudySection
+from megasdc.config.submodule_names import submodule_slots
+
+_S = "megasdc.study"
+_READERS = {
+    "submodules": (COMPUTATION_SYNC,),
+    "sampled_elements": (COMPUTATION_SYNC,),
+    "interval": (COMPUTATION_SYNC, FREE_RUN),
+}
+"""In which modes a field is read."""
+
+
+def study_problems(file: MegasdcSection) -> Iterator[Problem]:
+    """Yield every contradiction that can be seen without knowing the number of ranks.
+
+    Args:
+        file: our sections.
+    """
+    study = file.study
+    if study.mode is None:
+        for field in StudySection.model_fields:
+            if not _is_default(study, field):
+                yield _problem(
+                    field, "mode", f"got {getattr(study, field)} without a mode; set {_S}.mode, or remove it"
+                )
+        return
+    yield from _own_problems(study)
+    yield from _submodule_problems(file)
+    yield from _other_sections(file)
+
+
+def _own_problems(study: StudySection) -> Iterator[Problem]:
+    if study.replicas is None:
+        yield _problem("replicas", "mode", f'missing; mode "{study.mode}" needs their number, at least 2')
+    elif study.trusted >= study.replicas:
+        yield _problem(
+            "trusted", "replicas", f"got {study.trusted}, but the replicas are 0 to {study.replicas - 1}; name one"
+        )
+    for field, modes in _READERS.items():
+        if study.mode not in modes and not _is_default(study, field):
+            yield _problem(field, "mode", f'is read with {" or ".join(modes)} only, not "{study.mode}"; remove it')
+
+
+def _submodule_problems(file: MegasdcSection) -> Iterator[Problem]:
+    study = file.study
+    if study.mode == COMPUTATION_SYNC and file.model.backend != "torch":
+        yield Problem(
+            (f"{_S}.mode", "megasdc.model.backend"),
+            f'{_S}.mode: got "{study.mode}" with megasdc.model.backend "{file.model.backend}", whose submodules cannot '
+            'be observed; set the backend to "torch".',
+        )
+    names = list(submodule_slots(file.model, file.parallel))
+    for index, pattern in enumerate(study.submodules or ()):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            path = f"{_S}.submodules.{index}"
+            near = ", ".join(near_names(pattern, names))
+            text = f"{path}: got {pattern!r}, which fits no submodule; nearest: {near}."
+            yield Problem((path, "megasdc.model"), text)
+
+
+def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
+    study = file.study
+    if not file.determinism.enabled:
+        yield _against(
+            study,
+            "megasdc.determinism.enabled",
+            "false; results that need not repeat differ between healthy replicas too; set it true",
+        )
+    if file.drop_compute.enabled and file.drop_compute.replay_decisions is None:
+        yield _against(
+            study,
+            "megasdc.drop_compute.enabled",
+            "true; by the clock each replica would leave out other micro-batches; set it false, or replay decisions",
+        )
+    if file.delay:
+        yield _against(study, "megasdc.delay", f"{len(file.delay)} entries; delays change no result; remove them")
+    if file.checkpoint.keep_last == 1:
+        yield _against(
+            study,
+            "megasdc.checkpoint.keep_last",
+            "1; a study goes on from a checkpoint that all replicas have, and one killed while saving has only the one "
+            "before; set it to 2 or more, or 0",
+        )
+    if study.mode == FREE_RUN and not file.training.eval_interval:
+        yield _against(
+            study,
+            "megasdc.training.eval_interval",
+            "0; the models are evaluated at the end, on eval_samples; set an interval",
+        )
+    if study.mode == PARAMETER_SYNC and file.sdc.always_on.enabled and file.sdc.always_on.toleranced:
+        yield _against(
+            study,
+            "megasdc.sdc.always_on.toleranced",
+            "true; an update that is overwritten is not the one that its gradient gives; set it false",
+        )
+
+
+def _against(study: StudySection, other: str, text: str) -> Problem:
+    return Problem((f"{_S}.mode", other), f'{_S}.mode: got "{study.mode}" with {other} {text}.')
+
+
+def _is_default(study: StudySection, field: str) -> bool:
+    default: Any = StudySection.model_fields[field].default
+    return bool(getattr(study, field) == default)
+
+
+def _problem(field: str, other: str, text: str) -> Problem:
+    return Problem((f"{_S}.{field}", f"{_S}.{other}"), f"{_S}.{field}: {text}.")

@@ -1,0 +1,129 @@
+"""How do the ranks of equal place in several runs of one launch talk? A gloo group of their own, beside all others.
+
+Tensors of a device go through the host: two runs may be on one device or far apart, and their NCCL groups know nothing
+of each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import pickle
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.parallel.cut import Cut
+
+T = TypeVar("T")
+_HEADER_BYTES = 8
+
+
+class Bridge:
+    """Joins the ranks of equal place; one replica's values can be given to all.
+
+    Args:
+        cut: place of this rank.
+        trusted: the replica whose values are shared.
+        store: at which all ranks of the launch meet.
+        timeout_s: seconds after which an exchange is given up.
+
+    Collective: the ranks of equal place in all replicas.
+    """
+
+    def __init__(self, cut: Cut, trusted: int, store: dist.Store, timeout_s: float) -> None:
+        self.cut = cut
+        self.trusted = trusted
+        self._group: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"bridge/{cut.rank}", store),
+            cut.replica,
+            cut.replicas,
+            datetime.timedelta(seconds=timeout_s),
+        )
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether this rank is of the trusted replica."""
+        return self.cut.replica == self.trusted
+
+    def share(self, value: Tensor, name: str) -> Tensor:
+        """The trusted replica's value of a tensor.
+
+        Args:
+            value: this replica's, any real type and strides, with the same shape and type in all replicas.
+            name: what it is, the same in all replicas.
+
+        Returns:
+            On the device of ``value``, contiguous; on the trusted replica ``value`` itself.
+
+        Raises:
+            RuntimeError: the replicas do not share the same thing now.
+
+        Collective: the ranks of equal place in all replicas.
+        Sync: waits for the device.
+        """
+        header = _header(f"{name} {tuple(value.shape)} {value.dtype}")
+        message = torch.empty(_HEADER_BYTES + value.numel() * value.element_size(), dtype=torch.uint8)
+        if self.is_trusted:
+            message[:_HEADER_BYTES] = header
+            content = value.detach().contiguous().view(-1)
+            message[_HEADER_BYTES:].copy_(content.view(torch.uint8))
+        self._broadcast(message)
+        if not torch.equal(message[:_HEADER_BYTES], header):
+            raise RuntimeError(f"replica {self.cut.replica} is at {name}, where the trusted replica is elsewhere")
+        if self.is_trusted:
+            return value
+        return message[_HEADER_BYTES:].view(value.dtype).view(value.shape).to(value.device)
+
+    def overwrite(self, value: Tensor, name: str) -> None:
+        """Put the trusted replica's value in the place of this one's.
+
+        Args:
+            value: changed in place except on the trusted replica.
+            name: as for ``share``.
+
+        Collective: the ranks of equal place in all replicas.
+        """
+        healthy = self.share(value, name)
+        if not self.is_trusted:
+            value.copy_(healthy)
+
+    def share_object(self, value: T) -> T:
+        """The trusted replica's value of anything that can be pickled.
+
+        Collective: the ranks of equal place in all replicas.
+        """
+        content = bytearray(pickle.dumps(value)) if self.is_trusted else bytearray()
+        size = torch.tensor([len(content)])
+        self._broadcast(size)
+        message = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(message)
+        shared: T = pickle.loads(message.numpy().tobytes())
+        return shared
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Every replica's numbers, in the order of replicas.
+
+        Args:
+            values: as many in all replicas.
+
+        Collective: the ranks of equal place in all replicas.
+        """
+        own = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(self.cut.replicas)]
+        self._group.allgather([found], [own]).wait()
+        return [one.tolist() for one in found]
+
+    def _broadcast(self, message: Tensor) -> None:
+        options: Any = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.trusted, 0
+        self._group.broadcast([message], options).wait()
+
+
+def _header(text: str) -> Tensor:
+    """Eight bytes that tell one shared thing from another."""
+    return torch.frombuffer(
+        bytearray(hashlib.blake2b(text.encode(), digest_size=_HEADER_BYTES).digest()), dtype=torch.uint8
+    )

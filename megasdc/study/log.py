@@ -1,0 +1,119 @@
+"""What did a study find? One JSON line each, a file a rank in ``study/`` of the run folder; written and read here.
+
+Every line has ``kind``, ``step``, ``replica`` and ``rank`` (in the launch); NaN and infinity are null. The kinds:
+
+start: a rank has begun, or goes on after ``step``; mode, replicas, trusted, replica_rank, dp_rank, pp_rank, tp_rank,
+    host.
+compared: in ``steps`` steps up to ``step``, ``results`` results of one (fqn, phase, slot) with ``elements`` elements
+    were compared with the trusted replica's.
+mismatch: one result differs; micro_batch, fqn, phase, slot, dtype, shape and the fields of ``compare.Mismatch``.
+gradient, parameters: fqn (``*``: the whole model), difference_norm, trusted_norm, ratio.
+loss: loss, trusted_loss.
+evaluation: loss, trusted_loss, tokens, disagreeing, correct, trusted_correct: of the validation tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import DataError
+from megasdc.events import open_lines
+
+STUDY_FOLDER = "study"
+WHOLE = "*"
+"""In the place of a submodule's name: all together."""
+Line = dict[str, Any]
+
+
+class StudyLog:
+    """Appends to the file of this rank; what it says of steps after the one that the run goes on from is cut off.
+
+    Args:
+        run_dir: folder of the launch.
+        rank: in the launch.
+        replica: of this rank.
+        step: last step that has ended; at 0 an older file is renamed.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, replica: int, step: int) -> None:
+        folder = run_dir / STUDY_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank_{rank:05d}.jsonl"
+        if path.exists() and step == 0:
+            os.replace(path, folder / f"until_{time.strftime('%Y%m%d-%H%M%S')}_{path.name}")
+        elif path.exists():
+            _cut_back(path, step)
+        self._file = open_lines(path)
+        self._same = {"replica": replica, "rank": rank}
+
+    def tell(self, kind: str, step: int, **fields: Any) -> None:
+        """Write a line.
+
+        Args:
+            kind: see the module.
+            step: optimizer step, first is 1.
+            **fields: of the kind.
+        """
+        line = {"kind": kind, "step": step, **self._same, **fields}
+        self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+
+    def flush(self) -> None:
+        """Let everything told so far reach the file."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
+    """Yield the lines of a study, file by file in rank order.
+
+    A last line without an end, left by a killed process, is passed over.
+
+    Args:
+        run_dir: folder of the launch.
+        *kinds: only these; none: all.
+
+    Raises:
+        DataError: there is no study in the folder, or a complete line is broken.
+    """
+    folder = Path(run_dir) / STUDY_FOLDER
+    paths = sorted(folder.glob("rank_*.jsonl"))
+    if not paths:
+        raise DataError(
+            f"{run_dir} holds no study: {folder} has no rank_*.jsonl; give the megasdc.logging.run_dir of a run with "
+            "megasdc.study.mode"
+        )
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith("\n"):
+                    continue
+                try:
+                    line = json.loads(text)
+                    wanted = not kinds or line["kind"] in kinds
+                except (json.JSONDecodeError, KeyError, TypeError) as error:
+                    raise DataError(f"{path}:{number} is not a line of a study: {error}") from error
+                if wanted:
+                    yield line
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Drop the lines of later steps, and a broken last one; the file is replaced by one rename."""
+    temporary = path.with_suffix(".tmp")
+    with open(path, encoding="utf-8") as old, open(temporary, "w", encoding="utf-8") as new:
+        new.writelines(text for text in old if text.endswith("\n") and json.loads(text)["step"] <= step)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,109 @@
+"""How far are a replica's gradients or weights from the trusted one's? Norms of whole and submodules.
+
+||u - h|| / ||h|| over all elements of the model, each counted once: every rank sums what it owns of ZeRO-1's shards,
+tensor ranks' copies and a tied weight's second copy are left out, and the replica adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.model.submodules import Submodule
+from megasdc.optim.zero1 import Fragment, counts_here, owned_fragments
+from megasdc.parallel.bridge import Bridge
+from megasdc.parallel.collectives import gather_objects
+from megasdc.study.log import WHOLE
+
+
+@dataclass(frozen=True)
+class Distance:
+    """One comparison.
+
+    Args:
+        fqn: of the submodule, or ``WHOLE``.
+        difference_norm: ||u - h||.
+        trusted_norm: ||h||.
+    """
+
+    fqn: str
+    difference_norm: float
+    trusted_norm: float
+
+    @property
+    def ratio(self) -> float:
+        """||u - h|| / ||h||; NaN where h is zero and u is not."""
+        if self.difference_norm == 0:
+            return 0.0
+        return self.difference_norm / self.trusted_norm if self.trusted_norm else float("nan")
+
+
+class ShardDistances:
+    """Compares what this rank owns, and adds up over its replica.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer.
+        submodules: of this rank's stage.
+        tp_rank: tensor rank.
+        bridge: to the other replicas.
+        host_group: a group of all ranks of the replica on the host.
+
+    Collective: all ranks of the replica.
+    """
+
+    def __init__(
+        self, optimizer: Any, submodules: Sequence[Submodule], tp_rank: int, bridge: Bridge, host_group: Any
+    ) -> None:
+        self._optimizer = optimizer
+        self._tp_rank = tp_rank
+        self._bridge = bridge
+        self._group = host_group
+        self._owner = {
+            id(parameter): (one.fqn, slot) for one in submodules for slot, parameter in one.parameters.items()
+        }
+        counted = [
+            one.fqn for one in submodules if any(counts_here(value, tp_rank) for value in one.parameters.values())
+        ]
+        names = {name for on_rank in gather_objects(counted, host_group) for name in on_rank}
+        self._rows = {name: row for row, name in enumerate(sorted(names, key=_in_order))}
+
+    @torch.no_grad()
+    def measure(self, pick: Callable[[Fragment], Tensor | None]) -> list[Distance]:
+        """Compare one value of every owned fragment.
+
+        Args:
+            pick: gives the value, [numel]; null: there is none.
+
+        Returns:
+            The whole first, then submodules in the order of the model; empty on the trusted replica.
+
+        Collective: all ranks of all replicas.
+        Sync: waits for the device.
+        """
+        sums = torch.zeros(len(self._rows), 2, dtype=torch.float64)
+        for fragment in owned_fragments(self._optimizer):
+            value = pick(fragment)
+            if value is None:
+                continue
+            fqn, slot = self._owner[id(fragment.parameter)]
+            healthy = self._bridge.share(value, f"{fqn} {slot}")
+            if self._bridge.is_trusted or not counts_here(fragment.parameter, self._tp_rank):
+                continue
+            reference = healthy.double()
+            row = sums[self._rows[fqn]]
+            row[0] += (value.double() - reference).square().sum().cpu()
+            row[1] += reference.square().sum().cpu()
+        if self._bridge.is_trusted:
+            return []
+        dist.all_reduce(sums, group=self._group)
+        rows = [(WHOLE, sums.sum(0)), *((name, sums[row]) for name, row in self._rows.items())]
+        return [Distance(name, *row.sqrt().tolist()) for name, row in rows]
+
+
+def _in_order(fqn: str) -> tuple[int, str]:
+    return int(fqn.split(".", 1)[0]), fqn

@@ -1,0 +1,68 @@
+"""Which token does a model think most likely? Top-1 predictions of an evaluation, over a divided vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.model.loss import TokenLoss
+
+
+@contextmanager
+def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
+    """Collect the predictions of every micro-batch that is evaluated in the block.
+
+    Args:
+        loss: of the last stage; null on other stages, where none are collected.
+
+    Yields:
+        A list that gets one tensor a micro-batch, [b, s], int64, on the host; the same on all ranks of a tensor group.
+
+    Collective: the tensor group, at each micro-batch.
+    """
+    found: list[Tensor] = []
+    if loss is None:
+        yield found
+        return
+
+    def tap(logits: Tensor) -> Tensor:
+        found.append(top_tokens(logits, loss).transpose(0, 1).cpu())
+        return logits
+
+    before, loss.tap = loss.tap, tap
+    try:
+        yield found
+    finally:
+        loss.tap = before
+
+
+def top_tokens(logits: Tensor, loss: TokenLoss) -> Tensor:
+    """The most likely token; of equally likely ones that of the lowest tensor rank.
+
+    Args:
+        logits: [s, b, v/tp].
+        loss: knows this rank's columns.
+
+    Returns:
+        [s, b], int64; the same on all ranks of the tensor group.
+
+    Collective: the tensor group.
+    """
+    real = torch.arange(loss.columns, device=logits.device) < loss.real_columns
+    value, column = logits.detach().float().masked_fill(~real, -torch.inf).max(-1)
+    token = column + loss.first_column
+    if loss.tensor == 1:
+        return token
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    group = get_tensor_model_parallel_group()
+    values = [torch.empty_like(value) for _ in range(loss.tensor)]
+    tokens = [torch.empty_like(token) for _ in range(loss.tensor)]
+    dist.all_gather(values, value, group=group)
+    dist.all_gather(tokens, token, group=group)
+    best = torch.stack(values).argmax(0, keepdim=True)
+    return torch.stack(tokens).gather(0, best).squeeze(0)

@@ -1,0 +1,121 @@
+"""Is a submodule's own result the trusted replica's? Compares each one, and goes on with the trusted one.
+
+Because what a submodule takes in was overwritten before, every mismatch is that submodule's own. What is not compared -
+a submodule that no pattern names - hands its mistakes on to the next that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from megasdc.addresses import (
+    BACKWARD,
+    FORWARD,
+    PARAMETER,
+    RECOMPUTE,
+    REDUCED_GRAD,
+    UPDATE,
+    WEIGHT_GRAD,
+    Address,
+)
+from megasdc.config.study_sections import PAPER_BACKWARD, PAPER_FORWARD, StudySection
+from megasdc.parallel.bridge import Bridge
+from megasdc.study.compare import compare_results
+
+Tell = Callable[..., None]
+"""Writes a line: (kind, step, **fields)."""
+_ALWAYS = (WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
+"""Phases compared of every submodule, so that nothing wrong gets into the weights of the next step."""
+
+
+class ResultSync:
+    """A listener of ``engine.observer.Observer`` that comes after what changes results on purpose.
+
+    Args:
+        section: patterns, samples.
+        bridge: to the other replicas.
+        tell: told every mismatch and, by ``flush``, what was compared; null on the trusted replica.
+    """
+
+    def __init__(self, section: StudySection, bridge: Bridge, tell: Tell) -> None:
+        self._bridge = bridge
+        self._tell = tell
+        self._num_samples = section.sampled_elements
+        own = section.submodules
+        forward = tuple(own) if own else PAPER_FORWARD
+        self._patterns = {
+            FORWARD: forward,
+            RECOMPUTE: forward,
+            BACKWARD: tuple(own) if own else PAPER_BACKWARD,
+            **dict.fromkeys(_ALWAYS, ("*",)),
+        }
+        self._wanted: dict[tuple[str, str], bool] = {}
+        self._compared: dict[tuple[str, str, str], list[int]] = {}
+        self._first_step: int | None = None
+
+    def __call__(self, address: Address, result: Tensor) -> Tensor | None:
+        """Compare one result, if it is wanted.
+
+        Args:
+            address: where it belongs.
+            result: any shape; is left as it is.
+
+        Returns:
+            The trusted replica's result with the same strides, or null if this one has its bits.
+
+        Collective: the ranks of equal place in all replicas.
+        Sync: waits for the device.
+        """
+        if not self._wants(address.phase, address.fqn):
+            return None
+        healthy = self._bridge.share(result, str(address))
+        if self._bridge.is_trusted:
+            return None
+        self._count(address, result)
+        found = compare_results(healthy, result, self._num_samples)
+        if found is None:
+            return None
+        self._tell(
+            "mismatch",
+            address.step,
+            micro_batch=address.micro_batch,
+            fqn=address.fqn,
+            phase=address.phase,
+            slot=address.slot,
+            dtype=str(result.dtype).removeprefix("torch."),
+            shape=list(result.shape),
+            **found.fields(),
+        )
+        answer = result.detach().clone()
+        answer.copy_(healthy)
+        return answer
+
+    def flush(self, step: int) -> None:
+        """Tell what was compared since the last time.
+
+        Args:
+            step: the last step.
+        """
+        for (fqn, phase, slot), (results, elements) in self._compared.items():
+            steps = step + 1 - (self._first_step or step)
+            self._tell(
+                "compared", step, steps=steps, fqn=fqn, phase=phase, slot=slot, results=results, elements=elements
+            )
+        self._compared.clear()
+        self._first_step = None
+
+    def _count(self, address: Address, result: Tensor) -> None:
+        self._first_step = self._first_step or address.step
+        counts = self._compared.setdefault((address.fqn, address.phase, address.slot), [0, 0])
+        counts[0] += 1
+        counts[1] += result.numel()
+
+    def _wants(self, phase: str, fqn: str) -> bool:
+        key = (phase, fqn)
+        if key not in self._wanted:
+            patterns = self._patterns.get(phase, ())
+            self._wanted[key] = any(fnmatchcase(fqn, pattern) for pattern in patterns)
+        return self._wanted[key]

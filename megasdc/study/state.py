@@ -1,0 +1,82 @@
+"""How does a replica take over everything that the trusted one has learned? Parameters, optimizer, schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasdc.engine.engine import TrainingEngine
+from megasdc.optim.zero1 import master_partitions
+from megasdc.parallel.bridge import Bridge
+
+
+@torch.no_grad()
+def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
+    """Put the trusted replica's state after a step in the place of this one's.
+
+    Parameters, fp32 masters, optimizer states and rates, learning rate schedule, loss scale, and whether the step was
+    skipped.
+
+    Args:
+        engine: after the optimizer step.
+        bridge: to the other replicas.
+
+    Collective: the ranks of equal place in all replicas.
+    """
+    for index, parameter in enumerate(engine.module.parameters()):
+        bridge.overwrite(parameter.data, f"parameter {index}")
+    inner = engine.optimizer.optimizer
+    for index, flat in enumerate(master_partitions(engine.optimizer)):
+        bridge.overwrite(flat.data, f"master {index}")
+        _overwrite_state(inner.state, flat, f"state {index}", bridge)
+    _take_plain(engine, bridge.share_object(_plain(engine)))
+
+
+def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> None:
+    """The inner optimizer's state of one partition; one that only the trusted replica has is made first."""
+    own = states.get(flat, {})
+    trusted = bridge.share_object(
+        {
+            key: (value.shape, value.dtype, value.device.type) if isinstance(value, Tensor) else value
+            for key, value in own.items()
+        }
+    )
+    if not bridge.is_trusted:
+        for key in set(own) - set(trusted):
+            del own[key]
+        if trusted:
+            own = states[flat]
+    for key, value in trusted.items():
+        if not isinstance(value, tuple):
+            own[key] = value
+            continue
+        if key not in own:
+            shape, dtype, device = value
+            own[key] = torch.zeros(shape, dtype=dtype, device=flat.device if device != "cpu" else "cpu")
+        bridge.overwrite(own[key], f"{name} {key}")
+
+
+def _plain(engine: TrainingEngine) -> dict[str, Any]:
+    """What is not tensors."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "groups": [
+            {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
+            for group in engine.optimizer.optimizer.param_groups
+        ],
+        "schedule": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        "scaler": None if scaler is None else dict(vars(scaler)),
+        "skipped_steps": engine.skipped_steps,
+    }
+
+
+def _take_plain(engine: TrainingEngine, plain: dict[str, Any]) -> None:
+    for group, values in zip(engine.optimizer.optimizer.param_groups, plain["groups"], strict=True):
+        group.update(values)
+    if plain["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(plain["schedule"])
+    if plain["scaler"] is not None:
+        vars(engine.optimizer.loss_scaler).update(plain["scaler"])
+    engine.skipped_steps = plain["skipped_steps"]

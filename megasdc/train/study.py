@@ -1,0 +1,254 @@
+"""How does one replica of a study take part? What it shares with the trusted one in a step, and what is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.config import StudySection
+from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
+from megasdc.data.loader import EvalLoader
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.model.submodules import list_submodules
+from megasdc.parallel import groups
+from megasdc.parallel.bridge import Bridge
+from megasdc.parallel.cut import Cut
+from megasdc.study.log import STUDY_FOLDER, StudyLog
+from megasdc.study.norms import Distance, ShardDistances
+from megasdc.study.predictions import top_predictions
+from megasdc.study.results import ResultSync
+from megasdc.study.state import overwrite_training_state
+from megasdc.study.tables import describe, summarize_study
+from megasdc.train.observe import Watch
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StudyPart:
+    """What a rank knows of the study that it belongs to.
+
+    Args:
+        section: of the whole study.
+        cut: place of this rank.
+        folder: run folder of the launch.
+    """
+
+    section: StudySection
+    cut: Cut
+    folder: Path
+
+
+def meet(part: StudyPart, timeout_s: float) -> Bridge:
+    """Join the replica's own process group, and the ranks of equal place in the others.
+
+    Args:
+        part: place of this rank.
+        timeout_s: seconds after which a collective is given up.
+
+    Collective: all ranks of the launch.
+    """
+    cut = part.cut
+    store = groups.launch_store(cut.launch_rank, cut.launch_size, timeout_s)
+    groups.init_process_group(timeout_s, dist.PrefixStore(f"replica/{cut.replica}", store))
+    return Bridge(cut, part.section.trusted, store, timeout_s)
+
+
+class Study(StepHook):
+    """Compares this replica with the trusted one.
+
+    Comes after what decides to stop, and before what evaluates and saves: all replicas end at the same step, and what
+    the file of a rank says of a saved step is complete.
+
+    Args:
+        part: place of this rank.
+        bridge: to the other replicas.
+        run: with engine and resumed step.
+        eval_loader: this replica's validation samples; null: none.
+        save_interval: steps between checkpoints; 0: only at the end.
+    """
+
+    def __init__(
+        self, part: StudyPart, bridge: Bridge, run: Run, eval_loader: EvalLoader | None, save_interval: int
+    ) -> None:
+        self._part = part
+        self._bridge = bridge
+        self._eval_loader = eval_loader
+        self._save_interval = save_interval
+        self._log = StudyLog(part.folder, part.cut.launch_rank, part.cut.replica, run.step)
+        self._write_start(run)
+        self._results: ResultSync | None = None
+        self._distances: ShardDistances | None = None
+        self._in_step: ParameterSync | None = None
+        mode, submodules = part.section.mode, list_submodules(run.engine.module)
+        if mode == COMPUTATION_SYNC:
+            self._results = ResultSync(part.section, bridge, self._log.tell)
+            self._fqns = frozenset(one.fqn for one in submodules)
+        else:
+            self._distances = ShardDistances(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
+        if mode == PARAMETER_SYNC:
+            assert self._distances is not None, "made for every mode but computation_sync"
+            self._in_step = ParameterSync(bridge, self._distances, self._tell_distances)
+
+    def watches(self) -> list[Watch]:
+        """What it wants to see of the run's results, after what harms them; nothing where it looks at states alone."""
+        if self._results is None:
+            return []
+        return [Watch(self._results, lambda step: self._fqns, harms=True)]
+
+    def _write_start(self, run: Run) -> None:
+        part, dims = self._part, run.dims
+        self._log.tell(
+            "start",
+            run.step,
+            mode=part.section.mode,
+            replicas=part.cut.replicas,
+            trusted=part.section.trusted,
+            replica_rank=dims.rank,
+            dp_rank=dims.dp_rank,
+            pp_rank=dims.pp_rank,
+            tp_rank=dims.tp_rank,
+            host=socket.gethostname(),
+        )
+        self._log.flush()
+
+    def on_start(self, run: Run) -> None:
+        """Stop together, if one replica is to stop before its first step."""
+        self._agree_to_stop(run)
+
+    def before_step(self, run: Run) -> None:
+        """Look in after everything that may harm the step."""
+        if self._in_step is not None:
+            if self._in_step in run.engine.hooks:
+                run.engine.hooks.remove(self._in_step)
+            run.engine.hooks.append(self._in_step)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Write what the step showed, and stop together."""
+        losses = [loss for (loss,) in self._bridge.gather([result.loss])]
+        trusted = losses[self._part.section.trusted]
+        if run.dims.rank == 0:
+            self._log.tell("loss", run.step, loss=result.loss, trusted_loss=trusted)
+        self._agree_to_stop(run)
+        due = run.step % self._part.section.interval == 0 or run.is_last_step
+        saves = bool(self._save_interval) and run.step % self._save_interval == 0
+        if self._results is not None and (due or saves):
+            self._results.flush(run.step)
+        if self._part.section.mode == FREE_RUN and due:
+            assert self._distances is not None, "made for every mode but computation_sync"
+            self._tell_distances("parameters", run.step, self._distances.measure(lambda fragment: fragment.master))
+        if self._part.section.mode == FREE_RUN and run.step >= run.steps:
+            self._evaluate(run)
+        self._log.flush()
+
+    def _agree_to_stop(self, run: Run) -> None:
+        """All replicas stop after the step in which one has a reason."""
+        stops = [bool(stop) for (stop,) in self._bridge.gather([float(run.stop_reason is not None)])]
+        if run.stop_reason is None and any(stops):
+            run.stop_reason = f"replica {stops.index(True)} of the study stops"
+            run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+
+    def _tell_distances(self, kind: str, step: int, distances: list[Distance]) -> None:
+        if self._part.cut.rank != 0:
+            return
+        for one in distances:
+            self._log.tell(kind, step, **vars(one), ratio=one.ratio)
+
+    def _evaluate(self, run: Run) -> None:
+        """Evaluate this replica's model, and count the tokens that it predicts otherwise than the trusted one."""
+        assert self._eval_loader is not None, "checked when the configuration was read"
+        engine: TrainingEngine = run.engine
+        last = run.dims.is_last_stage
+        start = time.perf_counter()
+        with top_predictions(engine.module.loss_fn if last else None) as found:
+            loss = engine.evaluate(iter(self._eval_loader), len(self._eval_loader))
+        run.paused_s += time.perf_counter() - start
+        counts = torch.zeros(4, dtype=torch.float64)
+        if last:
+            own = torch.stack(found)
+            trusted = self._bridge.share(own, "predictions")
+            labels, mask = (torch.stack(each) for each in zip(*(pair for _, pair in self._eval_loader), strict=True))
+            if run.dims.tp_rank == 0:
+                matches = (torch.ones_like(own), own != trusted, own == labels, trusted == labels)
+                counts = torch.stack([(one.double() * mask.double()).sum() for one in matches])
+        dist.all_reduce(counts, group=run.host_group)
+        losses = self._bridge.gather([loss])
+        if run.dims.rank != 0:
+            return
+        tokens, disagreeing, correct, trusted_correct = (round(count) for count in counts.tolist())
+        self._log.tell(
+            "evaluation",
+            run.step,
+            loss=loss,
+            trusted_loss=losses[self._part.section.trusted][0],
+            tokens=tokens,
+            disagreeing=disagreeing,
+            correct=correct,
+            trusted_correct=trusted_correct,
+        )
+
+    def on_end(self, run: Run) -> None:
+        """Leave together, since the rendezvous store lives in one of the ranks; sum up what this host's files say."""
+        self._log.flush()
+        self._bridge.gather([0.0])
+        if self._part.cut.launch_rank != 0:
+            return
+        summary = summarize_study(self._part.folder)
+        text = json.dumps(summary.as_dict(), indent=2) + "\n"
+        (self._part.folder / STUDY_FOLDER / "summary.json").write_text(text, encoding="utf-8")
+        for line in describe(summary):
+            logger.info("%s", line)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
+
+
+class ParameterSync(EngineHook):
+    """Compares gradients before the optimizer, and takes over the trusted replica's state after it.
+
+    Args:
+        bridge: to the other replicas.
+        distances: of this rank's shards.
+        tell: told (kind, step, distances).
+    """
+
+    def __init__(self, bridge: Bridge, distances: ShardDistances, tell: Any) -> None:
+        self._bridge = bridge
+        self._distances = distances
+        self._tell = tell
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Compare the reduced gradients, before they are bounded or clipped."""
+        found = self._distances.measure(lambda fragment: fragment.gradient)
+        self._tell("gradient", engine.step_number, found)
+
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Overwrite."""
+        overwrite_training_state(engine, self._bridge)
+
+
+def agree_on_checkpoint(bridge: Bridge, step: int) -> int | None:
+    """Whether all replicas have found a checkpoint of one step.
+
+    Args:
+        bridge: to the other replicas.
+        step: of the newest that this replica can use; 0: it has none.
+
+    Returns:
+        Null if it is the same in all; else the earliest, and the replicas have to look again.
+
+    Collective: the ranks of equal place in all replicas.
+    """
+    steps = [round(found) for (found,) in bridge.gather([float(step)])]
+    return None if len(set(steps)) == 1 else min(steps)
