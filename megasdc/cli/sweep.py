@@ -99,5 +99,7 @@ def _plan_text(opened: Any) -> str:
     return "\n".join([*lines, f"{len(plan.places)} rows from {len(plan.runs)} runs, into {opened.out}"])
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "an unknown time, for the first steps of a run failed"
     return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min"

@@ -12,8 +12,7 @@ from statistics import median
 from typing import Any
 
 from megasdc.data.manifest import digest_settings
-from megasdc.errors import ERRORS_BY_EXIT_CODE, MegasdcError
-from megasdc.experiments.outcome import Outcome, last_error
+from megasdc.experiments.outcome import Outcome
 from megasdc.experiments.plan import PlannedRun
 from megasdc.experiments.run_process import server, start_ranks
 from megasdc.experiments.runner import write_config
@@ -71,22 +70,20 @@ def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> di
         workers: as many copies of the run at once.
 
     Returns:
-        By shape.
-
-    Raises:
-        MegasdcError: a probe failed, with the class of its exit code.
+        By shape; one whose first steps fail is left out, for its runs will tell why.
     """
     chosen: dict[str, PlannedRun] = {}
     for run in sorted(runs, key=lambda run: run.healthy):
         chosen.setdefault(shape_of(run), run)
     context = server()
     try:
-        return {shape: _probe(run, folder / PROBE_FOLDER, workers, context) for shape, run in chosen.items()}
+        speeds = {shape: _probe(run, folder / PROBE_FOLDER, workers, context) for shape, run in chosen.items()}
+        return {shape: speed for shape, speed in speeds.items() if speed is not None}
     finally:
         shutil.rmtree(folder / PROBE_FOLDER, ignore_errors=True)
 
 
-def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed:
+def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed | None:
     began = time.monotonic()
     ranks = []
     folders = [scratch / f"{run.run_id}_{slot}" for slot in range(workers)]
@@ -96,25 +93,24 @@ def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed:
             steps = min(PROBE_STEPS, run.config["megasdc"]["training"]["steps"])
             config = write_config(run, folder, stop_step=steps)
             ranks.append(start_ranks(context, config, folder, run.ranks, slot))
-        codes = []
         for one in ranks:
-            while (ended := one.settle()) is None:
+            while one.settle() is None:
                 wait(one.sentinels)
-            codes.append(ended)
     finally:
         for one in ranks:
             one.end()
-    for folder, ended in zip(folders, codes, strict=True):
-        if any(ended):
-            kind = ERRORS_BY_EXIT_CODE.get(max(ended), MegasdcError)
-            raise kind(f"the first steps of {run.label} failed (exit codes {ended}): {last_error(folder, ended)}")
     wall = time.monotonic() - began
-    step_s = median(_step_seconds(folder) for folder in folders)
+    measured = [seconds for folder in folders if (seconds := _step_seconds(folder)) is not None]
+    if not measured:
+        return None
+    step_s = median(measured)
     return Speed(step_s, max(0.0, wall - steps * step_s))
 
 
-def _step_seconds(folder: Path) -> float:
+def _step_seconds(folder: Path) -> float | None:
     rows = [row for row in read_metrics(folder) if "speed/step_s" in row]
+    if not rows:
+        return None
     return median(row["speed/step_s"] for row in rows[min(WARM_STEPS, len(rows) - 1) :])
 
 
@@ -123,12 +119,14 @@ def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, Outcome]) -> dic
     found: dict[str, list[float]] = {}
     for run in runs:
         outcome = outcomes.get(run.run_id)
-        if outcome is not None and outcome.exit_code == 0 and outcome.seconds:
+        if outcome is not None and not any(outcome.exit_codes) and outcome.seconds:
             found.setdefault(shape_of(run), []).append(outcome.seconds / max(1, steps_of(run)))
     return {shape: Speed(median(seconds), 0.0) for shape, seconds in found.items()}
 
 
-def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, Speed], workers: int) -> float:
-    """Seconds until all runs are done."""
+def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, Speed], workers: int) -> float | None:
+    """Seconds until all runs are done; null where the speed of a shape is not known."""
+    if any(shape_of(run) not in speeds for run in runs):
+        return None
     seconds = [speeds[shape_of(run)].seconds(run) for run in runs]
     return max(sum(seconds) / workers, max(seconds, default=0.0))

@@ -30,15 +30,16 @@ class Outcome:
 
     Args:
         run_id: names it.
-        status: done; diverged: see ``diverged_why``; nan: its final loss is not a number, or it skipped too many steps
-            in a row; failed: it ended with another error.
+        status: done; diverged: see ``diverged_why``; nan: most of its last losses are not numbers, or it skipped too
+            many steps in a row; failed: it ended with another error.
         reason: why it is not done, else empty.
         final_loss: mean training loss over the last steps, nats; null where it is not a number or there is none.
         eval_loss: validation loss at the end; null likewise.
         steps: the last step that was taken.
         skipped_steps: steps that the optimizer did not take.
         seconds: of the process that finished it, its start included.
-        exit_code: of the rank that failed first; 0.
+        exit_codes: of its ranks; empty where none was started.
+        judged_by: the yardstick's values.
     """
 
     run_id: str
@@ -49,7 +50,8 @@ class Outcome:
     steps: int
     skipped_steps: int
     seconds: float
-    exit_code: int
+    exit_codes: tuple[int, ...]
+    judged_by: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,18 @@ class Yardstick:
     Args:
         final_steps: last steps whose mean is the final loss.
         diverged_rise: share by which it may be above the lowest mean over as many steps.
-        entropy: loss of a model that knows only how frequent tokens are, nats.
+        entropy: a final loss above it, nats, has diverged: that of a model that knows only how frequent tokens are;
+            null: runs are too short for that.
     """
 
     final_steps: int
     diverged_rise: float
-    entropy: float
+    entropy: float | None
+
+    @property
+    def values(self) -> tuple[float | None, ...]:
+        """What an outcome keeps of it."""
+        return self.final_steps, self.diverged_rise, self.entropy
 
 
 def judge(run_id: str, folder: Path, codes: Sequence[int], last_step: int, seconds: float, by: Yardstick) -> Outcome:
@@ -94,7 +102,8 @@ def judge(run_id: str, folder: Path, codes: Sequence[int], last_step: int, secon
         steps=steps,
         skipped_steps=skipped[-1] if skipped else 0,
         seconds=round(seconds, 3),
-        exit_code=_first_failure(codes),
+        exit_codes=tuple(codes),
+        judged_by=by.values,
     )
 
 
@@ -109,31 +118,32 @@ def _status(
 ) -> tuple[str, str]:
     code = _first_failure(codes)
     if code == NonFiniteError.exit_code:
-        return NAN, last_error(folder, codes) or "too many steps in a row were skipped"
+        return NAN, _last_error(folder, codes) or "too many steps in a row were skipped"
     if code:
         kind = ERRORS_BY_EXIT_CODE.get(code)
         name = kind.__name__ if kind else f"exit code {code}"
-        return FAILED, f"{name}: {last_error(folder, codes) or 'nothing was printed'}"
+        return FAILED, f"{name}: {_last_error(folder, codes) or 'nothing was printed'}"
     if steps < last_step:
         return FAILED, f"it stopped after step {steps} of {last_step}"
     if not math.isfinite(final):
-        return NAN, f"the mean loss of the last {by.final_steps} steps is not a number"
+        return NAN, f"most losses of the last {by.final_steps} steps are not numbers"
     why = diverged_why(losses, final, by)
     return (DIVERGED, why) if why else (DONE, "")
 
 
 def final_mean(losses: Sequence[tuple[int, float]], final_steps: int) -> float:
-    """Mean over the last steps.
+    """Mean over the last steps, those left out whose loss is not a number: such a step is skipped by the optimizer.
 
     Args:
         losses: step and mean loss since the line before, in order.
         final_steps: how many steps.
 
     Returns:
-        NaN if one of them is, or there are none.
+        NaN where that leaves less than half of them.
     """
     last = [loss for step, loss in losses if step > losses[-1][0] - final_steps]
-    return fmean(last) if last else math.nan
+    finite = [loss for loss in last if math.isfinite(loss)]
+    return fmean(finite) if last and 2 * len(finite) >= len(last) else math.nan
 
 
 def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstick) -> str | None:
@@ -147,7 +157,7 @@ def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstic
         final: their final mean.
         by: the yardstick.
     """
-    if final > by.entropy:
+    if by.entropy is not None and final > by.entropy:
         return f"the final loss {final:.4f} is above {by.entropy:.4f}, that of token frequencies"
     values = [loss for _, loss in losses]
     interval = losses[1][0] - losses[0][0] if len(losses) > 1 else 1
@@ -169,7 +179,11 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 def read_outcome(folder: Path) -> Outcome | None:
     """The outcome of a finished run; null where it is not finished."""
     path = folder / RESULT_FILE
-    return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lists = {name: tuple(found[name]) for name in ("exit_codes", "judged_by")}
+    return Outcome(**{**found, **lists})
 
 
 def _number(value: Any) -> float:
@@ -183,7 +197,7 @@ def _first_failure(codes: Sequence[int]) -> int:
     return (alone or failed or [0])[0]
 
 
-def last_error(folder: Path, codes: Sequence[int]) -> str:
+def _last_error(folder: Path, codes: Sequence[int]) -> str:
     """The last line that a failed rank logged as an error, without its prefix."""
     rank = codes.index(_first_failure(codes))
     path = folder / LOG_FOLDER / f"rank_{rank}.log"

@@ -46,6 +46,7 @@ def server() -> Any:
     import torch
 
     os.environ.update({name: value for name, value in base_environment(1).items() if name not in os.environ})
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Transformer Engine and Apex are not installed")
     if torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -23,10 +23,11 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.errors import PeerError, StorageError
 from megasdc.events import EventLog
 from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
-from megasdc.experiments.plan import PlannedRun
+from megasdc.experiments.plan import Plan, PlannedRun
 from megasdc.experiments.prepared_data import data_of, frequency_entropy
 from megasdc.experiments.results import ResultStore
 from megasdc.experiments.run_process import RunningRanks, server, start_ranks
+from megasdc.experiments.sweep_file import SweepFile
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,7 @@ class Runner:
         store: of the sweep's folder, loaded.
         events: of the sweep; told the start and end of each run.
         workers: runs side by side.
-        final_steps: see ``Yardstick``.
-        diverged_rise: see ``Yardstick``.
-        keep_checkpoints: of finished runs.
+        sweep: says how runs are judged and what is kept of them.
     """
 
     def __init__(
@@ -63,16 +62,12 @@ class Runner:
         store: ResultStore,
         events: EventLog,
         workers: int,
-        *,
-        final_steps: int,
-        diverged_rise: float,
-        keep_checkpoints: bool,
+        sweep: SweepFile,
     ) -> None:
         self._store = store
         self._events = events
         self._workers = workers
-        self._judged_by = (final_steps, diverged_rise)
-        self._keep = keep_checkpoints
+        self._sweep = sweep
         self._context = server()
         self._active: list[_Active] = []
         self._attempts: dict[str, int] = {}
@@ -148,9 +143,9 @@ class Runner:
     def _finish(self, active: _Active, codes: list[int]) -> Outcome:
         run, folder = active.run, self._store.run_folder(active.run.run_id)
         active.ranks.end()
-        by = Yardstick(*self._judged_by, frequency_entropy(data_of(run)))
+        by = yardstick(self._sweep, run)
         outcome = judge(run.run_id, folder, codes, run.last_step, time.monotonic() - active.began, by)
-        if not self._keep and not run.donor:
+        if not self._sweep.keep_checkpoints and not run.donor:
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return self._keep_outcome(run, outcome)
 
@@ -172,7 +167,24 @@ class Runner:
             f"the healthy run {run.start.run_id} that it starts from: {self._store.outcomes[run.start.run_id].reason}"
         )
         self._store.run_folder(run.run_id).mkdir(parents=True, exist_ok=True)
-        return self._keep_outcome(run, Outcome(run.run_id, FAILED, reason, None, None, 0, 0, 0.0, 0))
+        return self._keep_outcome(run, Outcome(run.run_id, FAILED, reason, None, None, 0, 0, 0.0, (), ()))
+
+
+def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
+    """What a run is judged by."""
+    entropy = frequency_entropy(data_of(run)) if sweep.diverged_above_frequencies else None
+    return Yardstick(sweep.final_steps, sweep.diverged_rise, entropy)
+
+
+def judge_again(store: ResultStore, plan: Plan) -> None:
+    """Judge finished runs anew where the sweep's file now says otherwise how."""
+    for run_id, outcome in list(store.outcomes.items()):
+        run, folder = plan.runs[run_id], store.run_folder(run_id)
+        by = yardstick(plan.sweep, run)
+        if outcome.exit_codes and outcome.judged_by != by.values:
+            judged = judge(run_id, folder, outcome.exit_codes, run.last_step, outcome.seconds, by)
+            write_outcome(folder, judged)
+            store.outcomes[run_id] = judged
 
 
 def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:

@@ -15,7 +15,7 @@ from megasdc.experiments.estimate import estimate_s, measure_speeds, shape_of, s
 from megasdc.experiments.plan import Plan, PlannedRun, build_plan
 from megasdc.experiments.prepared_data import find_missing_data, prepare_missing
 from megasdc.experiments.results import SWEEP_FILE, ResultStore, read_sweep
-from megasdc.experiments.runner import Runner, alone
+from megasdc.experiments.runner import Runner, alone, judge_again
 from megasdc.experiments.slurm import write_job
 from megasdc.experiments.sweep_file import SweepFile, load_sweep
 from megasdc.experiments.table import SweepTable, tabulate
@@ -23,8 +23,8 @@ from megasdc.experiments.table import SweepTable, tabulate
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
-OnEstimate = Callable[[float, int, int], None]
-"""Told seconds, runs that are left, runs side by side."""
+OnEstimate = Callable[[float | None, int, int], None]
+"""Told seconds, null where the first steps of a run failed; runs that are left; runs side by side."""
 ARRAY_AT_ONCE = 32
 
 
@@ -113,7 +113,7 @@ def run_sweep(
         on_progress("runs", total - len(left), total)
         events = EventLog(sweep.out, 0)
         try:
-            for _ in _runner(sweep, store, events, workers).run(sweep.plan.runs):
+            for _ in Runner(store, events, workers, sweep.plan.sweep).run(sweep.plan.runs):
                 store.write_tables()
                 on_progress("runs", len(store.outcomes), total)
         finally:
@@ -144,7 +144,7 @@ def run_task(sweep: Sweep, number: int) -> PlannedRun:
     with alone(store.run_folder(run.run_id)):
         store.load()
         events = EventLog(store.run_folder(run.run_id) / "task", 0)
-        for _ in _runner(sweep, store, events, 1).run({run.run_id: run}):
+        for _ in Runner(store, events, 1, sweep.plan.sweep).run({run.run_id: run}):
             pass
         events.close()
     return run
@@ -178,6 +178,7 @@ def _open_store(sweep: Sweep, retry_failed: bool) -> ResultStore:
     except OSError as error:
         raise StorageError(f"{sweep.out} cannot be written ({error.strerror}); choose another --out") from error
     store.load()
+    judge_again(store, sweep.plan)
     if retry_failed:
         store.forget_failed()
     return store
@@ -190,15 +191,3 @@ def _estimate(sweep: Sweep, store: ResultStore, left: list[PlannedRun], workers:
     if unknown:
         speeds |= measure_speeds(unknown, sweep.out, workers)
     tell(estimate_s(left, speeds, workers), len(left), workers)
-
-
-def _runner(sweep: Sweep, store: ResultStore, events: EventLog, workers: int) -> Runner:
-    said = sweep.plan.sweep
-    return Runner(
-        store,
-        events,
-        workers,
-        final_steps=said.final_steps,
-        diverged_rise=said.diverged_rise,
-        keep_checkpoints=said.keep_checkpoints,
-    )

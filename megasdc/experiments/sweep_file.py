@@ -67,6 +67,7 @@ class Variant(Section):
     seeds: list[NonNegativeInt] | None = Field(None, min_length=1, description="See the sweep.")
     decisive: DecisiveSpec | None = Field(None, description="See the sweep.")
     final_steps: PositiveInt | None = Field(None, description="See the sweep.")
+    diverged_above_frequencies: bool | None = Field(None, description="See the sweep.")
 
 
 class SweepFile(Section):
@@ -88,8 +89,12 @@ class SweepFile(Section):
     final_steps: PositiveInt = Field(20, description="Last steps whose mean training loss is the final loss.")
     diverged_rise: PositiveFloat = Field(
         0.1,
-        description="A run has diverged when its final loss is above its lowest mean over as many steps by this share, "
-        "or above the loss of a model that knows only how frequent tokens are.",
+        description="A run has diverged when its final loss is above its lowest mean over as many steps by this share.",
+    )
+    diverged_above_frequencies: bool = Field(
+        True,
+        description="A run has diverged too when its final loss is above that of a model that knows only how frequent "
+        "tokens are; false where runs are too short to get below it.",
     )
     keep_checkpoints: bool = Field(False, description="Keep the checkpoints of finished runs.")
     sizes: dict[str, Variant] = Field({}, description="Variants of the sweep by name, such as smoke, cpu, paper.")

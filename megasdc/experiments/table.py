@@ -79,10 +79,10 @@ def render_table(table: SweepTable, console: Console) -> None:
     whole = "" if table.done == table.planned else f"; {table.done} of {table.planned} rows are there"
     shown = Table(title=f"{table.name}{size}: final training loss{whole}")
     shown.add_column("cell")
-    for column in ("healthy", "worst case", "worse", "diverged", "NaN", "failed"):
+    for column in ("healthy", "worst case", "worse", "lost"):
         shown.add_column(column, justify="right")
     if table.tables:
-        for column in ("paper: healthy", "worst case", "worse", "diverged"):
+        for column in ("paper:\nhealthy", "\nworst case", "\nworse", "\nlost"):
             shown.add_column(column, justify="right", style="dim")
     for cell, score in table.scores.items():
         shown.add_row(cell, *_ours(score), *(_theirs(table.papers[cell]) if table.tables else []))
@@ -90,7 +90,7 @@ def render_table(table: SweepTable, console: Console) -> None:
     console.print(
         f"worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one; "
         f"worse: nodes with an increase above {100 * EPSILON:g} %; with several seeds: means, with the standard "
-        "deviation over seeds. Nodes are simulated.",
+        "deviation over seeds; lost: nodes with a run that diverged, ended with NaN or failed. Nodes are simulated.",
         soft_wrap=True,
     )
     for name in table.tables:
@@ -104,16 +104,17 @@ def _ours(score: CellScore) -> list[str]:
     worst = "-"
     if score.worst is not None and score.worst_increase is not None:
         spread = None if score.worst_spread is None else 100 * score.worst_spread
-        worst = f"{score.worst:.4f} ({100 * score.worst_increase:+.2f}{_spread(spread, '.2f')} %)\n{score.worst_node}"
-    lost = [", ".join(nodes) or "0" for nodes in (score.diverged, score.nan, score.failed)]
-    return [healthy, worst, f"{score.worse} of {score.nodes}", *lost]
+        worst = f"{score.worst:.4f}\n{100 * score.worst_increase:+.2f}{_spread(spread, '.2f')} %\n{score.worst_node}"
+    kinds = {"diverged": score.diverged, "NaN": score.nan, "failed": score.failed}
+    lost = "\n".join(f"{len(nodes)} {kind}" for kind, nodes in kinds.items() if nodes)
+    return [healthy, worst, f"{score.worse} of {score.nodes}", lost or "0"]
 
 
 def _theirs(row: PaperRow | None) -> list[str]:
     if row is None:
         return ["", "", "", ""]
-    worst = "diverge" if row.worst is None or row.increase is None else f"{row.worst:g} ({100 * row.increase:+.2f} %)"
-    return [f"{row.healthy:g}", worst, str(row.worse), str(row.diverged)]
+    worst = "diverge" if row.worst is None or row.increase is None else f"{row.worst:g}\n{100 * row.increase:+.2f} %"
+    return [f"{row.healthy:g}", worst, str(row.worse), f"{row.diverged} diverged" if row.diverged else "0"]
 
 
 def _spread(value: float | None, form: str) -> str:
