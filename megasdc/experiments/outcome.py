@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megasdc.errors import ERRORS_BY_EXIT_CODE, NonFiniteError, PeerError
+from megasdc.errors import ERRORS_BY_EXIT_CODE, NonFiniteError, PeerError, StorageError
 from megasdc.experiments.run_process import LOG_FOLDER
 from megasdc.metrics.writer import read_metrics
 
@@ -177,13 +177,22 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome of a finished run; null where it is not finished."""
+    """The outcome of a finished run; null where it is not finished.
+
+    Raises:
+        StorageError: the file is none of this version.
+    """
     path = folder / RESULT_FILE
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    lists = {name: tuple(found[name]) for name in ("exit_codes", "judged_by")}
-    return Outcome(**{**found, **lists})
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        lists = {name: tuple(found[name]) for name in ("exit_codes", "judged_by")}
+        return Outcome(**{**found, **lists})
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{path} is no result of this version ({error!r}); remove {folder} to run it anew"
+        ) from error
 
 
 def _number(value: Any) -> float:

@@ -81,11 +81,11 @@ def render_table(table: SweepTable, console: Console) -> None:
     shown.add_column("cell")
     for column in ("healthy", "worst case", "worse", "lost"):
         shown.add_column(column, justify="right")
-    if table.tables:
-        for column in ("paper:\nhealthy", "\nworst case", "\nworse", "\nlost"):
-            shown.add_column(column, justify="right", style="dim")
     for cell, score in table.scores.items():
-        shown.add_row(cell, *_ours(score), *(_theirs(table.papers[cell]) if table.tables else []))
+        paper = table.papers[cell]
+        shown.add_row(cell, *_ours(score), end_section=paper is None)
+        if paper is not None:
+            shown.add_row("  the paper's", *_theirs(paper), style="dim", end_section=True)
     console.print(shown)
     console.print(
         f"worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one; "
@@ -104,16 +104,14 @@ def _ours(score: CellScore) -> list[str]:
     worst = "-"
     if score.worst is not None and score.worst_increase is not None:
         spread = None if score.worst_spread is None else 100 * score.worst_spread
-        worst = f"{score.worst:.4f}\n{100 * score.worst_increase:+.2f}{_spread(spread, '.2f')} %\n{score.worst_node}"
+        worst = f"{score.worst:.4f} ({100 * score.worst_increase:+.2f}{_spread(spread, '.2f')} %)\n{score.worst_node}"
     kinds = {"diverged": score.diverged, "NaN": score.nan, "failed": score.failed}
     lost = "\n".join(f"{len(nodes)} {kind}" for kind, nodes in kinds.items() if nodes)
     return [healthy, worst, f"{score.worse} of {score.nodes}", lost or "0"]
 
 
-def _theirs(row: PaperRow | None) -> list[str]:
-    if row is None:
-        return ["", "", "", ""]
-    worst = "diverge" if row.worst is None or row.increase is None else f"{row.worst:g}\n{100 * row.increase:+.2f} %"
+def _theirs(row: PaperRow) -> list[str]:
+    worst = "diverge" if row.worst is None or row.increase is None else f"{row.worst:g} ({100 * row.increase:+.2f} %)"
     return [f"{row.healthy:g}", worst, str(row.worse), f"{row.diverged} diverged" if row.diverged else "0"]
 
 
