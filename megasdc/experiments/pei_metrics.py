@@ -6,7 +6,7 @@ nodes and its increase over the healthy one's; *number of worse cases* counts no
 
 Differences: with several seeds a node's increase is over the healthy run of the same seed, its mean over seeds decides
 whether it is worse, and the worst case is the node with the largest mean increase. A node counts as diverged or NaN
-when it was with any seed.
+when it was with any seed. Added: a control, perturbed by one low bit once, says how far two runs part by chance alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Ending:
         seed: its seed.
         status: done, diverged, nan or failed.
         loss: final loss; null where it is not a number.
+        control: whether the node is a control, not an unhealthy one.
     """
 
     node: str
     seed: int
     status: str
     loss: float | None
+    control: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class CellScore:
         nodes: nodes that were run.
         seeds: seeds that were run.
         healthy_failed: healthy runs that are not done.
+        chance: largest relative difference, up or down, of a control's run from the healthy one; null without any.
     """
 
     healthy: float | None
@@ -74,6 +77,7 @@ class CellScore:
     nodes: int
     seeds: int
     healthy_failed: int
+    chance: float | None
 
 
 def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore:
@@ -84,8 +88,9 @@ def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore
         epsilon: see ``EPSILON``.
     """
     by_node: dict[str, list[Ending]] = {}
+    controls: list[Ending] = []
     for ending in endings:
-        by_node.setdefault(ending.node, []).append(ending)
+        (controls if ending.control else by_node.setdefault(ending.node, [])).append(ending)
     healthy = by_node.pop(HEALTHY, [])
     base = {one.seed: one.loss for one in healthy if one.status == DONE and one.loss is not None}
     lost = {node: _worst_status(runs) for node, runs in by_node.items()}
@@ -106,6 +111,7 @@ def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore
         nodes=len(by_node),
         seeds=len({one.seed for runs in (healthy, *by_node.values()) for one in runs}),
         healthy_failed=sum(one.status != DONE for one in healthy),
+        chance=max((abs(rise) for rise in _increases(controls, base)), default=None),
     )
 
 
@@ -113,11 +119,11 @@ def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
     """Score every cell of a sweep's results, in the order in which they come.
 
     Args:
-        rows: with ``cell, node, seed, status, final_loss``.
+        rows: with ``cell, node, control, seed, status, final_loss``.
     """
     cells: dict[str, list[Ending]] = {}
     for row in rows:
-        ending = Ending(row["node"], row["seed"], row["status"], row["final_loss"])
+        ending = Ending(row["node"], row["seed"], row["status"], row["final_loss"], row["control"])
         cells.setdefault(row["cell"], []).append(ending)
     return {cell: score_cell(endings) for cell, endings in cells.items()}
 

@@ -66,6 +66,7 @@ class Place:
     cell: str
     node: str
     profile: str | None
+    control: bool
     seed: int
     start: str
     settings: Overrides
@@ -171,8 +172,8 @@ def _seeds(sweep: SweepFile, cell: CellSpec) -> list[int]:
 
 def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) -> Place:
     start = "scratch" if cell.start is None else f"step {cell.start.step} of {cell.start.cell or cell.name}"
-    name, profile = (HEALTHY, None) if node is None else (node.name, node.profile)
-    return Place(cell.name, name, profile, seed, start, cell.set, run.run_id)
+    named = (HEALTHY, None, False) if node is None else (node.name, node.profile, node.control)
+    return Place(cell.name, *named, seed, start, cell.set, run.run_id)
 
 
 def _in_order(runs: dict[str, PlannedRun]) -> dict[str, PlannedRun]:

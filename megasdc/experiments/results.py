@@ -36,6 +36,7 @@ _FIXED = {
     "cell": pa.string(),
     "node": pa.string(),
     "profile": pa.string(),
+    "control": pa.bool_(),
     "seed": pa.int64(),
     "start": pa.string(),
     "status": pa.string(),
@@ -168,7 +169,7 @@ class ResultStore:
             outcome = self.outcomes.get(place.run_id)
             if outcome is None:
                 continue
-            row = {name: getattr(place, name) for name in ("cell", "node", "profile", "seed", "start")}
+            row = {name: getattr(place, name) for name in ("cell", "node", "profile", "control", "seed", "start")}
             rows.append(
                 {**row, **asdict(outcome), "versions": said, **{path: place.settings.get(path) for path in plan.varied}}
             )

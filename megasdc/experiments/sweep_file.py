@@ -46,6 +46,11 @@ class NodeSpec(Section):
     profile: str | None = Field(None, description="A node profile by its name or path; null: `faults` alone.")
     faults: list[FaultSpec] = Field([], description="Faults besides those of the profile.")
     seed: NonNegativeInt = Field(0, description="Of its draws, together with the seed of the run.")
+    control: bool = Field(
+        False,
+        description="Perturbed by so little that what it changes is chance: no unhealthy node, but what differences of "
+        "others are to be seen against.",
+    )
 
 
 class DecisiveSpec(Section):

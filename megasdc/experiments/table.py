@@ -89,7 +89,8 @@ def render_table(table: SweepTable, console: Console) -> None:
     console.print(shown)
     console.print(
         f"worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one; "
-        f"worse: nodes with an increase above {100 * EPSILON:g} %; with several seeds: means, with the standard "
+        f"chance: how far a run parts from the healthy one by one low bit alone; worse: nodes with an increase above "
+        f"{100 * EPSILON:g} %; with several seeds: means, with the standard "
         "deviation over seeds; lost: nodes with a run that diverged, ended with NaN or failed. Nodes are simulated.",
         soft_wrap=True,
     )
@@ -101,6 +102,8 @@ def _ours(score: CellScore) -> list[str]:
     healthy = "-" if score.healthy is None else f"{score.healthy:.4f}{_spread(score.healthy_spread, '.4f')}"
     if score.healthy_failed:
         healthy += f"\n{score.healthy_failed} not done"
+    if score.chance is not None:
+        healthy += f"\nchance {100 * score.chance:.2f} %"
     worst = "-"
     if score.worst is not None and score.worst_increase is not None:
         spread = None if score.worst_spread is None else 100 * score.worst_spread

@@ -101,6 +101,9 @@ def test_a_killed_sweep_goes_on_without_repeating_finished_runs(tmp_path: Path, 
     assert len(events_of(out, "sweep", "run_killed")) == 1
     assert sum(counts.values()) <= 4 + 2  # the one that ran when the runner was killed, and the one killed alone
     assert {row["status"] for row in read_sweep(out).rows} == {"done"}
+    for run_id in counts:  # whatever was cut off: each step once
+        steps = [row["step"] for row in read_sweep(out).series([run_id], ["train/loss"]).to_pylist()]
+        assert steps == list(range(1, 61))
 
 
 _KILL = """
@@ -220,6 +223,18 @@ def test_another_yardstick_judges_finished_runs_again_without_running_them(swept
         row["run_id"]: row["final_loss"] for row in read_sweep(out).rows
     }.items()
     assert starts_of(out) == starts
+
+
+def test_runs_of_several_ranks(tmp_path: Path, base: Path) -> None:
+    """Two ranks train as one run; when one of them ends, the other does not wait for it, and the reason is told."""
+    broken = {"megasdc.process_faults": [{"kind": "exit", "exit_code": 5, "rank": 1, "steps": [2, 2]}]}
+    cells = [{"name": "two"}, {"name": "broken", "set": broken}]
+    settings = {"megasdc.training.steps": 4, "megasdc.training.eval_interval": 0}
+    path = write_sweep(tmp_path, base, ranks=2, set=settings, cells=cells)
+    run_sweep(open_sweep(path, out=tmp_path / "out"), 2, progress=False)
+    rows = {row["cell"]: row for row in read_sweep(tmp_path / "out").rows}
+    assert (rows["two"]["status"], rows["two"]["steps"]) == ("done", 4)
+    assert rows["broken"]["status"] == "failed" and "exit code 5" in rows["broken"]["reason"]
 
 
 def test_a_folder_takes_one_sweep_at_a_time(swept: tuple[Path, Path]) -> None:

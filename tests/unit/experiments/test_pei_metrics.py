@@ -41,7 +41,9 @@ def test_over_seeds_each_node_is_compared_with_the_healthy_run_of_its_seed() -> 
     endings = [Ending("healthy", seed, "done", loss) for seed, loss in ((1, 2.0), (2, 4.0))]
     endings += [Ending("a", 1, "done", 2.02), Ending("a", 2, "done", 4.12)]  # +1 % and +3 %
     endings += [Ending("b", 1, "done", 2.1), Ending("b", 2, "diverged", 9.0)]
+    endings += [Ending("c", 1, "done", 1.9, control=True), Ending("c", 2, "done", 4.1, control=True)]
     score = score_cell(endings)
+    assert score.chance == pytest.approx(0.05) and score.nodes == 2  # -5 %, +2.5 %
     assert score.worst_node == "a" and score.worst_increase == pytest.approx(0.02)
     assert score.worst_spread == pytest.approx(math.sqrt(2) * 0.01)
     assert score.healthy == pytest.approx(3.0) and score.healthy_spread == pytest.approx(math.sqrt(2))
