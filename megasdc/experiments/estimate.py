@@ -14,7 +14,7 @@ from typing import Any
 from megasdc.data.manifest import digest_settings
 from megasdc.experiments.outcome import Outcome
 from megasdc.experiments.plan import PlannedRun
-from megasdc.experiments.run_process import server, start_ranks
+from megasdc.experiments.run_process import server, start_ranks, warm_up
 from megasdc.experiments.runner import write_config
 from megasdc.metrics.writer import read_metrics
 
@@ -76,6 +76,7 @@ def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> di
     for run in sorted(runs, key=lambda run: run.healthy):
         chosen.setdefault(shape_of(run), run)
     context = server()
+    warm_up(context)
     try:
         speeds = {shape: _probe(run, folder / PROBE_FOLDER, workers, context) for shape, run in chosen.items()}
         return {shape: speed for shape, speed in speeds.items() if speed is not None}

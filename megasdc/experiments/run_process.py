@@ -55,6 +55,13 @@ def server() -> Any:
     return context
 
 
+def warm_up(context: Any) -> None:
+    """Wait until the server has imported everything, so that what is timed next does not."""
+    process = context.Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
 @dataclass
 class RunningRanks:
     """The processes of one run.
