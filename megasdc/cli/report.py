@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, app, print_result
+from megasdc.cli.app import Json, app, print_result, stdout_kept_clean
 
 
 @app.command(
@@ -49,8 +49,9 @@ def report(
     """
     from rich.console import Console
 
+    with stdout_kept_clean():
+        from megasdc.report.run_pages.command import render_report, write_report
     from megasdc.bench.render import progress_bar
-    from megasdc.report.run_pages.command import render_report, write_report
 
     with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
         written = write_report(paths, out, figures, title, healthy, on_progress)

@@ -9,7 +9,7 @@ import numpy as np
 
 from megasdc.checkpoint.drift import DriftReport
 from megasdc.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
-from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, axis_of, columns_of, curve, told_of
+from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, axis_of, columns_of, curve, log_axis, told_of
 from megasdc.report.run_pages.record import RunRecord, Series
 
 HEIGHT = 320
@@ -42,8 +42,9 @@ def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) 
     for name, one in series.items():
         place = names.index(name)
         colour, dash = look(place)
-        width = 2.5 if place == 0 else 1.5
-        traces.append(curve(name, one, colour, line={"dash": dash, "width": width}, **options))
+        own = {"opacity": 0.55} if place == 0 else {}  # wide and pale below the others, which often lie upon it
+        width = 5 if place == 0 else 1.5
+        traces.append(curve(name, one, colour, line={"dash": dash, "width": width}, **options, **own))
     return traces
 
 
@@ -94,13 +95,14 @@ def drift_figure(report: DriftReport, names: Mapping[str, str]) -> Figure:
             series[names[folder]] = Series(steps, np.array([one.whole.relative for one in found]))
             equal += [f"{names[folder]} at step {one.step:,}" for one in found if one.equal]
     order = list(names.values())
+    values = np.concatenate([one.values for one in series.values()]) if series else np.array([])
     shown = {name: Series(one.steps, np.where(one.values > 0, one.values, np.nan)) for name, one in series.items()}
     traces = _curves(shown, order, mode="lines+markers")
     caption = (
-        f"‖θ − θ_h‖ / ‖θ_h‖ of all parameters against {order[0]}, at the checkpoints that both keep, as Ma et al. 2025 "
-        "(arXiv 2502.12340) follow it."
+        f"Norm of the difference over the norm of {order[0]}, of all parameters, at the checkpoints that both keep, as "
+        "Ma et al. 2025 (arXiv 2502.12340) follow it."
     )
     if equal:
         caption += f" Equal in every bit, and so not drawn: {', '.join(equal)}."
-    layout = {"height": HEIGHT, "showlegend": True, "yaxis": {"type": "log", "exponentformat": "power"}}
+    layout = {"height": HEIGHT, "showlegend": True, "yaxis": log_axis(values)}
     return Figure("parameters", "Parameter difference", caption, traces, layout, columns_of(series), on_steps=True)

@@ -1,4 +1,4 @@
-"""What does the page of several runs say? How each differs from the healthy one, and what they were configured to do."""
+"""What does the page of several runs say? How each differs from the healthy one, in numbers and in settings."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def compare_page(runs: Sequence[RunRecord], now: float, title: str | None = None
         verdict=_verdict(healthy, compared),
         state=_state(compared),
         sentences=[
-            f"Compared with {healthy}, at steps that both have reported: (loss / healthy loss - 1). A worse case is a run "
-            f"whose last training loss is more than {WORSE:.1%} above, as Pei, Lausen and Karypis 2025 "
+            f"Compared with {healthy}, at steps that both have reported: (loss / healthy loss - 1). A worse case is a "
+            f"run whose last training loss is more than {WORSE:.1%} above, as Pei, Lausen and Karypis 2025 "
             "(10.1109/MM.2025.3642709) count; runs that met NaN or could not be compared are counted apart."
         ],
         tiles=_tiles(compared),

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import read_manifest
+from megasdc.config import DelaySpec, FaultSpec, HookSpec, ProcessFaultSpec
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.errors import MegasdcError
 from megasdc.report.run_pages.record import RunRecord
@@ -17,6 +20,13 @@ LISTED_HOSTS = 12
 """Hosts that are named, at most."""
 OWN_PLACE = ("megasdc.logging.run_dir", "megasdc.checkpoint.folder")
 """Settings in which runs differ whatever they do."""
+_SPECS: dict[str, TypeAdapter[Any]] = {
+    "megasdc.faults": TypeAdapter(FaultSpec),
+    "megasdc.process_faults": TypeAdapter(ProcessFaultSpec),
+    "megasdc.delay": TypeAdapter(DelaySpec),
+    "megasdc.optimizer_hooks": TypeAdapter(HookSpec),
+}
+"""Lists of sections, whose defaults are not worth a word."""
 _NAMED = {
     "learning rate": "optimizer.params.lr",
     "betas": "optimizer.params.betas",
@@ -131,7 +141,16 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flatten(inner, f"{path}.{key}" if path else str(key))
     else:
-        yield path, plain(value)
+        yield path, ", ".join(_spec(path, one) for one in value) if path in _SPECS and value else plain(value)
+
+
+def _spec(path: str, value: Any) -> str:
+    """An entry of a list of sections: what it says otherwise than the defaults."""
+    try:
+        said = _SPECS[path].validate_python(value).model_dump(mode="json", exclude_defaults=True)
+    except ValidationError:
+        return plain(value)  # of another version of the package
+    return " ".join(f"{key} {plain(one)}" for key, one in said.items())
 
 
 def plain(value: Any) -> str:

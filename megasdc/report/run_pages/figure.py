@@ -18,6 +18,7 @@ from megasdc.report.run_pages.thin import thin
 COLOURS = tuple(f"var(--c{place})" for place in range(1, 7))
 """Of curves, in order; names of the page's style, which has them for light and dark."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+FEW = 100.0
 LOG_SPAN = 1000.0
 """Positive values that span more than this factor are drawn on a logarithmic axis."""
 
@@ -123,5 +124,12 @@ def axis_of(*series: Series) -> dict[str, Any]:
     """Settings of a y axis: logarithmic where values are positive and span orders of magnitude."""
     values = np.concatenate([one.values[np.isfinite(one.values)] for one in series]) if series else np.array([])
     if len(values) and values.min() > 0 and values.max() / values.min() > LOG_SPAN:
-        return {"type": "log", "exponentformat": "power", "nticks": 6}
+        return log_axis(values)
     return {"nticks": 6}
+
+
+def log_axis(values: NDArray[np.float64]) -> dict[str, Any]:
+    """Settings of a logarithmic axis, with digits between the powers of ten where values span few of them."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    few = len(positive) > 0 and positive.max() / positive.min() < FEW
+    return {"type": "log", "exponentformat": "power", **({"dtick": "D2"} if few else {"nticks": 6})}
