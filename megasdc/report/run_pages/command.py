@@ -21,6 +21,7 @@ from megasdc.report.run_pages.pictures import NoPictures, write_pictures, write_
 from megasdc.report.run_pages.record import OnProgress, load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import clock
+from megasdc.report.run_pages.sweep_page import sweep_page
 
 PAGE = "report.html"
 
@@ -96,6 +97,8 @@ def write_report(
 def _build(
     kind: str, paths: Sequence[Path], out: Path, now: float, title: str | None, on_progress: OnProgress | None
 ) -> Page:
+    if kind == "sweep":
+        return sweep_page(paths[0], title)
     runs = [load_run(path, on_progress) for path in paths]
     return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, now, title)
 

@@ -42,7 +42,9 @@ def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) 
     for name, one in series.items():
         place = names.index(name)
         colour, dash = look(place)
-        own = {"opacity": 0.55} if place == 0 else {}  # wide and pale below the others, which often lie upon it
+        own: dict[str, Any] = (
+            {"opacity": 0.55} if place == 0 else {}
+        )  # wide and pale below the others, which often lie upon it
         width = 5 if place == 0 else 1.5
         traces.append(curve(name, one, colour, line={"dash": dash, "width": width}, **options, **own))
     return traces

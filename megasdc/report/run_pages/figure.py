@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.report.run_pages.record import Series
-from megasdc.report.run_pages.thin import thin
+from megasdc.report.run_pages.thin import MAX_POINTS, thin
 
 COLOURS = tuple(f"var(--c{place})" for place in range(1, 7))
 """Of curves, in order; names of the page's style, which has them for light and dark."""
@@ -71,16 +71,17 @@ def clean(values: Sequence[Any] | NDArray[Any]) -> list[Any]:
     return [number_or_none(value) for value in values]
 
 
-def curve(name: str, series: Series, colour: str, **options: Any) -> dict[str, Any]:
+def curve(name: str, series: Series, colour: str, limit: int = MAX_POINTS, **options: Any) -> dict[str, Any]:
     """One curve over steps, thinned where it is long.
 
     Args:
         name: in the legend.
         series: its points.
         colour: name of a colour.
+        limit: points at most.
         **options: of the trace; ``line`` and ``marker`` are added to.
     """
-    kept = thin(series.values)
+    kept = thin(series.values, limit)
     few = len(kept) == 1 or "markers" in options.get("mode", "")
     line = {"color": colour, "width": 1.5} | options.pop("line", {})
     marker = {"color": colour, "size": 6} | options.pop("marker", {})

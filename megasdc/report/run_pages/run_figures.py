@@ -62,9 +62,14 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "bounds",
         "Bounded elements, share",
-        "Share of gradient elements that bounds made smaller since the point before, and share of the sum of gradient "
-        "magnitudes that they took away.",
-        (("elements", "bounds/share"), ("magnitude", "bounds/removed_share")),
+        "Share of gradient elements that bounds made smaller since the point before.",
+        (("elements", "bounds/share"),),
+    ),
+    (
+        "removed",
+        "Gradient taken away by bounds, share",
+        "Of the sum of gradient magnitudes since the point before.",
+        (("magnitude", "bounds/removed_share"),),
     ),
     (
         "largest_ratio",
@@ -114,7 +119,7 @@ def _panel(
         options: dict[str, Any] = {"mode": "lines+markers", "line": {"dash": "dot"}} if label == "evaluation" else {}
         traces.append(curve(label, one, colour, **options))
     axis = axis_of(*series.values())
-    if name == "bounds":
+    if name in ("bounds", "removed"):
         axis |= {"exponentformat": "power", "rangemode": "tozero"}
     layout = {"height": WIDE_HEIGHT if name == "loss" else HEIGHT, "shapes": lines, "yaxis": axis}
     layout["showlegend"] = len(series) > 1
