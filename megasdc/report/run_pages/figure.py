@@ -83,7 +83,7 @@ def curve(name: str, series: Series, colour: str, limit: int = MAX_POINTS, **opt
     """
     kept = thin(series.values, limit)
     few = len(kept) == 1 or "markers" in options.get("mode", "")
-    line = {"color": colour, "width": 1.5} | options.pop("line", {})
+    line = {"color": colour, "width": 1.5, "simplify": False} | options.pop("line", {})
     marker = {"color": colour, "size": 6} | options.pop("marker", {})
     return {
         "type": "scatter",

@@ -18,11 +18,11 @@ from megasdc.report.run_pages.status import ago
 from megasdc.report.run_pages.sweep_figures import increases, sweep_figures
 
 LIMITS = (
-    "The nodes are simulated. Their faults are drawn from profiles: what was published of real nodes (how often results "
-    "of a submodule are wrong, and by how much) is restated, the rest is assumed: which bits, which values, how "
-    "bursts lie in time, whether errors depend on data, load or heat. So the sweep tells how training with these settings "
-    "bears errors of such a rate and size. It does not tell how often real nodes err, nor which of them a setting "
-    "would survive, and nothing of faults that no profile describes, such as those common to all nodes.",
+    "The nodes are simulated. Their faults are drawn from profiles: what was published of real nodes (how often "
+    "results of a submodule are wrong, and by how much) is restated, the rest is assumed: which bits, which values, "
+    "how bursts lie in time, whether errors depend on data, load or heat. So the sweep tells how training with these "
+    "settings bears errors of such a rate and size. It does not tell how often real nodes err, nor which of them a "
+    "setting would survive, and nothing of faults that no profile describes, such as those common to all nodes.",
     "Losses of another model, other data and fewer steps than the paper's cannot be set against the paper's losses. "
     "What can be compared is the direction: which setting is harmed, which is not, and what bounds cost the healthy "
     "run. A difference smaller than the spread over seeds is no finding, and with one seed the spread is not known.",
