@@ -17,7 +17,7 @@ from megasdc.cli.app import Json, app, print_result, stdout_kept_clean
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="A run folder; several, which are compared; or a sweep folder."),
+        typer.Argument(metavar="PATH...", help="A run folder; several, which are compared; a study; or a sweep."),
     ],
     out: Annotated[
         Path | None,
@@ -42,7 +42,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run, several runs beside a healthy one, or a sweep as one HTML page that needs no network.
+    """Show a run, several runs beside a healthy one, a study or a sweep as one HTML page that needs no network.
 
     Works while a run is going. Exit code 0: the page is written, and so is all that --figures asks for; 1: the page is,
     but PNG and SVG could not be drawn; 71: a path holds neither run nor sweep.

@@ -21,6 +21,7 @@ from megasdc.report.run_pages.pictures import NoPictures, write_pictures, write_
 from megasdc.report.run_pages.record import OnProgress, load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import clock
+from megasdc.report.run_pages.study_page import study_page
 from megasdc.report.run_pages.sweep_page import sweep_page
 
 PAGE = "report.html"
@@ -64,10 +65,10 @@ def write_report(
     healthy: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Written:
-    """Write a report on a run, on several compared with the first, or on a sweep.
+    """Write a report on a run, on several compared with the first, on a study, or on a sweep.
 
     Args:
-        paths: run folders, or one sweep folder.
+        paths: run folders, or one folder of a study or a sweep.
         out: the page; null: ``reports/report.html`` in the folder, or ``report.html`` here where there are several.
         figures: folder for PNG, SVG and CSV of each figure and CSV of each table; null: none are written.
         title: of the page; null: made of what it shows.
@@ -99,6 +100,8 @@ def _build(
 ) -> Page:
     if kind == "sweep":
         return sweep_page(paths[0], title)
+    if kind == "study":
+        return study_page(paths[0], title)
     runs = [load_run(path, on_progress) for path in paths]
     return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, now, title)
 

@@ -112,7 +112,7 @@ class Page:
     """A report.
 
     Args:
-        kind: run, runs or sweep.
+        kind: what it is about.
         title: of the window.
         verdict: the first line.
         state: its colour.
@@ -123,7 +123,7 @@ class Page:
         summary: what ``--json`` prints, plain values.
     """
 
-    kind: Literal["run", "runs", "sweep"]
+    kind: Literal["run", "runs", "study", "sweep"]
     title: str
     verdict: str
     state: State
