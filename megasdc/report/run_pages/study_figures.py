@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.report.run_pages.compare_figures import look
 from megasdc.report.run_pages.figure import COLOURS, Figure, axis_of, columns_of, curve, log_axis, told_of
 from megasdc.report.run_pages.record import Series
@@ -20,6 +21,10 @@ from megasdc.study.log import WHOLE, Line
 from megasdc.study.tables import MismatchRow, part_of
 
 HEIGHT = 300
+TALLEST = 820
+"""Pixels of a map's rows, at most: it has to fit a sheet of paper."""
+PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
+"""In execution order."""
 DRAWN = 6
 """Submodules of which a curve is drawn, those that end farthest apart."""
 _SAID = {
@@ -39,7 +44,7 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
     if not own:
         return None
     places = {(f"{row.phase} {_cell(row.name)[1]}", _cell(row.name)[0]): row for row in own}
-    names = sorted({name for name, _ in places})
+    names = sorted({name for name, _ in places}, key=lambda name: (PHASES.index(name.split()[0]), name))
     layers = sorted({layer for _, layer in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     cells = [[places.get((name, layer)) for layer in layers] for name in names]
     shades = [[math.log10(one.frequency) if one and one.frequency else None for one in line] for line in cells]
@@ -59,7 +64,7 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
     }
     grey = {"z": equal, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]], "showscale": False}
     layout = {
-        "height": 100 + 22 * len(names),
+        "height": 100 + min(22 * len(names), TALLEST),
         "hovermode": "closest",
         "xaxis": {"type": "category", "side": "top", "showgrid": False, "title": {"text": "layer"}},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "tickfont": {"size": 10}},
@@ -142,7 +147,10 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
         "xaxis": {"type": "category", "automargin": True},
         "yaxis": {"type": "log", "nticks": 6},
     }
-    columns = {"from": [f"1e{place}" for place in places], "mismatches": [decades[place] for place in places]}
+    columns: dict[str, Sequence[Any]] = {
+        "from": [f"1e{place}" for place in places],
+        "mismatches": [decades[place] for place in places],
+    }
     return Figure(f"severity_{replica}", f"Mismatch severity, replica {replica}", caption, [bars], layout, columns)
 
 
