@@ -57,14 +57,17 @@ def _done(row: Mapping[str, Any]) -> bool:
 def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Figure:
     """A strip of all nodes and seeds and a box, healthy runs beside."""
     done = [row for row in rows if _done(row)]
-    sick, healthy = ([row for row in done if (row["node"] == HEALTHY) is wanted] for wanted in (False, True))
+    groups: dict[str, list[Mapping[str, Any]]] = {"unhealthy nodes": [], "healthy": [], "controls": []}
+    for row in done:
+        name = "controls" if row["control"] else "healthy" if row["node"] == HEALTHY else "unhealthy nodes"
+        groups[name].append(row)
     hover = "%{x}, %{text}: %{y:.5g}<extra></extra>"
     common = {"boxpoints": "all", "hovertemplate": hover, "hoveron": "points"}
     traces: list[dict[str, Any]] = []
-    for name, own, colour, symbol in (
-        ("unhealthy nodes", sick, "var(--c2)", "circle"),
-        ("healthy", healthy, "var(--c1)", "diamond"),
-    ):
+    looks = (("var(--c2)", "circle"), ("var(--c1)", "diamond"), ("var(--c3)", "square"))
+    for (name, own), (colour, symbol) in zip(groups.items(), looks, strict=True):
+        if not own:
+            continue
         traces.append(
             {
                 "type": "box",

@@ -27,7 +27,7 @@ LIMITS = (
     "What can be compared is the direction: which setting is harmed, which is not, and what bounds cost the healthy "
     "run. A difference smaller than the spread over seeds is no finding, and with one seed the spread is not known.",
 )
-_OURS = ("cell", "healthy", "worst case", "increase", "its node", "worse", "diverged", "NaN", "failed")
+_OURS = ("cell", "healthy", "chance", "worst case", "increase", "its node", "worse", "diverged", "NaN", "failed")
 _PAPER = ("paper: healthy", "paper: worst case", "paper: increase", "paper: worse", "paper: diverged")
 
 
@@ -106,7 +106,8 @@ def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
     sentences = [
         "Worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one. "
         f"Worse: nodes with an increase above {EPSILON:.1%}. Diverged and NaN nodes are counted apart. With several "
-        "seeds: means, and the standard deviation over seeds."
+        "seeds: means, and the standard deviation over seeds. Chance: how far a control, a run that one low bit was "
+        "changed in once, parts from the healthy one; what is smaller is no finding."
     ]
     for name in table.tables:
         sentences.append(f"The paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}.")
@@ -128,6 +129,7 @@ def _ours(score: CellScore) -> tuple[Cell, ...]:
     increase = percent(score.worst_increase, EPSILON)
     return (
         _with_spread(healthy, None if score.healthy_spread is None else f"{score.healthy_spread:.4f}"),
+        number(score.chance, ".3%"),
         number(score.worst, ".4f"),
         _with_spread(increase, None if spread is None else f"{spread:.3%}"),
         Cell(score.worst_node or "-"),
@@ -182,6 +184,7 @@ def _how(results: SweepResults) -> list[str]:
 def _facts(results: SweepResults) -> dict[str, str]:
     said = results.sweep["sweep"]
     decisive = said["decisive"]
+    above = ", or above that of token frequencies" if said["diverged_above_frequencies"] else ""
     seeds = ", ".join(map(str, said["seeds"]))
     if decisive["cells"]:
         seeds += f"; {', '.join(map(str, decisive['seeds']))} in {', '.join(decisive['cells'])}"
@@ -190,8 +193,7 @@ def _facts(results: SweepResults) -> dict[str, str]:
         "seeds": seeds,
         "ranks of a run": str(said["ranks"]),
         "final loss": f"mean over the last {said['final_steps']} steps",
-        "diverged": f"final loss above that of token frequencies, or {said['diverged_rise']:.0%} above the "
-        "lowest that it had reached",
+        "diverged": f"final loss {said['diverged_rise']:.0%} above the lowest that it had reached{above}",
         "time of a run": f"median {ago(seconds[len(seconds) // 2])}, longest {ago(seconds[-1])}" if seconds else "-",
         "versions": ", ".join(f"{name} {version}" for name, version in results.sweep["versions"].items()),
         "folder": str(results.folder),
@@ -216,7 +218,12 @@ def _value(value: Any) -> Cell:
 
 def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
     rows = tuple(
-        (Cell(one["name"]), Cell(one["profile"] or "-"), Cell(_faults(one["faults"])), number(one["seed"], "d"))
+        (
+            Cell(f"{one['name']} (control)" if one["control"] else one["name"]),
+            Cell(one["profile"] or "-"),
+            Cell(_faults(one["faults"])),
+            number(one["seed"], "d"),
+        )
         for one in nodes
     )
     return Table("nodes", ("node", "profile", "further faults", "seed"), rows, searched=False)
@@ -226,12 +233,16 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(f"{one['kind']} in {one['phase']} of {one['submodule']}" for one in faults) or "-"
 
 
+def _look(row: Mapping[str, Any]) -> str:
+    return "good" if row["node"] == HEALTHY or row["control"] else ""
+
+
 def _runs(results: SweepResults) -> Table:
     rise = increases(results.rows)
     rows = tuple(
         (
             Cell(row["cell"]),
-            Cell(row["node"], look="good" if row["node"] == HEALTHY else ""),
+            Cell(f"{row['node']} (control)" if row["control"] else row["node"], look=_look(row)),
             Cell(row["profile"] or "-"),
             number(row["seed"], "d"),
             Cell(row["status"], look="" if row["status"] == DONE else "bad"),
