@@ -122,6 +122,7 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
         "z": z,
         "text": words,
         "texttemplate": "%{text}",
+        "textfont": {"color": "var(--text)"},
         "hovertemplate": "%{y} in %{x}: %{text}<extra></extra>",
         "zmin": -largest,
         "zmax": largest,
@@ -143,6 +144,7 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
         "ygap": 1,
     }
     words_of["hovertemplate"] = trace["hovertemplate"]
+    words_of["textfont"] = trace["textfont"]
     layout = {
         "height": 110 + 26 * len(nodes),
         "hovermode": "closest",
