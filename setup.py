@@ -14,6 +14,7 @@ setup(
     package_data={
         "megasdc.bench": ["*.c"],
         "megasdc.config": ["profiles/*.json"],
+        "megasdc.experiments": ["papers/*.json"],
         "megasdc.report": ["templates/*.html"],
         "megasdc.sdc": ["templates/*.html"],
         "megasdc.tensors": ["*.c"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -63,9 +63,9 @@ class Firing:
 
     def fields(self) -> dict[str, Any]:
         """What an event says beside step and micro-batch; bits in hexadecimal, values as text."""
-        found = asdict(self) | {name: getattr(self.address, name) for name in ("phase", "fqn", "slot")}
-        found["fault"] = found.pop("kind")
-        del found["address"], found["rank"]
+        found = {name: value for name, value in vars(self).items() if name not in ("kind", "address", "rank")}
+        found |= {name: getattr(self.address, name) for name in ("phase", "fqn", "slot")}
+        found["fault"] = self.kind
         for name in ("bits_before", "bits_after"):
             found[name] = [f"{bits:x}" for bits in found[name]]
         for name in ("before", "after"):  # as text, because JSON has no NaN

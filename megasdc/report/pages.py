@@ -1,4 +1,4 @@
-"""How does a page about checkpoints come to be? One HTML file with all it needs in it, from a template."""
+"""How does a page come to be? One HTML file with all it needs in it, from a template."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from megasdc.errors import StorageError
 
 
-def write_page(template: str, path: Path, **values: Any) -> None:
+def write_page(template: str, path: Path, option: str = "--html", **values: Any) -> None:
     """Fill a template in and write it as one file that needs no network.
 
     Args:
         template: a file in ``megasdc/report/templates``.
         path: the file; replaced.
+        option: of the command line that names it.
         values: what the template shows, every text escaped; ``data`` goes to the script, in values that JSON has.
 
     Raises:
@@ -34,4 +35,4 @@ def write_page(template: str, path: Path, **values: Any) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --html") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another {option}") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megasdc.checkpoint.manifest import installed_versions
 from megasdc.config import Layout, RunConfig, check_layout, ffn_width, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
@@ -88,7 +89,8 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals, cut: C
     clock.mark("groups")
     events = EventLog(folder, dims.rank)
     if dims.rank == 0:
-        events.emit("start", "run", layout=dims.layout, world_size=dims.world_size)
+        versions = installed_versions()
+        events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=versions)
     engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifest)
     clock.mark("data")

@@ -21,6 +21,16 @@ def test_line_has_the_documented_fields(tmp_path):
     assert event.time == found["time"]
 
 
+def test_a_dataclass_is_written_as_an_object(tmp_path):
+    """Its fields can be read back by name."""
+    log = EventLog(tmp_path, 0)
+    inner = log.emit("a", "b", step=1)
+    log.emit("c", "d", of=inner, many=[inner])
+    log.close()
+    last = list(read_events(tmp_path))[-1].fields
+    assert last["of"]["step"] == 1 and last["many"][0]["name"] == "b"
+
+
 def test_events_are_on_disk_before_close(tmp_path):
     """A process that dies after emit leaves the event in the file."""
     log = EventLog(tmp_path, 0)

@@ -33,10 +33,10 @@ LAYERS = {
     "golden": 6,
     "bench": 7,
     "experiments": 7,
-    "report": 7,
     "launcher": 7,
-    "cli": 8,
-    "__main__": 9,
+    "report": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""

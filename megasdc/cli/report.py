@@ -1,0 +1,61 @@
+"""`megasdc report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, app, print_result, stdout_kept_clean
+
+
+@app.command(
+    "report",
+    epilog="Example: megasdc report runs/healthy runs/node_10 runs/node_11 --out nodes.html --figures nodes_figures",
+)
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="A run folder; several, which are compared; a study; or a sweep."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE.html",
+            help="The page. Default: reports/report.html in the folder; of several runs report.html here.",
+        ),
+    ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            "--figures",
+            metavar="DIR",
+            help="Also write every figure as PNG and SVG (Chromium draws them), and its numbers as CSV.",
+        ),
+    ] = None,
+    title: Annotated[str | None, typer.Option("--title", help="Title of the page.")] = None,
+    healthy: Annotated[
+        Path | None,
+        typer.Option("--healthy", metavar="PATH", help="The run that others are compared with. Default: the first."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run, several runs beside a healthy one, a study or a sweep as one HTML page that needs no network.
+
+    Works while a run is going. Exit code 0: the page is written, and so is all that --figures asks for; 1: the page is,
+    but PNG and SVG could not be drawn; 71: a path holds neither run nor sweep.
+    """
+    from rich.console import Console
+
+    with stdout_kept_clean():
+        from megasdc.report.run_pages.command import render_report, write_report
+    from megasdc.bench.render import progress_bar
+
+    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+        written = write_report(paths, out, figures, title, healthy, on_progress)
+    print_result(written, render_report, out=None, as_json=as_json)
+    if written.problem:
+        typer.echo(f"megasdc: warning: {written.problem}", err=True)
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Sweeps: the experiments of papers as files of runs, repeatable by one command."""

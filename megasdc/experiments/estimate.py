@@ -1,0 +1,133 @@
+"""How long will a sweep take? A few steps of one run of each shape, as many side by side as later, then arithmetic."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megasdc.data.manifest import digest_settings
+from megasdc.experiments.outcome import Outcome
+from megasdc.experiments.plan import PlannedRun
+from megasdc.experiments.run_process import server, start_ranks, warm_up
+from megasdc.experiments.runner import write_config
+from megasdc.metrics.writer import read_metrics
+
+PROBE_FOLDER = ".probe"
+PROBE_STEPS = 6
+"""Steps of a probe; the first ones warm up and are left out."""
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What runs of one shape cost.
+
+    Args:
+        step_s: seconds of a step, with as many runs side by side as later.
+        overhead_s: seconds of a run besides its steps: start, evaluation, save.
+    """
+
+    step_s: float
+    overhead_s: float
+
+    def seconds(self, run: PlannedRun) -> float:
+        """Of one run."""
+        return self.overhead_s + self.step_s * steps_of(run)
+
+
+def steps_of(run: PlannedRun) -> int:
+    """Steps that a run takes itself."""
+    return run.last_step - (0 if run.start is None else run.start.step)
+
+
+def shape_of(run: PlannedRun) -> str:
+    """Names what decides on the cost of a step: model, batch, layout."""
+    own, batch = (
+        run.config["megasdc"],
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    )
+    kept = {
+        "model": own["model"],
+        "parallel": own["parallel"],
+        "length": own["data"]["sequence_length"],
+        "ranks": run.ranks,
+    }
+    return digest_settings({**kept, **{key: run.config.get(key) for key in batch}})
+
+
+def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> dict[str, Speed]:
+    """Run the first steps of one run of each shape, unhealthy where there is one.
+
+    Args:
+        runs: planned.
+        folder: of the sweep; a folder in it is made and removed.
+        workers: as many copies of the run at once.
+
+    Returns:
+        By shape; one whose first steps fail is left out, for its runs will tell why.
+    """
+    chosen: dict[str, PlannedRun] = {}
+    for run in sorted(runs, key=lambda run: run.healthy):
+        chosen.setdefault(shape_of(run), run)
+    context = server()
+    warm_up(context)
+    try:
+        speeds = {shape: _probe(run, folder / PROBE_FOLDER, workers, context) for shape, run in chosen.items()}
+        return {shape: speed for shape, speed in speeds.items() if speed is not None}
+    finally:
+        shutil.rmtree(folder / PROBE_FOLDER, ignore_errors=True)
+
+
+def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed | None:
+    began = time.monotonic()
+    ranks = []
+    folders = [scratch / f"{run.run_id}_{slot}" for slot in range(workers)]
+    try:
+        for slot, folder in enumerate(folders):
+            folder.mkdir(parents=True)
+            steps = min(PROBE_STEPS, run.config["megasdc"]["training"]["steps"])
+            config = write_config(run, folder, stop_step=steps)
+            ranks.append(start_ranks(context, config, folder, run.ranks, slot))
+        for one in ranks:
+            while one.settle() is None:
+                wait(one.sentinels)
+    finally:
+        for one in ranks:
+            one.end()
+    wall = time.monotonic() - began
+    measured = [seconds for folder in folders if (seconds := _step_seconds(folder)) is not None]
+    if not measured:
+        return None
+    step_s = median(measured)
+    return Speed(step_s, max(0.0, wall - steps * step_s))
+
+
+def _step_seconds(folder: Path) -> float | None:
+    rows = [row for row in read_metrics(folder) if "speed/step_s" in row]
+    if not rows:
+        return None
+    return median(row["speed/step_s"] for row in rows[min(WARM_STEPS, len(rows) - 1) :])
+
+
+def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, Outcome]) -> dict[str, Speed]:
+    """What finished runs took, by shape; their start is in the seconds of a step."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        outcome = outcomes.get(run.run_id)
+        if outcome is not None and not any(outcome.exit_codes) and outcome.seconds:
+            found.setdefault(shape_of(run), []).append(outcome.seconds / max(1, steps_of(run)))
+    return {shape: Speed(median(seconds), 0.0) for shape, seconds in found.items()}
+
+
+def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, Speed], workers: int) -> float | None:
+    """Seconds until all runs are done; null where the speed of a shape is not known."""
+    if any(shape_of(run) not in speeds for run in runs):
+        return None
+    seconds = [speeds[shape_of(run)].seconds(run) for run in runs]
+    return max(sum(seconds) / workers, max(seconds, default=0.0))

@@ -1,0 +1,151 @@
+"""What did unhealthy nodes do to the final loss? The metrics of Pei et al. for one cell.
+
+Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709: *worst case* is the largest final loss over unhealthy
+nodes and its increase over the healthy one's; *number of worse cases* counts nodes with a relative increase above
+0.5 %; nodes that diverged or ended with NaN are counted apart.
+
+Differences: with several seeds a node's increase is over the healthy run of the same seed, its mean over seeds decides
+whether it is worse, and the worst case is the node with the largest mean increase. A node counts as diverged or NaN
+when it was with any seed. Added: a control, perturbed by one low bit once, says how far two runs part by chance alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, NAN
+from megasdc.experiments.sweep_file import HEALTHY
+
+EPSILON = 0.005
+"""Relative increase of the final loss above which a node is a worse case."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one run of a cell ended.
+
+    Args:
+        node: its node.
+        seed: its seed.
+        status: done, diverged, nan or failed.
+        loss: final loss; null where it is not a number.
+        control: whether the node is a control, not an unhealthy one.
+    """
+
+    node: str
+    seed: int
+    status: str
+    loss: float | None
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class CellScore:
+    """The metrics of one cell.
+
+    Args:
+        healthy: mean final loss of the healthy runs that are done; null: none is.
+        healthy_spread: standard deviation over seeds; null with fewer than two.
+        worst: mean final loss of the worst node, of those that are done with every seed; null: there is none.
+        worst_node: its name.
+        worst_increase: its mean relative increase.
+        worst_spread: standard deviation of that increase over seeds; null with fewer than two.
+        worse: nodes whose mean relative increase is above epsilon.
+        diverged: nodes that diverged with some seed.
+        nan: nodes that ended with NaN with some seed and did not diverge.
+        failed: nodes with runs that ended otherwise.
+        nodes: nodes that were run.
+        seeds: seeds that were run.
+        healthy_failed: healthy runs that are not done.
+        chance: largest relative difference, up or down, of a control's run from the healthy one; null without any.
+    """
+
+    healthy: float | None
+    healthy_spread: float | None
+    worst: float | None
+    worst_node: str | None
+    worst_increase: float | None
+    worst_spread: float | None
+    worse: int
+    diverged: tuple[str, ...]
+    nan: tuple[str, ...]
+    failed: tuple[str, ...]
+    nodes: int
+    seeds: int
+    healthy_failed: int
+    chance: float | None
+
+
+def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore:
+    """Score the runs of one cell.
+
+    Args:
+        endings: of all nodes, the healthy one among them.
+        epsilon: see ``EPSILON``.
+    """
+    by_node: dict[str, list[Ending]] = {}
+    controls: list[Ending] = []
+    for ending in endings:
+        (controls if ending.control else by_node.setdefault(ending.node, [])).append(ending)
+    healthy = by_node.pop(HEALTHY, [])
+    base = {one.seed: one.loss for one in healthy if one.status == DONE and one.loss is not None}
+    lost = {node: _worst_status(runs) for node, runs in by_node.items()}
+    rises = {node: _increases(runs, base) for node, runs in by_node.items() if lost[node] == DONE}
+    means = {node: fmean(values) for node, values in rises.items() if values}
+    worst = max(means, key=means.__getitem__, default=None)
+    return CellScore(
+        healthy=fmean(base.values()) if base else None,
+        healthy_spread=_spread(list(base.values())),
+        worst=None if worst is None else fmean(one.loss for one in by_node[worst] if one.loss is not None),
+        worst_node=worst,
+        worst_increase=None if worst is None else means[worst],
+        worst_spread=None if worst is None else _spread(rises[worst]),
+        worse=sum(mean > epsilon for mean in means.values()),
+        diverged=_with(lost, DIVERGED),
+        nan=_with(lost, NAN),
+        failed=_with(lost, FAILED),
+        nodes=len(by_node),
+        seeds=len({one.seed for runs in (healthy, *by_node.values()) for one in runs}),
+        healthy_failed=sum(one.status != DONE for one in healthy),
+        chance=max((abs(rise) for rise in _increases(controls, base)), default=None),
+    )
+
+
+def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
+    """Score every cell of a sweep's results, in the order in which they come.
+
+    Args:
+        rows: with ``cell, node, control, seed, status, final_loss``.
+    """
+    cells: dict[str, list[Ending]] = {}
+    for row in rows:
+        ending = Ending(row["node"], row["seed"], row["status"], row["final_loss"], row["control"])
+        cells.setdefault(row["cell"], []).append(ending)
+    return {cell: score_cell(endings) for cell, endings in cells.items()}
+
+
+def relative_increase(loss: float, healthy: float) -> float:
+    """How much a final loss is above the healthy one, as a share of it."""
+    return loss / healthy - 1
+
+
+def _increases(runs: Sequence[Ending], base: Mapping[int, float]) -> list[float]:
+    return [relative_increase(one.loss, base[one.seed]) for one in runs if one.seed in base and one.loss is not None]
+
+
+def _worst_status(runs: Sequence[Ending]) -> str:
+    """Diverged before NaN before failed before done."""
+    found = {one.status for one in runs}
+    return next((status for status in (DIVERGED, NAN, FAILED) if status in found), DONE)
+
+
+def _with(lost: Mapping[str, str], status: str) -> tuple[str, ...]:
+    return tuple(node for node, found in lost.items() if found == status)
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None

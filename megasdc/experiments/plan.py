@@ -1,0 +1,289 @@
+"""Which runs does a sweep need? Every cell, node and seed as a whole checked configuration; equal ones are one run."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasdc.config import RunConfig, check_layout, parse_config
+from megasdc.config.read import read_json
+from megasdc.data.manifest import digest_settings
+from megasdc.errors import ConfigError
+from megasdc.experiments.papers import PAPER_TABLES, missing_row
+from megasdc.experiments.sweep_file import HEALTHY, CellSpec, NodeSpec, Overrides, SweepFile
+
+SEED_STRIDE = 1_000_003
+"""Seed of a fault's draws: this times the node's seed, plus the fault's own, plus that of the run."""
+_OWN_PLACES = ("run_dir", "progress_bar")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts if not from scratch.
+
+    Args:
+        run_id: of the healthy run whose checkpoint is taken.
+        step: of the checkpoint.
+    """
+
+    run_id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run.
+
+    Args:
+        run_id: a digest of its configuration and start; names its folder.
+        label: cell, node and seed that asked for it first.
+        config: the whole resolved configuration; ``logging.run_dir`` is a placeholder.
+        ranks: processes.
+        start: null: from scratch.
+        last_step: after which it ends.
+        healthy: whether it has no faults.
+        donor: whether others start from its checkpoint.
+    """
+
+    run_id: str
+    label: str
+    config: dict[str, Any] = field(repr=False)
+    ranks: int
+    start: Start | None
+    last_step: int
+    healthy: bool
+    donor: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place in the table of results: a cell on a node with a seed, and the run that fills it."""
+
+    cell: str
+    node: str
+    profile: str | None
+    control: bool
+    seed: int
+    start: str
+    settings: Overrides
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a sweep does.
+
+    Args:
+        sweep: with its size applied.
+        cells: its rows, the grid multiplied out.
+        varied: settings that differ between cells, by dotted path.
+        runs: by id; each after the one that it starts from, healthy ones before the others.
+        places: one for each cell, node and seed; several may share a run.
+    """
+
+    sweep: SweepFile
+    cells: tuple[CellSpec, ...]
+    varied: tuple[str, ...]
+    runs: dict[str, PlannedRun]
+    places: tuple[Place, ...]
+
+
+def build_plan(sweep: SweepFile, only: Sequence[str] = ()) -> Plan:
+    """Multiply a sweep out and check every run's configuration.
+
+    Args:
+        sweep: with its size applied.
+        only: names of the cells to keep; empty: all.
+
+    Raises:
+        ConfigError: with every problem of every cell, each once.
+    """
+    cells = tuple(multiply_out(sweep))
+    problems = _file_problems(sweep, cells, only)
+    if problems:
+        raise ConfigError(problems, sweep.name)
+    builder = _Builder(sweep, {cell.name: cell for cell in cells})
+    places = []
+    for cell in cells:
+        if only and cell.name not in only:
+            continue
+        for seed, node in itertools.product(_seeds(sweep, cell), (None, *sweep.nodes)):
+            if (run := builder.add(cell, node, seed)) is not None:
+                places.append(_place(cell, node, seed, run))
+    if builder.problems:
+        raise ConfigError(list(dict.fromkeys(builder.problems)), sweep.name)
+    varied = tuple(dict.fromkeys(path for cell in cells for path in cell.set))
+    return Plan(sweep, cells, varied, _in_order(builder.runs), tuple(places))
+
+
+def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
+    """The cells, each with every combination of the grid; named by what they set."""
+    cells = sweep.cells or [CellSpec.model_validate({"name": "all"})]
+    if not sweep.grid:
+        yield from cells
+        return
+    for cell, values in itertools.product(cells, itertools.product(*sweep.grid.values())):
+        chosen = dict(zip(sweep.grid, values, strict=True))
+        text = ", ".join(f"{path.rpartition('.')[2]} {json.dumps(value)}" for path, value in chosen.items())
+        name = f"{cell.name}, {text}" if sweep.cells else text
+        yield cell.model_copy(update={"name": name, "set": {**cell.set, **chosen}})
+
+
+def _file_problems(sweep: SweepFile, cells: Sequence[CellSpec], only: Sequence[str]) -> list[str]:
+    """What names nothing or names two things."""
+    names = [cell.name for cell in cells]
+    known = f"there are {', '.join(names)}"
+    nodes = [HEALTHY, *(node.name for node in sweep.nodes)]
+    problems = [f"cells: {name!r} stands there twice; give each a name of its own." for name in _doubles(names)]
+    problems += [f"nodes: {name!r} is taken; give each a name of its own." for name in _doubles(nodes)]
+    problems += [f"grid.{path}: no values; give at least one." for path, values in sweep.grid.items() if not values]
+    problems += [
+        f"nodes.{index}: neither profile nor faults; give one of them."
+        for index, node in enumerate(sweep.nodes)
+        if node.profile is None and not node.faults
+    ]
+    asked = [("decisive.cells", name) for name in sweep.decisive.cells] + [("--only", name) for name in only]
+    asked += [(f"cells.{cell.name}.start.cell", cell.start.cell) for cell in cells if cell.start and cell.start.cell]
+    problems += [f"{where}: there is no cell {name!r}; {known}." for where, name in asked if name not in names]
+    problems += [
+        f"tables: {name!r} is not stored; there are {', '.join(PAPER_TABLES)}."
+        for name in sweep.tables
+        if name not in PAPER_TABLES
+    ]
+    for cell in cells:
+        if cell.paper is not None and (why := missing_row(cell.paper)):
+            problems.append(f"cells.{cell.name}.paper: {why}.")
+    if sweep.decisive.cells and not sweep.decisive.seeds:
+        problems.append("decisive.seeds: no seeds for the decisive cells; give some.")
+    return problems
+
+
+def _doubles(names: Sequence[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def _seeds(sweep: SweepFile, cell: CellSpec) -> list[int]:
+    return sweep.decisive.seeds if cell.name in sweep.decisive.cells else sweep.seeds
+
+
+def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) -> Place:
+    start = "scratch" if cell.start is None else f"step {cell.start.step} of {cell.start.cell or cell.name}"
+    named = (HEALTHY, None, False) if node is None else (node.name, node.profile, node.control)
+    return Place(cell.name, *named, seed, start, cell.set, run.run_id)
+
+
+def _in_order(runs: dict[str, PlannedRun]) -> dict[str, PlannedRun]:
+    """Those that others start from first, then the healthy ones."""
+    ordered = sorted(runs.values(), key=lambda run: (not run.donor, not run.healthy))
+    return {run.run_id: run for run in ordered}
+
+
+class _Builder:
+    """Makes and checks configurations, and keeps equal ones once."""
+
+    def __init__(self, sweep: SweepFile, cells: dict[str, CellSpec]) -> None:
+        self._sweep = sweep
+        self._cells = cells
+        self._base, self.problems = read_json(sweep.base)
+        self.runs: dict[str, PlannedRun] = {}
+        self._bad: set[tuple[str, str]] = set()
+
+    def add(self, cell: CellSpec, node: NodeSpec | None, seed: int) -> PlannedRun | None:
+        """The run of a place; null where its configuration is wrong."""
+        if cell.start is None:
+            return self._run(cell, node, seed, None, stop=None)
+        donor = self._run(self._cells[cell.start.cell or cell.name], None, seed, None, stop=cell.start.step)
+        if donor is None:
+            return None
+        run = self._run(cell, node, seed, Start(donor.run_id, cell.start.step), stop=None)
+        if run is not None and (problems := _start_problems(donor.config, run.config)):
+            self._refuse(cell.name, f"cells.{cell.name}.start", problems)
+        return run
+
+    def _run(
+        self, cell: CellSpec, node: NodeSpec | None, seed: int, start: Start | None, stop: int | None
+    ) -> PlannedRun | None:
+        where = f"cells.{cell.name}, {HEALTHY if node is None else node.name}"
+        stops = {} if stop is None else {"megasdc.training.stop_step": stop}
+        said = {**self._sweep.set, **cell.set, "megasdc.training.seed": seed, **stops}
+        texts = [f"{path}={json.dumps(value)}" for path, value in said.items()]
+        raw = copy.deepcopy(self._base)
+        own = raw.setdefault("megasdc", {})
+        own.setdefault("logging", {})["run_dir"] = "?"
+        own["faults"] = own.get("faults", []) + faults_of(node, seed)
+        try:
+            config = parse_config(raw, texts, f"{self._sweep.base} with what the sweep sets")
+            check_layout(config, self._sweep.ranks)
+            problems = _run_problems(self._sweep, config, node, start)
+        except ConfigError as error:
+            problems = error.problems
+        if problems:
+            self._refuse(cell.name, where, problems)
+            return None
+        return self._keep(
+            config, f"{where}, seed {seed}" + (f", to step {stop}" if stop else ""), start, donor=stop is not None
+        )
+
+    def _refuse(self, cell: str, where: str, problems: Sequence[str]) -> None:
+        """Keep problems; one that all nodes of a cell have is told once."""
+        for problem in problems:
+            if (cell, problem) not in self._bad:
+                self._bad.add((cell, problem))
+                self.problems.append(f"{where}: {problem}")
+
+    def _keep(self, config: RunConfig, label: str, start: Start | None, *, donor: bool) -> PlannedRun:
+        resolved = config.resolved()
+        logging = resolved["megasdc"]["logging"]
+        content = {**resolved, "megasdc": {**resolved["megasdc"], "logging": {**logging, **dict.fromkeys(_OWN_PLACES)}}}
+        begins = None if start is None else [start.run_id, start.step]
+        run_id = digest_settings({"config": content, "start": begins, "ranks": self._sweep.ranks})
+        training = config.megasdc.training
+        last_step = min(training.steps, training.stop_step or training.steps)
+        healthy = not config.megasdc.faults
+        run = PlannedRun(run_id, label, resolved, self._sweep.ranks, start, last_step, healthy, donor)
+        return self.runs.setdefault(run_id, run)
+
+
+def faults_of(node: NodeSpec | None, seed: int) -> list[dict[str, Any]]:
+    """Entries of ``faults`` that make a node, for a run's seed."""
+    if node is None:
+        return []
+    profile = [] if node.profile is None else [{"profile": node.profile, "seed": 0}]
+    specs = profile + [spec.model_dump(mode="json") for spec in node.faults]
+    return [{**spec, "seed": node.seed * SEED_STRIDE + spec["seed"] + seed} for spec in specs]
+
+
+def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, start: Start | None) -> list[str]:
+    """What a configuration that is right by itself may not say in a sweep."""
+    sections, problems = config.megasdc, []
+    if node is None and sections.faults:
+        problems.append("megasdc.faults: the base has faults, so no run is healthy; faults come from nodes.")
+    if sections.checkpoint.folder is not None:
+        problems.append("megasdc.checkpoint.folder: each run has a folder of its own; leave it out.")
+    if sweep.final_steps % sections.logging.interval:
+        problems.append(
+            f"megasdc.logging.interval: {sections.logging.interval} does not divide final_steps {sweep.final_steps}."
+        )
+    least = (0 if start is None else start.step) + sweep.final_steps
+    if sections.training.stop_step is None and sections.training.steps < least:
+        problems.append(f"megasdc.training.steps: {sections.training.steps}; start and final_steps need {least}.")
+    if start is not None and start.step >= sections.training.steps:
+        problems.append(f"start.step: {start.step} is not before the last step {sections.training.steps}.")
+    return problems
+
+
+def _start_problems(donor: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What a checkpoint would bring along against what the cell says."""
+    places = ("model", "data", "parallel")
+    differing = [f"megasdc.{name}" for name in places if donor["megasdc"][name] != config["megasdc"][name]]
+    before, now = (
+        {key: value for key, value in one["optimizer"]["params"].items() if key != "lr"} for one in (donor, config)
+    )
+    differing += [f"optimizer.params.{key}" for key in now if now[key] != before.get(key)]
+    if donor["optimizer"]["type"] != config["optimizer"]["type"]:
+        differing.append("optimizer.type")
+    return [f"the checkpoint's {name} is not the cell's, and would hold; make them equal." for name in differing]

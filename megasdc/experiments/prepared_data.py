@@ -1,0 +1,68 @@
+"""Are the data of all runs there, or can they be made? Asked before the first run, made before it too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from megasdc.config import DataSection, MegasdcSection
+from megasdc.data.dataset import verify_data
+from megasdc.data.destination import describe_settings
+from megasdc.data.manifest import MANIFEST_FILE, Manifest
+from megasdc.data.prepare import prepare
+from megasdc.errors import ConfigError, MegasdcError
+from megasdc.experiments.plan import PlannedRun
+
+
+def data_of(run: PlannedRun) -> DataSection:
+    """The data section of a run."""
+    return MegasdcSection.model_validate(run.config["megasdc"]).data
+
+
+def find_missing_data(runs: Iterable[PlannedRun]) -> list[DataSection]:
+    """Check that data are whole, or that their sources are there; a source on the hub is not looked at.
+
+    Args:
+        runs: planned.
+
+    Returns:
+        The sections that are yet to be prepared, each once.
+
+    Raises:
+        ConfigError: data are damaged, or sources are not there; all problems at once.
+    """
+    missing, problems = [], []
+    for section in {(data := data_of(run)).model_dump_json(): data for run in runs}.values():
+        try:
+            if all((Path(folder) / MANIFEST_FILE).exists() for folder in section.folders):
+                verify_data(section)
+            elif section.blend:
+                problems.append(f"megasdc.data.blend: {section.folders} are not all prepared; prepare them first.")
+            else:
+                describe_settings(section)
+                missing.append(section)
+        except MegasdcError as error:
+            problems.append(f"megasdc.data: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return missing
+
+
+def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:
+    """Make them, on all cores of this process.
+
+    Args:
+        missing: from ``find_missing_data``.
+        progress: show a bar on standard error.
+
+    Raises:
+        MegasdcError: as ``prepare``.
+    """
+    for section in missing:
+        prepare(section, workers=len(os.sched_getaffinity(0)), progress=progress)
+
+
+def frequency_entropy(section: DataSection) -> float:
+    """Loss of a model that knows only how frequent tokens are, nats; of a blend, that of its first part."""
+    return Manifest.load(section.folders[0]).unigram_entropy_nats

@@ -1,0 +1,202 @@
+"""Where are the results of a sweep? Tidy tables in parquet beside the run folders; written here, and read here.
+
+``sweep.json``: the sweep with its size applied, its cells and versions. ``results.parquet``: one row a cell, node and
+seed; cells that are equal on a node share a run, so a ``run_id`` may stand in several rows. ``series.parquet``:
+``run_id, step, name, value``. ``runs/RUN_ID``: run folders.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megasdc.errors import StorageError
+from megasdc.experiments.outcome import FAILED, RESULT_FILE, Outcome, read_outcome
+from megasdc.experiments.plan import Plan
+from megasdc.metrics.writer import read_metrics
+
+SWEEP_FILE, RESULTS_FILE, SERIES_FILE, RUNS_FOLDER = "sweep.json", "results.parquet", "series.parquet", "runs"
+SERIES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "eval/loss")
+"""Metrics that are kept step by step, those of bounds too; the rest stays in the run folders."""
+PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core")
+_SERIES_SCHEMA = pa.schema(
+    [("run_id", pa.string()), ("step", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
+)
+_FIXED = {
+    "run_id": pa.string(),
+    "cell": pa.string(),
+    "node": pa.string(),
+    "profile": pa.string(),
+    "control": pa.bool_(),
+    "seed": pa.int64(),
+    "start": pa.string(),
+    "status": pa.string(),
+    "reason": pa.string(),
+    "final_loss": pa.float64(),
+    "eval_loss": pa.float64(),
+    "steps": pa.int64(),
+    "skipped_steps": pa.int64(),
+    "seconds": pa.float64(),
+    "versions": pa.string(),
+}
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """A sweep's folder as it was read.
+
+    Args:
+        folder: the folder.
+        sweep: content of ``sweep.json``.
+        rows: of ``results.parquet``, finished runs only, in the order of the sweep.
+    """
+
+    folder: Path
+    sweep: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def places(self) -> int:
+        """Rows that there will be when every run has finished."""
+        return len(self.sweep["places"])
+
+    def series(self, run_ids: Iterable[str] | None = None, names: Iterable[str] | None = None) -> pa.Table:
+        """Values step by step.
+
+        Args:
+            run_ids: of these runs; null: all.
+            names: of these metrics; null: all.
+
+        Returns:
+            Table with ``run_id, step, name, value``; NaN where a run wrote NaN or Inf.
+        """
+        wanted = [("run_id", "in", list(run_ids))] if run_ids is not None else []
+        wanted += [("name", "in", list(names))] if names is not None else []
+        return pq.read_table(self.folder / SERIES_FILE, filters=wanted or None)
+
+
+def read_sweep(folder: Path | str) -> SweepResults:
+    """Read the results of a sweep, also while it is going on.
+
+    Raises:
+        StorageError: the folder is none of a sweep, or no run has finished.
+    """
+    root = Path(folder)
+    try:
+        sweep = json.loads((root / SWEEP_FILE).read_text(encoding="utf-8"))
+        rows = pq.read_table(root / RESULTS_FILE).to_pylist()
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"{error.filename} is missing: {root} is no folder of `megasdc sweep`, or no run has finished there"
+        ) from error
+    return SweepResults(root, sweep, rows)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a run computes."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+class ResultStore:
+    """Keeps the tables of a sweep up to date.
+
+    Args:
+        folder: of the sweep.
+        plan: its plan.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder = folder
+        self._plan = plan
+        self._series: dict[str, pa.Table] = {}
+        self.outcomes: dict[str, Outcome] = {}
+
+    def run_folder(self, run_id: str) -> Path:
+        """Of a run."""
+        return self.folder / RUNS_FOLDER / run_id
+
+    def load(self) -> None:
+        """Take up the runs that have finished."""
+        for run_id in self._plan.runs:
+            outcome = read_outcome(self.run_folder(run_id))
+            if outcome is not None:
+                self.outcomes[run_id] = outcome
+
+    def forget_failed(self) -> None:
+        """Let runs that failed run again."""
+        for run_id, outcome in list(self.outcomes.items()):
+            if outcome.status == FAILED:
+                del self.outcomes[run_id]
+                (self.run_folder(run_id) / RESULT_FILE).unlink()
+
+    def write_plan(self, size: str | None) -> None:
+        """Write ``sweep.json``."""
+        plan = self._plan
+        content = {
+            "sweep": plan.sweep.model_dump(mode="json"),
+            "size": size,
+            "cells": [cell.model_dump(mode="json") for cell in plan.cells],
+            "varied": list(plan.varied),
+            "places": [asdict(place) for place in plan.places],
+            "runs": {run.run_id: {"label": run.label, "last_step": run.last_step} for run in plan.runs.values()},
+            "versions": versions(),
+        }
+        _replace(self.folder / SWEEP_FILE, lambda path: path.write_text(json.dumps(content, indent=2) + "\n"))
+
+    def write_tables(self) -> None:
+        """Write both tables whole."""
+        for run_id in self.outcomes:
+            if run_id not in self._series:
+                self._series[run_id] = _series_of(run_id, self.run_folder(run_id))
+        results = self._results()
+        series = pa.concat_tables([_SERIES_SCHEMA.empty_table(), *self._series.values()])
+        _replace(self.folder / RESULTS_FILE, lambda path: pq.write_table(results, path))
+        _replace(self.folder / SERIES_FILE, lambda path: pq.write_table(series, path))
+
+    def _results(self) -> pa.Table:
+        plan, said = self._plan, json.dumps(versions())
+        rows: list[dict[str, Any]] = []
+        for place in plan.places:
+            outcome = self.outcomes.get(place.run_id)
+            if outcome is None:
+                continue
+            row = {name: getattr(place, name) for name in ("cell", "node", "profile", "control", "seed", "start")}
+            rows.append(
+                {**row, **asdict(outcome), "versions": said, **{path: place.settings.get(path) for path in plan.varied}}
+            )
+        columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in _FIXED.items()}
+        columns |= {path: _column([row[path] for row in rows]) for path in plan.varied}
+        return pa.table(columns)
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    """Numbers as numbers, all else as JSON; null where a cell does not set it."""
+    if all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values):
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
+
+
+def _series_of(run_id: str, folder: Path) -> pa.Table:
+    found = [
+        (row["step"], name, math.nan if value is None else float(value))
+        for row in read_metrics(folder)
+        for name, value in row.items()
+        if name in SERIES or name.startswith("bounds/")
+    ]
+    steps, names, values = zip(*found, strict=True) if found else ((), (), ())
+    return pa.table([[run_id] * len(steps), list(steps), list(names), list(values)], schema=_SERIES_SCHEMA)
+
+
+def _replace(path: Path, write: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(temporary)
+    os.replace(temporary, path)

@@ -1,0 +1,251 @@
+"""How does a sweep run? Several runs side by side, each finished run kept, until none is left.
+
+Whatever is killed, and when, no finished run is repeated: a run counts as finished by its result file alone. One that
+was cut off goes on from its own checkpoint if it has one, else it starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.files import step_folder
+from megasdc.errors import PeerError, StorageError
+from megasdc.events import EventLog
+from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
+from megasdc.experiments.plan import Plan, PlannedRun
+from megasdc.experiments.prepared_data import data_of, frequency_entropy
+from megasdc.experiments.results import ResultStore
+from megasdc.experiments.run_process import RunningRanks, server, start_ranks
+from megasdc.experiments.sweep_file import SweepFile
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+MOST_ATTEMPTS = 3
+"""How often a run is started whose processes were killed by a signal."""
+
+
+@dataclass
+class _Active:
+    """A run under way."""
+
+    run: PlannedRun
+    ranks: RunningRanks
+    slot: int
+    began: float
+
+
+class Runner:
+    """Runs what is not finished.
+
+    Args:
+        store: of the sweep's folder, loaded.
+        events: of the sweep; told the start and end of each run.
+        workers: runs side by side.
+        sweep: says how runs are judged and what is kept of them.
+    """
+
+    def __init__(
+        self,
+        store: ResultStore,
+        events: EventLog,
+        workers: int,
+        sweep: SweepFile,
+    ) -> None:
+        self._store = store
+        self._events = events
+        self._workers = workers
+        self._sweep = sweep
+        self._context = server()
+        self._active: list[_Active] = []
+        self._attempts: dict[str, int] = {}
+
+    def run(self, runs: dict[str, PlannedRun]) -> Iterator[Outcome]:
+        """Run those that have no outcome yet.
+
+        Args:
+            runs: by id, those that others start from included.
+
+        Yields:
+            Each outcome, once its result file is there.
+
+        Raises:
+            StorageError: a run folder cannot be written.
+        """
+        waiting = [run for run in runs.values() if run.run_id not in self._store.outcomes]
+        try:
+            while waiting or self._active:
+                self._fill(waiting)
+                outcomes = [self._without_start(run) for run in list(waiting) if self._lost_start(run)]
+                waiting[:] = [run for run in waiting if run.run_id not in {one.run_id for one in outcomes}]
+                if not outcomes:
+                    wait([sentinel for active in self._active for sentinel in active.ranks.sentinels])
+                for active in list(self._active):
+                    if (codes := active.ranks.settle()) is not None:
+                        self._active.remove(active)
+                        if self._again(active, codes):
+                            waiting.insert(0, active.run)
+                        else:
+                            outcomes.append(self._finish(active, codes))
+                yield from outcomes
+        finally:
+            for active in self._active:
+                active.ranks.end()
+
+    def _fill(self, waiting: list[PlannedRun]) -> None:
+        for run in list(waiting):
+            free = sorted(set(range(self._workers)) - {active.slot for active in self._active})
+            if not free:
+                return
+            if run.start is None or self._store.outcomes.get(run.start.run_id) is not None:
+                if self._lost_start(run):
+                    continue
+                waiting.remove(run)
+                self._start(run, free[0])
+
+    def _start(self, run: PlannedRun, slot: int) -> None:
+        folder = self._store.run_folder(run.run_id)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if run.start is not None:
+                _take_checkpoint(self._store.run_folder(run.start.run_id), folder, run.start.step)
+            write_config(run, folder)
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
+        self._attempts[run.run_id] = self._attempts.get(run.run_id, 0) + 1
+        self._events.emit(
+            "sweep", "run_started", run_id=run.run_id, label=run.label, attempt=self._attempts[run.run_id]
+        )
+        ranks = start_ranks(self._context, folder / CONFIG_FILE, folder, run.ranks, slot)
+        self._active.append(_Active(run, ranks, slot, time.monotonic()))
+
+    def _again(self, active: _Active, codes: list[int]) -> bool:
+        """Whether a run was killed from outside and may be started once more."""
+        killed = any(code < 0 for code in codes) and not any(0 < code != PeerError.exit_code for code in codes)
+        again = killed and self._attempts[active.run.run_id] < MOST_ATTEMPTS
+        if again:
+            self._events.emit("sweep", "run_killed", run_id=active.run.run_id, codes=codes)
+            logger.warning("%s was killed (exit codes %s) and starts again", active.run.label, codes)
+        return again
+
+    def _finish(self, active: _Active, codes: list[int]) -> Outcome:
+        run, folder = active.run, self._store.run_folder(active.run.run_id)
+        active.ranks.end()
+        by = yardstick(self._sweep, run)
+        outcome = judge(run.run_id, folder, codes, run.last_step, time.monotonic() - active.began, by)
+        if not self._sweep.keep_checkpoints and not run.donor:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        return self._keep_outcome(run, outcome)
+
+    def _keep_outcome(self, run: PlannedRun, outcome: Outcome) -> Outcome:
+        write_outcome(self._store.run_folder(run.run_id), outcome)
+        self._store.outcomes[run.run_id] = outcome
+        self._events.emit("sweep", "run_finished", run_id=run.run_id, status=outcome.status, reason=outcome.reason)
+        return outcome
+
+    def _lost_start(self, run: PlannedRun) -> bool:
+        """Whether the run that this one starts from has ended without its checkpoint."""
+        if run.start is None or run.start.run_id not in self._store.outcomes:
+            return False
+        return self._store.outcomes[run.start.run_id].status not in (DONE, DIVERGED)
+
+    def _without_start(self, run: PlannedRun) -> Outcome:
+        assert run.start is not None, "only runs that start from another lose it"
+        reason = (
+            f"the healthy run {run.start.run_id} that it starts from: {self._store.outcomes[run.start.run_id].reason}"
+        )
+        self._store.run_folder(run.run_id).mkdir(parents=True, exist_ok=True)
+        return self._keep_outcome(run, Outcome(run.run_id, FAILED, reason, None, None, 0, 0, 0.0, (), ()))
+
+
+def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
+    """What a run is judged by."""
+    entropy = frequency_entropy(data_of(run)) if sweep.diverged_above_frequencies else None
+    return Yardstick(sweep.final_steps, sweep.diverged_rise, entropy)
+
+
+def judge_again(store: ResultStore, plan: Plan) -> None:
+    """Judge finished runs anew where the sweep's file now says otherwise how."""
+    for run_id, outcome in list(store.outcomes.items()):
+        run, folder = plan.runs[run_id], store.run_folder(run_id)
+        by = yardstick(plan.sweep, run)
+        if outcome.exit_codes and outcome.judged_by != by.values:
+            judged = judge(run_id, folder, outcome.exit_codes, run.last_step, outcome.seconds, by)
+            write_outcome(folder, judged)
+            store.outcomes[run_id] = judged
+
+
+def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
+    """Write the file that a run is started with.
+
+    Args:
+        run: planned.
+        folder: of the run; everything that it writes goes there.
+        **training: values of ``megasdc.training`` to change.
+    """
+    own = run.config["megasdc"]
+    logging_section = {**own["logging"], "run_dir": str(folder), "progress_bar": False}
+    config = {**run.config, "megasdc": {**own, "logging": logging_section, "training": {**own["training"], **training}}}
+    for key in ("tensorboard", "csv_monitor"):
+        if isinstance(config.get(key), dict) and config[key].get("enabled"):
+            config[key] = {**config[key], "output_path": str(folder / key)}
+    path = folder / CONFIG_FILE
+    temporary = folder / f".{CONFIG_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _take_checkpoint(donor: Path, folder: Path, step: int) -> None:
+    """Give a run the checkpoint that it starts from, unless it has one of its own; files are linked, not copied.
+
+    The folder appears by one rename.
+    """
+    own = folder / CHECKPOINTS
+    if own.exists():
+        return
+    making = folder / f".{CHECKPOINTS}"
+    shutil.rmtree(making, ignore_errors=True)
+    shutil.copytree(donor / CHECKPOINTS / step_folder(step), making / step_folder(step), copy_function=_link)
+    os.replace(making, own)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a sweep's folder.
+
+    Raises:
+        StorageError: another process works in it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - held as long as the block
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StorageError(
+                f"another megasdc sweep works in {folder}; wait for it or choose another --out"
+            ) from error
+        yield

@@ -1,0 +1,193 @@
+"""What does ``megasdc sweep`` do? Check everything, estimate, run what is not finished, keep the tables up to date."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasdc.errors import ConfigError, StorageError
+from megasdc.events import EventLog
+from megasdc.experiments.estimate import estimate_s, measure_speeds, shape_of, speeds_from
+from megasdc.experiments.plan import Plan, PlannedRun, build_plan
+from megasdc.experiments.prepared_data import find_missing_data, prepare_missing
+from megasdc.experiments.results import SWEEP_FILE, ResultStore, read_sweep
+from megasdc.experiments.runner import Runner, alone, judge_again
+from megasdc.experiments.slurm import write_job
+from megasdc.experiments.sweep_file import SweepFile, load_sweep
+from megasdc.experiments.table import SweepTable, tabulate
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, int, int], None]
+OnEstimate = Callable[[float | None, int, int], None]
+"""Told seconds, null where the first steps of a run failed; runs that are left; runs side by side."""
+ARRAY_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that was read and checked, before anything is started.
+
+    Args:
+        plan: all runs.
+        size: the size that was chosen; null: the file has none.
+        out: folder of the results.
+    """
+
+    plan: Plan
+    size: str | None
+    out: Path
+
+
+def open_sweep(path: Path, size: str | None = None, out: Path | None = None, only: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file and check every run of it; nothing is written.
+
+    Args:
+        path: the file.
+        size: one of its sizes; null: its first.
+        out: folder of the results; null: ``runs/sweeps/NAME-SIZE``.
+        only: names of cells; empty: all.
+
+    Raises:
+        ConfigError: with every problem; also if the folder holds another sweep.
+    """
+    sweep = load_sweep(path, size)
+    size = next(iter(sweep.sizes), None)
+    plan = build_plan(sweep, only)
+    folder = out or Path("runs/sweeps") / (sweep.name if size is None else f"{sweep.name}-{size}")
+    _check_folder(folder, sweep, size)
+    find_missing_data(plan.runs.values())
+    return Sweep(plan, size, folder.absolute())
+
+
+def _check_folder(folder: Path, sweep: SweepFile, size: str | None) -> None:
+    """Refuse a folder of another sweep; one of the same, changed, keeps the runs whose configuration is unchanged."""
+    path = folder / SWEEP_FILE
+    if not path.exists():
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if (found["sweep"]["name"], found["size"]) != (sweep.name, size):
+        raise ConfigError(
+            f"--out: {folder} holds the sweep {found['sweep']['name']!r} of size {found['size']!r}, not "
+            f"{sweep.name!r} of size {size!r}; choose another folder."
+        )
+
+
+def run_sweep(
+    sweep: Sweep,
+    workers: int | None = None,
+    *,
+    progress: bool = True,
+    retry_failed: bool = False,
+    on_progress: OnProgress = lambda what, done, total: None,
+    on_estimate: OnEstimate = lambda seconds, left, workers: None,
+) -> SweepTable:
+    """Run what is not finished.
+
+    Args:
+        sweep: checked.
+        workers: runs side by side; null: as the cores allow.
+        progress: show the bar of data preparation.
+        retry_failed: run those again that ended as failed.
+        on_progress: told (what, done, total).
+        on_estimate: told before the first run, if more are left than run at once.
+
+    Returns:
+        The table.
+
+    Raises:
+        MegasdcError: data cannot be prepared, the first steps of a run fail, or the folder cannot be written.
+    """
+    with alone(sweep.out):
+        prepare_missing(find_missing_data(sweep.plan.runs.values()), progress)
+        store = _open_store(sweep, retry_failed)
+        left = [run for run in sweep.plan.runs.values() if run.run_id not in store.outcomes]
+        workers = workers or default_workers(sweep.plan)
+        if len(left) > workers:
+            _estimate(sweep, store, left, workers, on_estimate)
+        total = len(sweep.plan.runs)
+        on_progress("runs", total - len(left), total)
+        events = EventLog(sweep.out, 0)
+        try:
+            for _ in Runner(store, events, workers, sweep.plan.sweep).run(sweep.plan.runs):
+                store.write_tables()
+                on_progress("runs", len(store.outcomes), total)
+        finally:
+            events.close()
+        store.write_tables()
+    return tabulate(read_sweep(sweep.out))
+
+
+def run_task(sweep: Sweep, number: int) -> PlannedRun:
+    """Run one run of a sweep, as a task of an array job does; the tables are left to ``gather``.
+
+    Args:
+        sweep: checked.
+        number: the run's place in the plan.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    runs = list(sweep.plan.runs.values())
+    if not 0 <= number < len(runs):
+        raise ConfigError(f"--task: {number}; the sweep's runs are 0 to {len(runs) - 1}.")
+    run = runs[number]
+    store = ResultStore(sweep.out, sweep.plan)
+    if run.start is not None:
+        store.load()
+        if run.start.run_id not in store.outcomes:
+            raise ConfigError(f"--task: run {number} starts from {run.start.run_id}, which has not finished.")
+    with alone(store.run_folder(run.run_id)):
+        store.load()
+        events = EventLog(store.run_folder(run.run_id) / "task", 0)
+        for _ in Runner(store, events, 1, sweep.plan.sweep).run({run.run_id: run}):
+            pass
+        events.close()
+    return run
+
+
+def gather(sweep: Sweep) -> SweepTable:
+    """Write the tables of what has finished, and return the table."""
+    _open_store(sweep, retry_failed=False).write_tables()
+    return tabulate(read_sweep(sweep.out))
+
+
+def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
+    """Write the array job into the sweep's folder; see ``slurm.write_job``."""
+    with alone(sweep.out):
+        prepare_missing(find_missing_data(sweep.plan.runs.values()), progress=True)
+        ResultStore(sweep.out, sweep.plan).write_plan(sweep.size)
+        return write_job(sweep.plan, arguments, sweep.out, ARRAY_AT_ONCE)
+
+
+def default_workers(plan: Plan) -> int:
+    """As many runs side by side as this process has cores for their ranks and threads."""
+    threads = max(run.config["megasdc"]["parallel"]["threads"] or 1 for run in plan.runs.values())
+    return max(1, len(os.sched_getaffinity(0)) // (plan.sweep.ranks * threads))
+
+
+def _open_store(sweep: Sweep, retry_failed: bool) -> ResultStore:
+    store = ResultStore(sweep.out, sweep.plan)
+    try:
+        sweep.out.mkdir(parents=True, exist_ok=True)
+        store.write_plan(sweep.size)
+    except OSError as error:
+        raise StorageError(f"{sweep.out} cannot be written ({error.strerror}); choose another --out") from error
+    store.load()
+    judge_again(store, sweep.plan)
+    if retry_failed:
+        store.forget_failed()
+    return store
+
+
+def _estimate(sweep: Sweep, store: ResultStore, left: list[PlannedRun], workers: int, tell: OnEstimate) -> None:
+    """Tell how long the rest takes, from finished runs where there are, else from the first steps of a run."""
+    speeds = speeds_from(sweep.plan.runs.values(), store.outcomes)
+    unknown = [run for run in left if shape_of(run) not in speeds]
+    if unknown:
+        speeds |= measure_speeds(unknown, sweep.out, workers)
+    tell(estimate_s(left, speeds, workers), len(left), workers)

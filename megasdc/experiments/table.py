@@ -1,0 +1,122 @@
+"""How is a sweep shown? The paper's table beside ours, one row a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megasdc.experiments.papers import PAPER_TABLES, PaperRow, find_row
+from megasdc.experiments.pei_metrics import EPSILON, CellScore, score_cells
+from megasdc.experiments.results import SweepResults
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """What a sweep came to.
+
+    Args:
+        name: of the sweep.
+        size: its size; null: it has none.
+        folder: of the results.
+        done: rows that are there.
+        planned: rows that there will be.
+        scores: by cell.
+        papers: rows of the paper by cell; null: none stands beside it.
+        tables: of papers.
+    """
+
+    name: str
+    size: str | None
+    folder: str
+    done: int
+    planned: int
+    scores: dict[str, CellScore]
+    papers: dict[str, PaperRow | None]
+    tables: Sequence[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        cells = [
+            {"cell": cell, **asdict(score), "paper": None if (row := self.papers[cell]) is None else asdict(row)}
+            for cell, score in self.scores.items()
+        ]
+        return {
+            "name": self.name,
+            "size": self.size,
+            "folder": self.folder,
+            "rows": self.done,
+            "planned_rows": self.planned,
+            "epsilon": EPSILON,
+            "cells": cells,
+        }
+
+
+def tabulate(results: SweepResults) -> SweepTable:
+    """Score the rows that are there."""
+    scores = score_cells(results.rows)
+    rows = {cell["name"]: cell["paper"] for cell in results.sweep["cells"]}
+    papers = {cell: find_row(rows[cell]) if rows.get(cell) else None for cell in scores}
+    said = results.sweep["sweep"]
+    return SweepTable(
+        said["name"],
+        results.sweep["size"],
+        str(results.folder),
+        len(results.rows),
+        results.places,
+        scores,
+        papers,
+        said["tables"],
+    )
+
+
+def render_table(table: SweepTable, console: Console) -> None:
+    """Print it."""
+    size = f", size {table.size}" if table.size else ""
+    whole = "" if table.done == table.planned else f"; {table.done} of {table.planned} rows are there"
+    shown = Table(title=f"{table.name}{size}: final training loss{whole}")
+    shown.add_column("cell")
+    for column in ("healthy", "worst case", "worse", "lost"):
+        shown.add_column(column, justify="right")
+    for cell, score in table.scores.items():
+        paper = table.papers[cell]
+        shown.add_row(cell, *_ours(score), end_section=paper is None)
+        if paper is not None:
+            shown.add_row("  the paper's", *_theirs(paper), style="dim", end_section=True)
+    console.print(shown)
+    console.print(
+        f"worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one; "
+        f"chance: how far a run parts from the healthy one by one low bit alone; worse: nodes with an increase above "
+        f"{100 * EPSILON:g} %; with several seeds: means, with the standard "
+        "deviation over seeds; lost: nodes with a run that diverged, ended with NaN or failed. Nodes are simulated.",
+        soft_wrap=True,
+    )
+    for name in table.tables:
+        console.print(f"paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}", soft_wrap=True)
+
+
+def _ours(score: CellScore) -> list[str]:
+    healthy = "-" if score.healthy is None else f"{score.healthy:.4f}{_spread(score.healthy_spread, '.4f')}"
+    if score.healthy_failed:
+        healthy += f"\n{score.healthy_failed} not done"
+    if score.chance is not None:
+        healthy += f"\nchance {100 * score.chance:.2f} %"
+    worst = "-"
+    if score.worst is not None and score.worst_increase is not None:
+        spread = None if score.worst_spread is None else 100 * score.worst_spread
+        worst = f"{score.worst:.4f} ({100 * score.worst_increase:+.2f}{_spread(spread, '.2f')} %)\n{score.worst_node}"
+    kinds = {"diverged": score.diverged, "NaN": score.nan, "failed": score.failed}
+    lost = "\n".join(f"{len(nodes)} {kind}" for kind, nodes in kinds.items() if nodes)
+    return [healthy, worst, f"{score.worse} of {score.nodes}", lost or "0"]
+
+
+def _theirs(row: PaperRow) -> list[str]:
+    worst = "diverge" if row.worst is None or row.increase is None else f"{row.worst:g} ({100 * row.increase:+.2f} %)"
+    return [f"{row.healthy:g}", worst, str(row.worse), f"{row.diverged} diverged" if row.diverged else "0"]
+
+
+def _spread(value: float | None, form: str) -> str:
+    return "" if value is None else f" ± {value:{form}}"

@@ -1,0 +1,161 @@
+"""What does ``megasdc report`` do? Finds out what the paths are, reads them, writes the page and the figures beside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from megasdc import __version__
+from megasdc.errors import DataError, StorageError
+from megasdc.report.pages import write_page
+from megasdc.report.run_pages.compare_page import compare_page
+from megasdc.report.run_pages.folder import kind_of
+from megasdc.report.run_pages.parts import Page
+from megasdc.report.run_pages.pictures import NoPictures, write_pictures, write_tables
+from megasdc.report.run_pages.record import OnProgress, load_run
+from megasdc.report.run_pages.run_page import run_page
+from megasdc.report.run_pages.status import clock
+from megasdc.report.run_pages.study_page import study_page
+from megasdc.report.run_pages.sweep_page import sweep_page
+
+PAGE = "report.html"
+
+
+@dataclass
+class Written:
+    """A report.
+
+    Attributes:
+        page: what it says.
+        path: its file.
+        files: beside it, of ``--figures``.
+        problem: why pictures are missing; empty: they are not.
+    """
+
+    page: Page
+    path: Path
+    files: list[Path] = field(default_factory=list)
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values."""
+        return {
+            "kind": self.page.kind,
+            "page": str(self.path),
+            "verdict": self.page.verdict,
+            "figures": [one.name for one in self.page.figures],
+            "files": [str(one) for one in self.files],
+            "problem": self.problem or None,
+            "notes": list(self.page.notes),
+            **self.page.summary,
+        }
+
+
+def write_report(
+    paths: Sequence[Path],
+    out: Path | None = None,
+    figures: Path | None = None,
+    title: str | None = None,
+    healthy: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> Written:
+    """Write a report on a run, on several compared with the first, on a study, or on a sweep.
+
+    Args:
+        paths: run folders, or one folder of a study or a sweep.
+        out: the page; null: ``reports/report.html`` in the folder, or ``report.html`` here where there are several.
+        figures: folder for PNG, SVG and CSV of each figure and CSV of each table; null: none are written.
+        title: of the page; null: made of what it shows.
+        healthy: the run that the others are compared with; null: the first.
+        on_progress: told what is done, how much of it, and of how much.
+
+    Raises:
+        DataError: a path holds neither, or they do not go together.
+        StorageError: a file cannot be written.
+    """
+    paths = _healthy_first(paths, healthy)
+    kind = kind_of(paths)
+    out = out or (Path(PAGE) if kind == "runs" else paths[0] / "reports" / PAGE)
+    now = time.time()
+    page = _build(kind, paths, out, now, title, on_progress)
+    _write_page(page, out, now)
+    written = Written(page, out)
+    if figures is not None:
+        written.files += write_tables(figures, page.figures, page.tables)
+        try:
+            written.files += write_pictures(figures, page.figures, steps_of(page))
+        except NoPictures as error:
+            written.problem = str(error)
+    return written
+
+
+def _build(
+    kind: str, paths: Sequence[Path], out: Path, now: float, title: str | None, on_progress: OnProgress | None
+) -> Page:
+    if kind == "sweep":
+        return sweep_page(paths[0], title)
+    if kind == "study":
+        return study_page(paths[0], title)
+    runs = [load_run(path, on_progress) for path in paths]
+    return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, now, title)
+
+
+def _healthy_first(paths: Sequence[Path], healthy: Path | None) -> list[Path]:
+    if healthy is None:
+        return list(paths)
+    others = [path for path in paths if path.resolve() != healthy.resolve()]
+    if not others:
+        raise DataError(f"--healthy {healthy} is the only run; give others that are compared with it")
+    return [healthy, *others]
+
+
+def steps_of(page: Page) -> list[int] | None:
+    """Ends of the axis of steps that figures share; null where none has one."""
+    steps = [x for one in page.figures if one.on_steps for trace in one.traces for x in trace["x"]]
+    if not steps:
+        return None
+    low, high = min(steps), max(steps)
+    return [low, high if high > low else low + 1]
+
+
+def _write_page(page: Page, out: Path, now: float) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{out.parent} cannot be made: {error.strerror}; choose another --out") from error
+    write_page(
+        "report.html",
+        out,
+        option="--out",
+        title=page.title,
+        verdict=page.verdict,
+        state=page.state,
+        page=page,
+        made=f"Made {clock(now)} by megasdc {__version__}.",
+        data={"figures": [one.as_dict() for one in page.figures], "steps": steps_of(page)},
+    )
+
+
+def render_report(written: Written, console: Console) -> None:
+    """Print what the report says first, and where it is.
+
+    Args:
+        written: the report.
+        console: where to.
+    """
+
+    def say(text: str) -> None:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+
+    say(written.page.verdict)
+    for note in written.page.notes:
+        say(f"note: {note}")
+    say(f"page: {written.path}")
+    if written.files:
+        say(f"figures: {len(written.files)} files in {written.files[0].parent}")

@@ -1,0 +1,110 @@
+"""Which figures do runs beside a healthy one have? Losses together, differences, gradient norms, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megasdc.checkpoint.drift import DriftReport
+from megasdc.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
+from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, axis_of, columns_of, curve, log_axis, told_of
+from megasdc.report.run_pages.record import RunRecord, Series
+
+HEIGHT = 320
+
+
+def compare_figures(names: Mapping[str, RunRecord]) -> list[Figure]:
+    """Figures of several runs.
+
+    Args:
+        names: the runs by what they are called, each once; the first is the healthy one.
+    """
+    healthy, *_ = names.values()
+    found = [
+        _together("losses", "Training loss, nats per token", LOSS, names),
+        _difference("loss_difference", "Training loss against the healthy run", LOSS, names),
+        _together("eval_losses", "Evaluation loss, nats per token", EVAL_LOSS, names),
+        _difference("eval_difference", "Evaluation loss against the healthy run", EVAL_LOSS, names),
+        _together("gradient_norms", "Gradient norm", "train/grad_norm", names),
+    ]
+    return [one for one in found if one.traces and (healthy.series or one.name.endswith("es"))]
+
+
+def look(place: int) -> tuple[str, str]:
+    """Colour and dash of a run's curve; the healthy run's is solid and has the first."""
+    return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+
+
+def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+    traces = []
+    for name, one in series.items():
+        place = names.index(name)
+        colour, dash = look(place)
+        own: dict[str, Any] = (
+            {"opacity": 0.55} if place == 0 else {}
+        )  # wide and pale below the others, which often lie upon it
+        width = 5 if place == 0 else 1.5
+        traces.append(curve(name, one, colour, line={"dash": dash, "width": width}, **options, **own))
+    return traces
+
+
+def _together(name: str, title: str, metric: str, runs: Mapping[str, RunRecord]) -> Figure:
+    series = {label: run.series[metric] for label, run in runs.items() if metric in run.series}
+    options = {"mode": "lines+markers"} if metric == EVAL_LOSS else {}
+    layout = {"height": HEIGHT, "showlegend": True, "yaxis": axis_of(*series.values())}
+    traces = _curves(series, list(runs), **options)
+    return Figure(name, title, told_of(series).strip(), traces, layout, columns_of(series), on_steps=True)
+
+
+def _difference(name: str, title: str, metric: str, runs: Mapping[str, RunRecord]) -> Figure:
+    healthy, *others = runs
+    series = {}
+    for label in others:
+        steps, ours, theirs = common(runs[healthy].series.get(metric), runs[label].series.get(metric))
+        if len(steps):
+            series[label] = Series(steps, relative_difference(ours, theirs))
+    options = {"mode": "lines+markers"} if metric == EVAL_LOSS else {}
+    zero = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": 0,
+        "y1": 0,
+        "line": {"color": "var(--faint)", "width": 1},
+    }
+    layout = {"height": HEIGHT, "showlegend": True, "shapes": [zero], "yaxis": {"tickformat": ".3~%", "nticks": 7}}
+    caption = f"(loss / loss of {healthy} - 1), at steps that both have reported; above 0 is worse." + told_of(series)
+    return Figure(
+        name, title, caption, _curves(series, list(runs), **options), layout, columns_of(series), on_steps=True
+    )
+
+
+def drift_figure(report: DriftReport, names: Mapping[str, str]) -> Figure:
+    """Parameter difference over the steps of which both runs keep checkpoints.
+
+    Args:
+        report: what was measured.
+        names: of the runs, by folder of checkpoints.
+    """
+    series, equal = {}, []
+    for folder in report.runs:
+        found = report.of(folder)
+        if found:
+            steps = np.array([one.step for one in found], dtype=np.int64)
+            series[names[folder]] = Series(steps, np.array([one.whole.relative for one in found]))
+            equal += [f"{names[folder]} at step {one.step:,}" for one in found if one.equal]
+    order = list(names.values())
+    values = np.concatenate([one.values for one in series.values()]) if series else np.array([])
+    shown = {name: Series(one.steps, np.where(one.values > 0, one.values, np.nan)) for name, one in series.items()}
+    traces = _curves(shown, order, mode="lines+markers")
+    caption = (
+        f"Norm of the difference over the norm of {order[0]}, of all parameters, at the checkpoints that both keep, as "
+        "Ma et al. 2025 (arXiv 2502.12340) follow it."
+    )
+    if equal:
+        caption += f" Equal in every bit, and so not drawn: {', '.join(equal)}."
+    layout = {"height": HEIGHT, "showlegend": True, "yaxis": log_axis(values)}
+    return Figure("parameters", "Parameter difference", caption, traces, layout, columns_of(series), on_steps=True)

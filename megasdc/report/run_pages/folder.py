@@ -1,0 +1,52 @@
+"""What is a path: the folder of a run, of a study, or of a sweep? Found from what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from megasdc.errors import DataError
+from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, is_run
+from megasdc.study.log import STUDY_FOLDER
+
+SWEEP_FILES = ("sweep.json", "results.parquet")
+Kind = Literal["run", "runs", "study", "sweep"]
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a folder holds a sweep."""
+    return (path / SWEEP_FILES[0]).exists()
+
+
+def is_study(path: Path) -> bool:
+    """Whether a folder holds a study: several runs in one launch."""
+    return any((path / STUDY_FOLDER).glob("rank_*.jsonl"))
+
+
+def kind_of(paths: Sequence[Path]) -> Kind:
+    """What a report of these paths is about.
+
+    Args:
+        paths: at least one.
+
+    Raises:
+        DataError: one is none of these, or they do not go together.
+    """
+    for path in paths:
+        if not any(test(path) for test in (is_sweep, is_study, is_run)):
+            raise DataError(
+                f"{path} {'holds' if path.is_dir() else 'is no folder that holds'} neither a run ({CONFIG_FILE}, "
+                f"{METRICS_FILE} or events/) nor a sweep ({SWEEP_FILES[0]}); give a folder that "
+                "megasdc.logging.run_dir or megasdc sweep --out names"
+            )
+    kinds: dict[Kind, list[Path]] = {"sweep": [*filter(is_sweep, paths)], "study": [*filter(is_study, paths)]}
+    for kind, found in kinds.items():
+        if found and len(paths) > 1:
+            raise DataError(f"{found[0]} is a {kind}, and {len(paths)} paths were given; a {kind} has its own page")
+        if found:
+            return kind
+    same = [path for place, path in enumerate(paths) if path.resolve() in [one.resolve() for one in paths[:place]]]
+    if same:
+        raise DataError(f"{same[0]} was given twice; give each run once")
+    return "run" if len(paths) == 1 else "runs"

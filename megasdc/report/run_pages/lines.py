@@ -1,0 +1,75 @@
+"""What do files of JSON lines hold that may still be written, or be damaged? Every whole line, the others counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megasdc.errors import DataError
+
+T = TypeVar("T")
+
+
+@dataclass
+class Lines(Generic[T]):
+    """What was read of one file.
+
+    Attributes:
+        name: of the file, in its folder.
+        rows: of the lines that are right, in order.
+        total: lines, the others too.
+        damaged: numbers of the lines that are not right, the first is 1.
+        torn: whether the last line has no end.
+    """
+
+    name: str
+    rows: list[T] = field(default_factory=list)
+    total: int = 0
+    damaged: list[int] = field(default_factory=list)
+    torn: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out, a sentence each."""
+        found = []
+        if self.damaged:
+            more = f", the first is line {self.damaged[0]}" if len(self.damaged) > 1 else f": line {self.damaged[0]}"
+            found.append(
+                f"{self.name}: {len(self.damaged)} of {self.total} lines cannot be read and are left out{more}"
+            )
+        if self.torn:
+            found.append(
+                f"{self.name}: the last line has no end and is left out; it is being written, or its writer was killed"
+            )
+        return found
+
+
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Lines[T]:
+    """Read a file of JSON objects, one a line.
+
+    Args:
+        path: the file.
+        parse: makes a row of an object; ``ValueError``, ``TypeError`` and ``KeyError`` say that it is none.
+
+    Raises:
+        DataError: the file cannot be read at all.
+    """
+    try:
+        pieces = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; look at its permissions, or copy it again"
+        ) from error
+    found: Lines[T] = Lines(path.name, total=len(pieces) - 1, torn=bool(pieces[-1]))
+    for number, line in enumerate(pieces[:-1], 1):
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise TypeError("no object")
+            found.rows.append(parse(value))
+        except (ValueError, TypeError, KeyError):
+            found.damaged.append(number)
+    return found

@@ -1,0 +1,179 @@
+"""What is a report's page made of? Sections of sentences, figures and tables; no HTML here."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megasdc.report.run_pages.figure import Figure, number_or_none
+
+State = Literal["same", "different", "unsure"]
+"""Colour of the first line: good, bad, in between; as the pages of comparisons call it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table.
+
+    Args:
+        text: what is read.
+        value: number that it is sorted by; null: by its text.
+        link: a relative address; empty: none.
+        look: ``bad``, ``good`` or nothing.
+    """
+
+    text: str
+    value: float | None = None
+    link: str = ""
+    look: str = ""
+
+    @property
+    def sort_key(self) -> str:
+        """The number as the page's script reads it."""
+        return "" if self.value is None else f"{self.value!r}".replace("inf", "Infinity")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be sorted by every column and filtered.
+
+    Args:
+        name: of its file, and its place in the page.
+        headings: of the columns.
+        rows: of cells, as many as headings.
+        filters: headings of columns whose values can be chosen.
+        shown: rows in the page, at most; the file has all.
+        searched: whether there is a field for words.
+    """
+
+    name: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    filters: tuple[str, ...] = ()
+    shown: int = 1000
+    searched: bool = True
+
+    @property
+    def visible(self) -> tuple[tuple[Cell, ...], ...]:
+        """Rows that the page has."""
+        return self.rows[: self.shown]
+
+    @property
+    def left_out(self) -> str:
+        """What the page does not have; empty: nothing."""
+        more = len(self.rows) - self.shown
+        return f"{more:,} more rows are left out here; {self.name}.csv of --figures has all." if more > 0 else ""
+
+    @property
+    def choices(self) -> list[tuple[int, str, list[str]]]:
+        """Place, heading and values of each filter with something to choose."""
+        found = []
+        for heading in self.filters:
+            place = self.headings.index(heading)
+            values = sorted({row[place].text for row in self.visible if row[place].text})
+            if len(values) > 1:
+                found.append((place, heading, values))
+        return found
+
+    def as_csv(self) -> str:
+        """All rows; numbers as they are, not as they are shown."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(self.headings)
+        writer.writerows([one.text if one.value is None else one.value for one in row] for row in self.rows)
+        return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page under a heading.
+
+    Args:
+        heading: of it.
+        sentences: paragraphs before anything else.
+        facts: label and value of each, as a list.
+        tables: in order.
+        figures: in order, after the tables.
+    """
+
+    heading: str
+    sentences: Sequence[str] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report.
+
+    Args:
+        kind: what it is about.
+        title: of the window.
+        verdict: the first line.
+        state: its colour.
+        sentences: below it.
+        tiles: label and value of the numbers that matter most.
+        notes: what was left out and why.
+        sections: in order.
+        summary: what ``--json`` prints, plain values.
+    """
+
+    kind: Literal["run", "runs", "study", "sweep"]
+    title: str
+    verdict: str
+    state: State
+    sentences: Sequence[str]
+    tiles: dict[str, str]
+    notes: Sequence[str]
+    sections: Sequence[Section]
+    summary: dict[str, Any]
+
+    @property
+    def figures(self) -> list[Figure]:
+        """All figures in order."""
+        return [one for section in self.sections for one in section.figures]
+
+    @property
+    def tables(self) -> list[Table]:
+        """All tables in order."""
+        return [one for section in self.sections for one in section.tables]
+
+
+def number(value: float | None, form: str = ",.4g", look: str = "", missing: str = "-") -> Cell:
+    """A cell with a number.
+
+    Args:
+        value: null: there is none.
+        form: how it is shown.
+        look: as of ``Cell``.
+        missing: shown in place of null.
+    """
+    if value is None:
+        return Cell(missing, look=look)
+    if not math.isfinite(value):
+        return Cell("NaN" if math.isnan(value) else f"{value}", math.inf, look=look or "bad")
+    return Cell(format(value, form), float(value), look=look)
+
+
+def percent(value: float | None, worse: float | None = None) -> Cell:
+    """A cell with a signed share in percent; bad above a limit."""
+    look = "bad" if value is not None and worse is not None and value > worse else ""
+    return number(value, "+.3%", look)
+
+
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON has: NaN and infinities become null, at any depth."""
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return plain_values(value)
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return number_or_none(value)

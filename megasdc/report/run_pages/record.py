@@ -1,0 +1,262 @@
+"""What is in a run folder? Metrics by name, events, incidents, ends of launches; also of a run that is under way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasdc.errors import TraceError
+from megasdc.events import Event
+from megasdc.launcher.records import collect
+from megasdc.metrics.writer import METRICS_FILE
+from megasdc.report.run_pages.lines import read_lines
+from megasdc.sdc.incident import Incident, incident_from_json
+
+OnProgress = Callable[[str, int, int], None]
+CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric.
+
+    Args:
+        steps: rising, [point].
+        values: NaN where what was measured was not finite, [point].
+    """
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def at(self, step: int) -> float | None:
+        """The value of a step; null where none was reported."""
+        place = int(np.searchsorted(self.steps, step))
+        return float(self.values[place]) if place < len(self.steps) and self.steps[place] == step else None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended.
+
+    Args:
+        time: seconds since the epoch.
+        exit_code: of the launch; 0: done.
+        text: what is known of it, the cause first.
+    """
+
+    time: float
+    exit_code: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder.
+
+    Args:
+        path: the folder.
+        config: as it was resolved; empty where that cannot be read.
+        series: by name of the metric.
+        events: of all ranks, by time.
+        incidents: with the page of each.
+        ending: of the last launch, where ranks and front recorded one.
+        written_at: time of the last line, seconds since the epoch; null where there is none.
+        notes: what was left out, a sentence each.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    series: dict[str, Series]
+    events: tuple[Event, ...]
+    incidents: tuple[tuple[Path, Incident], ...]
+    ending: Ending | None
+    written_at: float | None
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its folder."""
+        return self.path.resolve().name
+
+    def setting(self, path: str) -> Any:
+        """One value of the configuration; null where there is none.
+
+        Args:
+            path: dotted, such as ``megasdc.training.steps``.
+        """
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def of(self, kind: str, *names: str) -> list[Event]:
+        """Events of a kind; with names only those."""
+        return [one for one in self.events if one.kind == kind and (not names or one.name in names)]
+
+    @property
+    def started_at(self) -> float | None:
+        """Time of the last start; null where none was told."""
+        return max((one.time for one in self.of("start", "run")), default=None)
+
+    @property
+    def last_step(self) -> int:
+        """Last step that something was reported of since the last start, evaluated metrics before it too; 0: none."""
+        since = self.started_at or 0.0
+        told = [one.step for one in self.events if one.step is not None and one.time >= since and one.kind != "audit"]
+        return max([*told, *(int(one.steps[-1]) for one in self.series.values())], default=0)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "events"))
+
+
+def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
+    """Read a run folder; lines that are torn or damaged are left out, counted and told.
+
+    Args:
+        path: the folder.
+        on_progress: told what is done, how much of it, and of how much.
+
+    Raises:
+        DataError: a file cannot be read at all.
+    """
+    notes: list[str] = []
+    config = _load_config(path / CONFIG_FILE, notes)
+    series, last_line = _load_series(path, notes)
+    events = _load_events(path, notes, on_progress)
+    events = _of_this_run(events, notes)
+    times = [events[-1].time] if events else []
+    return RunRecord(
+        path=path,
+        config=config,
+        series=series,
+        events=tuple(events),
+        incidents=_load_incidents(path / "reports", notes),
+        ending=_load_ending(path, notes),
+        written_at=max([*times, *last_line], default=None),
+        notes=tuple(notes),
+    )
+
+
+def _load_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        notes.append(f"{path.name} holds no configuration and is left out")
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing: what was configured is not known")
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read and is left out: {error}")
+    return {}
+
+
+def _metrics_row(row: dict[str, Any]) -> dict[str, Any]:
+    step, time = row["step"], row["time"]
+    if not isinstance(step, int) or step < 0 or not isinstance(time, int | float):
+        raise ValueError("no step or time")
+    if not all(value is None or isinstance(value, int | float) for value in row.values()):
+        raise ValueError("no number")
+    return row
+
+
+def _load_series(folder: Path, notes: list[str]) -> tuple[dict[str, Series], list[float]]:
+    """Metrics by name, and the time of the last line."""
+    for old in sorted(folder.glob("metrics.until_*.jsonl")):
+        notes.append(f"{old.name}, of an earlier run in the same folder, is not shown")
+    if not (folder / METRICS_FILE).exists():
+        notes.append(f"{METRICS_FILE} is missing: no number was reported yet")
+        return {}, []
+    lines = read_lines(folder / METRICS_FILE, _metrics_row)
+    notes.extend(lines.notes)
+    values: dict[str, dict[int, float]] = {}
+    twice = 0
+    for row in lines.rows:
+        for name, value in row.items():
+            if name not in ("step", "time"):
+                own = values.setdefault(name, {})
+                twice += row["step"] in own
+                own[row["step"]] = math.nan if value is None else float(value)
+    if twice:
+        notes.append(f"{METRICS_FILE}: {twice} numbers were reported twice for a step; the later is shown")
+    series = {}
+    for name, own in values.items():
+        steps = np.array(sorted(own), dtype=np.int64)
+        series[name] = Series(steps, np.array([own[step] for step in steps.tolist()], dtype=np.float64))
+    return series, [row["time"] for row in lines.rows[-1:]]
+
+
+def _event(row: dict[str, Any]) -> Event:
+    event = Event(**row)
+    right = isinstance(event.time, int | float) and isinstance(event.rank, int) and isinstance(event.fields, dict)
+    if not (right and isinstance(event.kind, str) and isinstance(event.name, str) and isinstance(event.host, str)):
+        raise ValueError("no event")
+    if not all(value is None or isinstance(value, int) for value in (event.step, event.micro_batch)):
+        raise ValueError("no step")
+    return event
+
+
+def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None) -> list[Event]:
+    paths = sorted((folder / "events").glob("rank_*.jsonl"))
+    if not paths:
+        notes.append("events/ holds no file of a rank: what happened is not known")
+    events = []
+    for number, path in enumerate(paths, 1):
+        lines = read_lines(path, _event)
+        notes.extend(f"events/{note}" for note in lines.notes)
+        events.extend(lines.rows)
+        if on_progress is not None:
+            on_progress(f"reading {folder.name}", number, len(paths))
+    return sorted(events, key=lambda one: one.time)
+
+
+def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
+    """Without those of a run before that was begun anew in the same folder, whose metrics were set aside."""
+    anew = [one.time for one in events if (one.kind, one.name) == ("start", "metrics_set_aside")]
+    starts = [one.time for one in events if (one.kind, one.name) == ("start", "run") and anew and one.time <= anew[-1]]
+    kept = [one for one in events if not starts or one.time >= starts[-1]]
+    if len(kept) < len(events):
+        notes.append(f"{len(events) - len(kept)} events of an earlier run in the same folder are not shown")
+    return kept
+
+
+def _load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Incident], ...]:
+    found = []
+    for path in sorted(folder.glob("incident_step_*.json")):
+        try:
+            found.append((path.with_suffix(".html"), incident_from_json(path.read_text(encoding="utf-8"), path.name)))
+        except (OSError, ValueError, TraceError) as error:
+            notes.append(f"reports/{path.name} is left out: {error}")
+    return tuple(found)
+
+
+def _load_ending(folder: Path, notes: list[str]) -> Ending | None:
+    """How the last launch ended, by what its front wrote, else by what its ranks did."""
+    endings = [_ending_of(one, folder, notes) for one in sorted((folder / "done").glob("*")) if one.is_dir()]
+    return max((one for one in endings if one is not None), key=lambda one: one.time, default=None)
+
+
+def _ending_of(launch: Path, folder: Path, notes: list[str]) -> Ending | None:
+    try:
+        records = collect(folder, launch.name)
+        path = launch / LAUNCH_FILE
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return Ending(path.stat().st_mtime, int(found["exit_code"]), "; ".join(found["lines"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        notes.append(f"done/{launch.name} is left out: {error}")
+        return None
+    notes.extend(f"done/{launch.name}: {line}" for line in records.unreadable)
+    failed = sorted((one for one in records.done.values() if one.exit_code), key=lambda one: one.time)
+    if not failed:
+        return None
+    first = failed[0]
+    return Ending(failed[-1].time, first.exit_code, f"rank {first.rank} on {first.host}: {first.first_line}")

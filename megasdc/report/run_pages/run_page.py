@@ -1,0 +1,180 @@
+"""What does the page of one run say? How far it is, its numbers, what happened, how it was configured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from megasdc.report.run_pages.drop_figures import drop_figures
+from megasdc.report.run_pages.drops import Drops, load_drops
+from megasdc.report.run_pages.facts import highlights, places, versions
+from megasdc.report.run_pages.marks import (
+    FAULT,
+    FINDING,
+    INCIDENT,
+    NOT_FINITE,
+    SAVE,
+    SKIP,
+    Mark,
+    counts_of,
+    marks_of,
+    rows_of,
+)
+from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, plain_values
+from megasdc.report.run_pages.record import RunRecord
+from megasdc.report.run_pages.run_figures import run_figures
+from megasdc.report.run_pages.status import Status, status_of
+from megasdc.sdc.incident_page import headline
+
+_COUNTED = (INCIDENT, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
+"""Marks that are counted at the head of the page, where there are any; the first two always."""
+
+
+def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) -> Page:
+    """Build the page.
+
+    Args:
+        run: its record.
+        out: where the page will lie, for addresses of other pages.
+        now: seconds since the epoch.
+        title: of the page; null: the run's name.
+    """
+    status, marks = status_of(run, now), marks_of(run)
+    counts = counts_of(marks)
+    drops = load_drops(run)
+    figures = run_figures(run, marks)
+    sections = [
+        Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
+        Section("Over the steps", figures=figures) if figures else None,
+        _drops_section(drops),
+        Section("Configuration", facts=highlights(run)),
+        Section("Where and with what", facts=places(run) | _versions(run)),
+        Section("Events", _few_events(run), tables=[_events(run)]),
+    ]
+    return Page(
+        kind="run",
+        title=title or f"Run {run.name}",
+        verdict=f"{title or 'Run ' + run.name}: {status.text}",
+        state=state_of(status, counts),
+        sentences=[f"Run folder {run.path}."],
+        tiles=_tiles(run, status, counts),
+        notes=run.notes,
+        sections=[one for one in sections if one is not None and _says_something(one)],
+        summary=summary_of(run, status, marks),
+    )
+
+
+def state_of(status: Status, counts: dict[str, int]) -> State:
+    """Colour of a run's first line."""
+    if status.state == "failed" or counts.get(INCIDENT):
+        return "different"
+    return "same" if status.state == "done" else "unsure"
+
+
+def _says_something(section: Section) -> bool:
+    return bool(section.facts or section.figures or section.sentences or any(one.rows for one in section.tables))
+
+
+def _tiles(run: RunRecord, status: Status, counts: dict[str, int]) -> dict[str, str]:
+    found = {"step": f"{status.step:,}" + (f" of {status.planned:,}" if status.planned else "")}
+    for label, name, form in (
+        ("training loss", "train/loss", ".4f"),
+        ("evaluation loss", "eval/loss", ".4f"),
+        ("tokens per second", "speed/tokens_per_s", ",.0f"),
+        ("tokens used", "train/tokens", ",.0f"),
+    ):
+        if name in run.series:
+            found[label] = number(float(run.series[name].values[-1]), form).text
+    found |= {f"{lane}s": "0" for lane in (INCIDENT, FINDING)}
+    found |= {_plural(lane): f"{counts[lane]:,}" for lane in _COUNTED if lane in counts}
+    return found
+
+
+def _plural(lane: str) -> str:
+    return {FAULT: "faults injected", NOT_FINITE: "not finite"}.get(lane, f"{lane}s")
+
+
+def _incidents(run: RunRecord, out: Path) -> Table:
+    rows = []
+    for page, one in run.incidents:
+        link = quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.exists() else ""
+        rows.append(
+            (
+                number(one.step, ",d"),
+                Cell("-" if one.micro_batch is None else str(one.micro_batch)),
+                Cell(one.tier),
+                Cell(one.verdict.replace("_", " ")),
+                Cell(", ".join(f"{suspect.rank} on {suspect.host}" for suspect in one.suspects)),
+                Cell(one.done),
+                Cell(headline(one)),
+                Cell("page" if link else "its page is missing", link=link, look="" if link else "bad"),
+            )
+        )
+    headings = ("step", "micro-batch", "found by", "verdict", "rank", "then", "what", "report")
+    return Table("incidents", headings, tuple(rows), ("found by", "verdict"))
+
+
+def _drops_section(drops: Drops | str | None) -> Section | None:
+    if drops is None:
+        return None
+    if isinstance(drops, str):
+        return Section("DropCompute", [f"The recorded step times cannot be shown: {drops}."])
+    notes = [f"Note: {note}." for note in drops.notes]
+    advice = "`megasdc dropcompute times` says who was late and why, `megasdc dropcompute threshold` has the numbers."
+    return Section("DropCompute", [*notes, advice], figures=drop_figures(drops))
+
+
+def _versions(run: RunRecord) -> dict[str, str]:
+    found = versions(run)
+    return {"versions": ", ".join(f"{name} {version}" for name, version in found.items())} if found else {}
+
+
+def _few_events(run: RunRecord) -> list[str]:
+    ranks = len({one.rank for one in run.events})
+    if not run.events:
+        return []
+    return [
+        f"{len(run.events):,} events of {ranks:,} rank{'s' if ranks > 1 else ''}; those of one kind, step and rank are "
+        "one row, with the fields of the first. Events that make no mark in the figures have no mark here."
+    ]
+
+
+def _events(run: RunRecord) -> Table:
+    rows = sorted(rows_of(run.events), key=lambda one: (not one.lane, one.time, one.step or 0))
+    cells = tuple(
+        (
+            number(one.step, ",d", missing=""),
+            Cell(one.lane),
+            Cell(one.what),
+            number(one.count, ",d"),
+            number(one.rank, "d"),
+            Cell(one.host),
+            Cell(one.time),
+            Cell(one.details),
+        )
+        for one in rows
+    )
+    return Table(
+        "events", ("step", "mark", "event", "times", "rank", "host", "time", "fields"), cells, ("mark", "event")
+    )
+
+
+def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[str, object]:
+    """A run in plain values."""
+    last = {name: float(run.series[name].values[-1]) for name in ("train/loss", "eval/loss") if name in run.series}
+    return plain_values(
+        {
+            "run": str(run.path),
+            "state": status.state,
+            "text": status.text,
+            "step": status.step,
+            "planned_steps": status.planned,
+            "loss": last.get("train/loss"),
+            "eval_loss": last.get("eval/loss"),
+            "marks": counts_of(marks),
+            "incidents": [str(page) for page, _ in run.incidents],
+            "notes": list(run.notes),
+        }
+    )

@@ -1,0 +1,86 @@
+"""How far is a run, and did it end? From its record and the time of day; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from megasdc.report.run_pages.record import RunRecord
+
+SILENT_S = 120.0
+"""A run without an end that has written nothing for longer than this is not said to be under way,"""
+SILENT_WINDOWS = 5
+"""unless its lines come that rarely: so many times the time between two of them."""
+ALL_DONE = "all steps done"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is.
+
+    Args:
+        state: failed: a launch ended with an exit code that is not 0; silent: no end was recorded, and nothing was
+            written for long.
+        step: last step that is known of.
+        planned: steps of the whole run; null where that is not known.
+        text: a sentence.
+    """
+
+    state: Literal["done", "stopped", "failed", "running", "silent"]
+    step: int
+    planned: int | None
+    text: str
+
+
+def status_of(run: RunRecord, now: float) -> Status:
+    """Say where a run is.
+
+    Args:
+        run: its record.
+        now: seconds since the epoch.
+    """
+    step, planned = run.last_step, run.setting("megasdc.training.steps")
+    planned = planned if isinstance(planned, int) else None
+    at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")
+    since = run.started_at or 0.0
+    if run.ending is not None and run.ending.exit_code and run.ending.time >= since:
+        text = f"failed at {at} with exit code {run.ending.exit_code}: {run.ending.text}"
+        return Status("failed", step, planned, text)
+    ends = [one for one in run.of("end", "run") if one.time >= since]
+    if ends:
+        reason = str(ends[-1].fields.get("reason", ALL_DONE))
+        if reason == ALL_DONE:
+            return Status("done", step, planned, f"done, all {step:,} steps." if step == planned else f"done at {at}.")
+        return Status("stopped", step, planned, f"stopped at {at}: {reason}.")
+    if run.written_at is None:
+        return Status("silent", step, planned, "nothing was written yet.")
+    quiet_s = max(0.0, now - run.written_at)
+    when = f"{ago(quiet_s)} before this page was made ({clock(run.written_at)})"
+    if quiet_s <= max(SILENT_S, SILENT_WINDOWS * _window_s(run)):
+        return Status("running", step, planned, f"under way at {at}; the last line was written {when}.")
+    text = f"no end was recorded; at {at} the last line was written, {when}. It hangs, or was killed."
+    return Status("silent", step, planned, text)
+
+
+def _window_s(run: RunRecord) -> float:
+    """Seconds between two lines of numbers, about."""
+    seconds = run.series.get("speed/step_s")
+    if seconds is None:
+        return 0.0
+    steps = run.series["speed/step_s"].steps
+    between = int(steps[-1] - steps[-2]) if len(steps) > 1 else int(steps[-1])
+    return between * float(seconds.values[-1])
+
+
+def clock(seconds: float) -> str:
+    """A time of day in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def ago(seconds: float) -> str:
+    """A time span in its largest unit."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

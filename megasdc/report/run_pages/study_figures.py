@@ -1,0 +1,263 @@
+"""Which figures does a study have? Where results differ, when, how far and in which bits; how runs part.
+
+Ma, Pei, Lausen, Karypis 2025 (arXiv 2502.12340) show mismatch frequency and severity of submodules, and parameter
+difference over steps; here each submodule of each layer has its own cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
+from megasdc.report.run_pages.compare_figures import look
+from megasdc.report.run_pages.figure import COLOURS, Figure, axis_of, columns_of, curve, log_axis, told_of
+from megasdc.report.run_pages.record import Series
+from megasdc.study.log import WHOLE, Line
+from megasdc.study.tables import MismatchRow, part_of
+
+HEIGHT = 300
+TALLEST = 820
+"""Pixels of a map's rows, at most: it has to fit a sheet of paper."""
+PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
+"""In execution order."""
+DRAWN = 6
+"""Submodules of which a curve is drawn, those that end farthest apart."""
+_SAID = {
+    "gradient": ("Gradient difference (noise-to-signal)", "reduced gradients, before they are bounded or clipped"),
+    "parameters": ("Parameter difference", "fp32 weights"),
+}
+
+
+def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
+    """Mismatch frequency by layer, submodule and direction; null where nothing was compared.
+
+    Args:
+        replica: which.
+        rows: by submodule, of all replicas.
+    """
+    own = [row for row in rows if row.replica == replica and row.elements]
+    if not own:
+        return None
+    places = {(f"{row.phase} {_cell(row.name)[1]}", _cell(row.name)[0]): row for row in own}
+    names = sorted({name for name, _ in places}, key=lambda name: (PHASES.index(name.split()[0]), name))
+    layers = sorted({layer for _, layer in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
+    cells = [[places.get((name, layer)) for layer in layers] for name in names]
+    shades = [[math.log10(one.frequency) if one and one.frequency else None for one in line] for line in cells]
+    equal = [[0 if one and not one.frequency else None for one in line] for line in cells]
+    text = [[_told(one) for one in line] for line in cells]
+    known = [value for line in shades for value in line if value is not None]
+    low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (-1, 0)
+    ticks = list(range(low, max(high, low + 1) + 1))
+    common = {"type": "heatmap", "x": layers, "y": names, "text": text, "xgap": 1, "ygap": 1}
+    common["hovertemplate"] = "%{y}<br>layer %{x}<br>%{text}<extra></extra>"
+    differs = {
+        "z": shades,
+        "zmin": ticks[0],
+        "zmax": ticks[-1],
+        "colorscale": [[0, "var(--low)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
+        "colorbar": {"thickness": 10, "tickvals": ticks, "ticktext": [f"1e{tick}" for tick in ticks]},
+    }
+    grey = {"z": equal, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]], "showscale": False}
+    layout = {
+        "height": 100 + min(22 * len(names), TALLEST),
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "side": "top", "showgrid": False, "title": {"text": "layer"}},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "tickfont": {"size": 10}},
+    }
+    columns: dict[str, Sequence[Any]] = {
+        "submodule": [row.name for row in own],
+        "phase": [row.phase for row in own],
+        "elements": [row.elements for row in own],
+        "mismatches": [row.mismatches for row in own],
+        "frequency": [row.frequency for row in own],
+        "severity_mean": [math.nan if row.severity_mean is None else row.severity_mean for row in own],
+        "severity_max": [math.nan if row.severity_max is None else row.severity_max for row in own],
+    }
+    caption = "Share of compared elements whose bits differ, logarithmic; grey: none does; empty: not compared."
+    title = f"Mismatch frequency, replica {replica}"
+    return Figure(f"mismatches_{replica}", title, caption, [common | grey, common | differs], layout, columns)
+
+
+def _cell(fqn: str) -> tuple[str, str]:
+    """(layer, name in it): the number that a submodule's name begins with, and the rest."""
+    head, _, rest = fqn.partition(".")
+    return (head, rest.removeprefix("layer.")) if head.isdigit() and rest else ("-", fqn)
+
+
+def _told(row: MismatchRow | None) -> str:
+    if row is None:
+        return ""
+    if not row.mismatches:
+        return f"none of {row.elements:,} elements differs"
+    severity = "" if row.severity_mean is None else f", mean severity {row.severity_mean:.3g}"
+    return f"{row.mismatches:,} of {row.elements:,} differ ({row.frequency:.3g}){severity}"
+
+
+def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
+    """When results differ: mismatches of each step, by part of the model.
+
+    Args:
+        replica: which.
+        lines: its mismatches, at least one.
+    """
+    counts: dict[str, Counter[int]] = {}
+    for line in lines:
+        counts.setdefault(part_of(line["fqn"]), Counter())[line["step"]] += line["mismatches"]
+    series = {
+        part: Series(np.array(sorted(own)), np.array([float(own[step]) for step in sorted(own)]))
+        for part, own in sorted(counts.items())
+    }
+    traces = [
+        curve(part, one, COLOURS[place % len(COLOURS)], mode="markers", marker={"symbol": place % 8, "size": 5})
+        for place, (part, one) in enumerate(series.items())
+    ]
+    layout = {"height": HEIGHT, "showlegend": True, "hovermode": "closest", "yaxis": axis_of(*series.values())}
+    caption = "Elements that differ in a step; no mark: none does." + told_of(series)
+    title = f"Mismatches over time, replica {replica}"
+    return Figure(f"bursts_{replica}", title, caption, traces, layout, columns_of(series), on_steps=True)
+
+
+def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
+    """How far results are apart: relative differences by power of ten.
+
+    Args:
+        replica: which.
+        lines: its mismatches, at least one.
+    """
+    decades = _sum(line["decades"] for line in lines)
+    places = list(range(min(decades), max(decades) + 1)) if decades else []
+    bars: dict[str, Any] = {
+        "type": "bar",
+        "x": [f"1e{place}" for place in places],
+        "y": [decades[place] for place in places],
+    }
+    bars |= {"marker": {"color": COLOURS[1]}, "hovertemplate": "%{x} to ten times that: %{y:,}<extra></extra>"}
+    apart = sum(line["from_zero"] for line in lines), sum(line["non_finite"] for line in lines)
+    caption = (
+        "|u - h| / |h| of elements that differ, from each power of ten to the next, logarithmic. Counted apart: "
+        f"{apart[0]:,} whose trusted value is 0, {apart[1]:,} with NaN or infinities."
+    )
+    layout = {
+        "height": HEIGHT,
+        "xaxis": {"type": "category", "automargin": True},
+        "yaxis": {"type": "log", "nticks": 6},
+    }
+    columns: dict[str, Sequence[Any]] = {
+        "from": [f"1e{place}" for place in places],
+        "mismatches": [decades[place] for place in places],
+    }
+    return Figure(f"severity_{replica}", f"Mismatch severity, replica {replica}", caption, [bars], layout, columns)
+
+
+def bits_figure(replica: int, lines: Sequence[Line]) -> Figure:
+    """In which bits results differ.
+
+    Args:
+        replica: which.
+        lines: its mismatches, at least one.
+    """
+    by_type = {
+        dtype: _sum(one["flips"] for one in lines if one["dtype"] == dtype)
+        for dtype in sorted({one["dtype"] for one in lines})
+    }
+    widest = max((bit for counts in by_type.values() for bit in counts), default=0)
+    bits = list(range(widest + 1))
+    traces = [
+        {
+            "type": "bar",
+            "name": dtype,
+            "x": bits,
+            "y": [counts[bit] for bit in bits],
+            "marker": {"color": colour},
+            "hovertemplate": "bit %{x}: %{y:,}<extra>" + dtype + "</extra>",
+        }
+        for (dtype, counts), colour in zip(by_type.items(), COLOURS, strict=False)
+    ]
+    layout = {
+        "height": HEIGHT,
+        "showlegend": len(traces) > 1,
+        "barmode": "group",
+        "xaxis": {"autorange": "reversed", "title": {"text": "bit"}},
+    }
+    columns: dict[str, Sequence[Any]] = {
+        "bit": bits,
+        **{dtype: [counts[bit] for bit in bits] for dtype, counts in by_type.items()},
+    }
+    caption = "Elements in which a bit differs, the sign on the left, bit 0 the lowest of the mantissa."
+    return Figure(f"bits_{replica}", f"Bits that differ, replica {replica}", caption, traces, layout, columns)
+
+
+def _sum(counts: Any) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for one in counts:
+        total.update({int(key): count for key, count in one.items()})
+    return total
+
+
+def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
+    """How far gradients or parameters are apart, step by step: whole, and submodules that end farthest.
+
+    Args:
+        quantity: gradient or parameters.
+        lines: of that kind, of all replicas, at least one.
+    """
+    points: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for line in lines:
+        ratio = math.nan if line["ratio"] is None else float(line["ratio"])
+        points.setdefault((line["replica"], line["fqn"]), []).append((line["step"], ratio))
+    wholes = [key for key in points if key[1] == WHOLE]
+    others = [key for key in points if key[1] != WHOLE and points[key][-1][1] > 0]
+    others.sort(key=lambda key: -points[key][-1][1])
+    series = {
+        f"replica {replica}, {'whole' if fqn == WHOLE else fqn}": _of(own) for (replica, fqn), own in points.items()
+    }
+    shown = [f"replica {replica}, {'whole' if fqn == WHOLE else fqn}" for replica, fqn in (*wholes, *others[:DRAWN])]
+    traces = []
+    for place, name in enumerate(shown):
+        colour, dash = look(place)
+        one = series[name]
+        drawn = Series(one.steps, np.where(one.values > 0, one.values, np.nan))
+        traces.append(curve(name, drawn, colour, line={"dash": dash, "width": 3 if place < len(wholes) else 1.2}))
+    title, what = _SAID[quantity]
+    caption = f"||u - h|| / ||h|| of {what}. Zero has no place on the axis: it is a gap."
+    if left := len(points) - len(shown):
+        caption += f" {left:,} submodules that end less far apart are in the CSV alone."
+    values = np.concatenate([one.values for one in series.values()])
+    layout = {"height": HEIGHT + 60, "showlegend": True, "yaxis": log_axis(values)}
+    return Figure(f"{quantity}_apart", title, caption, traces, layout, columns_of(series), on_steps=True)
+
+
+def loss_figures(lines: Sequence[Line]) -> list[Figure]:
+    """Losses of all replicas, and their differences to the trusted one's.
+
+    Args:
+        lines: of kind loss, at least one.
+    """
+    losses: dict[str, list[tuple[int, float]]] = {}
+    apart: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        own, trusted = (math.nan if line[key] is None else float(line[key]) for key in ("loss", "trusted_loss"))
+        losses.setdefault(f"replica {line['replica']}", []).append((line["step"], own))
+        apart.setdefault(f"replica {line['replica']}", []).append((line["step"], own - trusted))
+    found = []
+    for name, title, points in (
+        ("study_losses", "Training loss, nats per token", losses),
+        ("study_loss_difference", "Training loss minus the trusted one's", apart),
+    ):
+        series = {label: _of(own) for label, own in sorted(points.items())}
+        traces = [curve(label, one, look(place)[0]) for place, (label, one) in enumerate(series.items())]
+        layout: Mapping[str, Any] = {"height": HEIGHT, "showlegend": True, "yaxis": {"nticks": 7}}
+        found.append(
+            Figure(name, title, told_of(series).strip(), traces, dict(layout), columns_of(series), on_steps=True)
+        )
+    return found
+
+
+def _of(points: Sequence[tuple[int, float]]) -> Series:
+    ordered = sorted(points)
+    return Series(np.array([step for step, _ in ordered]), np.array([value for _, value in ordered]))

@@ -1,0 +1,212 @@
+"""Which figures does a sweep have? Final losses of each cell, what nodes did to each, losses over steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megasdc.experiments.outcome import DIVERGED, DONE
+from megasdc.experiments.pei_metrics import relative_increase
+from megasdc.experiments.results import SweepResults
+from megasdc.experiments.sweep_file import HEALTHY
+from megasdc.report.run_pages.compare_figures import look
+from megasdc.report.run_pages.figure import Figure, clean, curve
+from megasdc.report.run_pages.record import Series
+
+LOSS = "train/loss"
+HEIGHT, CELL_HEIGHT = 420, 300
+CURVE_POINTS = 400
+"""Points of one run's curve, at most."""
+TOP = 1.5
+"""Losses of a cell are drawn up to so many times the first one; a run that diverged is cut there."""
+
+
+def sweep_figures(results: SweepResults) -> list[Figure]:
+    """Figures of a sweep, also of one that is going on.
+
+    Args:
+        results: its folder as it was read.
+    """
+    cells = list(dict.fromkeys(row["cell"] for row in results.rows))
+    nodes = [HEALTHY, *(node for node in dict.fromkeys(row["node"] for row in results.rows) if node != HEALTHY)]
+    found = [_final_losses(results.rows, cells)] if any(map(_done, results.rows)) else []
+    if len(nodes) > 1:
+        found.append(_increases(results.rows, cells, nodes[1:]))
+    table = results.series(names=[LOSS])
+    series = _series_of(table.to_pydict())
+    return found + [_curves(number, cell, results.rows, nodes, series) for number, cell in enumerate(cells)]
+
+
+def increases(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], float]:
+    """Increase over the healthy run of the same cell and seed, by (cell, node, seed), where both are done."""
+    healthy = {(row["cell"], row["seed"]): row["final_loss"] for row in rows if row["node"] == HEALTHY and _done(row)}
+    return {
+        (row["cell"], row["node"], row["seed"]): relative_increase(row["final_loss"], healthy[row["cell"], row["seed"]])
+        for row in rows
+        if row["node"] != HEALTHY and _done(row) and (row["cell"], row["seed"]) in healthy
+    }
+
+
+def _done(row: Mapping[str, Any]) -> bool:
+    return row["status"] == DONE and row["final_loss"] is not None
+
+
+def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Figure:
+    """A strip of all nodes and seeds and a box, healthy runs beside."""
+    done = [row for row in rows if _done(row)]
+    groups: dict[str, list[Mapping[str, Any]]] = {"unhealthy nodes": [], "healthy": [], "controls": []}
+    for row in done:
+        name = "controls" if row["control"] else "healthy" if row["node"] == HEALTHY else "unhealthy nodes"
+        groups[name].append(row)
+    hover = "%{x}, %{text}: %{y:.5g}<extra></extra>"
+    common = {"boxpoints": "all", "hovertemplate": hover, "hoveron": "points"}
+    traces: list[dict[str, Any]] = []
+    looks = (("var(--c2)", "circle"), ("var(--c1)", "diamond"), ("var(--c3)", "square"))
+    for (name, own), (colour, symbol) in zip(groups.items(), looks, strict=True):
+        if not own:
+            continue
+        traces.append(
+            {
+                "type": "box",
+                "name": name,
+                "x": [row["cell"] for row in own],
+                "y": clean([row["final_loss"] for row in own]),
+                "text": [f"{row['node']}, seed {row['seed']}" for row in own],
+                "marker": {"color": colour, "symbol": symbol, "size": 6},
+                "line": {"color": colour, "width": 1},
+                "jitter": 0.5,
+                "pointpos": 0,
+                **common,
+            }
+        )
+    left = len(rows) - len(done)
+    caption = "Each point is a run: a node and a seed. Boxes: quartiles and median."
+    if left:
+        caption += f" {left:,} of {len(rows):,} runs are not done (diverged, NaN or failed) and are not drawn."
+    layout = {
+        "height": HEIGHT,
+        "showlegend": True,
+        "boxmode": "group",
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "categoryarray": list(cells), "categoryorder": "array", "automargin": True},
+        "yaxis": {"nticks": 8, "title": {"text": "nats per token"}},
+    }
+    columns = {key: [row[key] for row in rows] for key in ("cell", "node", "seed", "status", "final_loss", "eval_loss")}
+    return Figure("final_losses", "Final training loss of every run", caption, traces, layout, columns)
+
+
+def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: Sequence[str]) -> Figure:
+    """Mean increase over seeds, of each node in each cell; a word where there is none."""
+    found = increases(rows)
+    z: list[list[float | None]] = []
+    words: list[list[str]] = []
+    for node in nodes:
+        line, said = [], []
+        for cell in cells:
+            values = [value for (c, n, _), value in found.items() if (c, n) == (cell, node)]
+            states = [row["status"] for row in rows if (row["cell"], row["node"]) == (cell, node)]
+            lost = sorted({state for state in states if state != DONE})
+            whole = values and not lost
+            line.append(float(np.mean(values)) if whole else None)
+            said.append(", ".join(lost) if lost else f"{np.mean(values):+.2%}" if values else "")
+        z.append(line)
+        words.append(said)
+    largest = max((abs(value) for line in z for value in line if value is not None), default=0.0) or 0.005
+    trace = {
+        "type": "heatmap",
+        "x": list(cells),
+        "y": list(nodes),
+        "z": z,
+        "text": words,
+        "texttemplate": "%{text}",
+        "textfont": {"color": "var(--text)"},
+        "hovertemplate": "%{y} in %{x}: %{text}<extra></extra>",
+        "zmin": -largest,
+        "zmax": largest,
+        "colorscale": [[0, "var(--c1)"], [0.5, "var(--page)"], [1, "var(--mid)"]],
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 1,
+    }
+    words_of = {"type": "heatmap", "x": trace["x"], "y": trace["y"], "text": words, "texttemplate": "%{text}"}
+    lost = [
+        [None if value is not None or not word else 1 for value, word in zip(*pair, strict=True)]
+        for pair in zip(z, words, strict=True)
+    ]
+    words_of |= {
+        "z": lost,
+        "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]],
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 1,
+    }
+    words_of["hovertemplate"] = trace["hovertemplate"]
+    words_of["textfont"] = trace["textfont"]
+    layout = {
+        "height": 110 + 26 * len(nodes),
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "side": "top", "showgrid": False, "automargin": True},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    pairs = [(cell, node, place) for place, node in enumerate(nodes) for cell in cells]
+    columns: dict[str, Sequence[Any]] = {
+        "cell": [cell for cell, _, _ in pairs],
+        "node": [node for _, node, _ in pairs],
+        "mean_increase": [math.nan if (v := z[place][cells.index(cell)]) is None else v for cell, _, place in pairs],
+        "shown": [words[place][cells.index(cell)] for cell, _, place in pairs],
+    }
+    caption = (
+        "(final loss / final loss of the healthy run with the same seed - 1), mean over seeds; a word: a run of that "
+        "node is not done. Orange: worse than healthy."
+    )
+    return Figure("increases", "What each node did to the final loss", caption, [trace, words_of], layout, columns)
+
+
+def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
+    """Losses of each run, by step."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for run, step, value in zip(columns["run_id"], columns["step"], columns["value"], strict=True):
+        points.setdefault(run, []).append((step, value))
+    found = {}
+    for run, own in points.items():
+        own.sort()
+        found[run] = Series(np.array([step for step, _ in own]), np.array([value for _, value in own]))
+    return found
+
+
+def _curves(
+    number: int, cell: str, rows: Sequence[Mapping[str, Any]], nodes: Sequence[str], series: Mapping[str, Series]
+) -> Figure:
+    """Losses of one cell: healthy runs wide and pale, nodes upon them, seeds of a node alike."""
+    own = [row for row in rows if row["cell"] == cell and row["run_id"] in series]
+    traces, steps, said = [], [], []
+    for row in sorted(own, key=lambda one: nodes.index(one["node"])):
+        one, place = series[row["run_id"]], nodes.index(row["node"])
+        colour, dash = look(place)
+        label = f"{row['node']}, {row['status']}" if row["status"] != DONE else row["node"]
+        options: dict[str, Any] = {"opacity": 0.5} if place == 0 else {}
+        line = {"dash": dash, "width": 5 if place == 0 else 1.2}
+        options |= {"legendgroup": row["node"], "showlegend": row["node"] not in said}
+        traces.append(curve(label, one, colour, limit=CURVE_POINTS, line=line, **options))
+        said.append(row["node"])
+        steps += [(row, int(step), float(value)) for step, value in zip(one.steps, one.values, strict=True)]
+    first = max((float(series[row["run_id"]].values[0]) for row in own), default=math.nan)
+    finite = [value for _, _, value in steps if math.isfinite(value)]
+    axis: dict[str, Any] = {"nticks": 7}
+    caption = f"{len(own):,} runs; the healthy one wide and pale."
+    if finite and math.isfinite(first) and max(finite) > TOP * first:
+        axis["range"] = [min(finite) - 0.05 * (first - min(finite)), TOP * first]
+        caption += f" Cut at {TOP:g} times the first loss; the CSV has all."
+    if diverged := sum(row["status"] == DIVERGED for row in own):
+        caption += f" {diverged:,} diverged."
+    columns = {
+        "node": [row["node"] for row, _, _ in steps],
+        "seed": [row["seed"] for row, _, _ in steps],
+        "step": [step for _, step, _ in steps],
+        "loss": [value for _, _, value in steps],
+    }
+    layout = {"height": CELL_HEIGHT, "showlegend": True, "yaxis": axis}
+    return Figure(f"cell_{number:02d}", f"Loss, {cell}", caption, traces, layout, columns, on_steps=True)

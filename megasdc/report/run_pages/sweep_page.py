@@ -1,0 +1,261 @@
+"""What does the page of a sweep say? The paper's table beside ours, figures, what was varied, and its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasdc.experiments.outcome import DONE, STATUSES
+from megasdc.experiments.papers import PAPER_TABLES, PaperRow
+from megasdc.experiments.pei_metrics import EPSILON, CellScore
+from megasdc.experiments.results import SweepResults, read_sweep
+from megasdc.experiments.sweep_file import HEALTHY
+from megasdc.experiments.table import SweepTable, tabulate
+from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
+from megasdc.report.run_pages.status import ago
+from megasdc.report.run_pages.sweep_figures import increases, sweep_figures
+
+LIMITS = (
+    "The nodes are simulated. Their faults are drawn from profiles: what was published of real nodes (how often "
+    "results of a submodule are wrong, and by how much) is restated, the rest is assumed: which bits, which values, "
+    "how bursts lie in time, whether errors depend on data, load or heat. So the sweep tells how training with these "
+    "settings bears errors of such a rate and size. It does not tell how often real nodes err, nor which of them a "
+    "setting would survive, and nothing of faults that no profile describes, such as those common to all nodes.",
+    "Losses of another model, other data and fewer steps than the paper's cannot be set against the paper's losses. "
+    "What can be compared is the direction: which setting is harmed, which is not, and what bounds cost the healthy "
+    "run. A difference smaller than the spread over seeds is no finding, and with one seed the spread is not known.",
+)
+_OURS = ("cell", "healthy", "chance", "worst case", "increase", "its node", "worse", "diverged", "NaN", "failed")
+_PAPER = ("paper: healthy", "paper: worst case", "paper: increase", "paper: worse", "paper: diverged")
+
+
+def sweep_page(folder: Path, title: str | None = None) -> Page:
+    """Build the page.
+
+    Args:
+        folder: of the sweep.
+        title: of the page; null: the sweep's name.
+
+    Raises:
+        StorageError: no run has finished yet.
+    """
+    results = read_sweep(folder)
+    table = tabulate(results)
+    size = f", size {table.size}" if table.size else ""
+    name = title or f"Sweep {table.name}{size}"
+    lost = [row for row in results.rows if row["status"] != DONE]
+    said = results.sweep["sweep"]
+    return Page(
+        kind="sweep",
+        title=name,
+        verdict=f"{name}: {_verdict(table)}",
+        state=_state(table),
+        sentences=[said["description"]] if said["description"] else [],
+        tiles=_tiles(results),
+        notes=_notes(results),
+        sections=[
+            Section(*_paper_heading(table), tables=[_scores(table)]),
+            Section("What simulated faults cannot tell", LIMITS),
+            Section("Runs that are not done", tables=[_lost(lost)])
+            if lost
+            else Section("Runs that are not done", ["None."]),
+            Section("Figures", figures=sweep_figures(results)),
+            Section("Settings", _how(results), _facts(results), tables=[_settings(results), _nodes(said["nodes"])]),
+            Section("All runs", tables=[_runs(results)]),
+        ],
+        summary=plain_values(table.as_dict()),
+    )
+
+
+def _verdict(table: SweepTable) -> str:
+    harmed = [cell for cell, score in table.scores.items() if score.worse or score.diverged or score.nan]
+    going = "" if table.done == table.planned else f"{table.done:,} of {table.planned:,} runs are there. "
+    bad = f"worse than healthy by more than {EPSILON:.1%}, diverges or ends with NaN"
+    if not harmed:
+        return f"{going}in none of {len(table.scores)} cells a node is {bad}."
+    return f"{going}in {len(harmed)} of {len(table.scores)} cells a node is {bad}."
+
+
+def _state(table: SweepTable) -> State:
+    """A sweep is neither good nor bad; it is whole or not."""
+    failed = any(score.failed or score.healthy_failed for score in table.scores.values())
+    return "same" if table.done == table.planned and not failed else "unsure"
+
+
+def _tiles(results: SweepResults) -> dict[str, str]:
+    counts = {status: sum(row["status"] == status for row in results.rows) for status in STATUSES}
+    seconds = {row["run_id"]: row["seconds"] for row in results.rows}
+    return {
+        "runs": f"{len(results.rows):,} of {results.places:,}",
+        **{status if status != "nan" else "NaN": f"{count:,}" for status, count in counts.items()},
+        "seeds": str(len({row["seed"] for row in results.rows})),
+        "time of all runs": ago(sum(seconds.values())),
+    }
+
+
+def _notes(results: SweepResults) -> list[str]:
+    missing = results.places - len(results.rows)
+    if not missing:
+        return []
+    return [f"{missing:,} of {results.places:,} runs have not finished; numbers of their cells will change"]
+
+
+def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
+    sentences = [
+        "Worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one. "
+        f"Worse: nodes with an increase above {EPSILON:.1%}. Diverged and NaN nodes are counted apart. With several "
+        "seeds: means, and the standard deviation over seeds. Chance: how far a control, a run that one low bit was "
+        "changed in once, parts from the healthy one; what is smaller is no finding."
+    ]
+    for name in table.tables:
+        sentences.append(f"The paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}.")
+    return ("The paper's table beside ours" if table.tables else "Cells"), sentences
+
+
+def _scores(table: SweepTable) -> Table:
+    rows = []
+    for cell, score in table.scores.items():
+        paper = _theirs(table.papers[cell]) if table.tables else ()
+        rows.append((Cell(cell), *_ours(score), *paper))
+    headings = _OURS + (_PAPER if table.tables else ())
+    return Table("cells", headings, tuple(rows), searched=False)
+
+
+def _ours(score: CellScore) -> tuple[Cell, ...]:
+    healthy = number(score.healthy, ".4f", missing="not done")
+    spread = score.worst_spread
+    increase = percent(score.worst_increase, EPSILON)
+    return (
+        _with_spread(healthy, None if score.healthy_spread is None else f"{score.healthy_spread:.4f}"),
+        number(score.chance, ".3%"),
+        number(score.worst, ".4f"),
+        _with_spread(increase, None if spread is None else f"{spread:.3%}"),
+        Cell(score.worst_node or "-"),
+        Cell(f"{score.worse} of {score.nodes}", float(score.worse), look="bad" if score.worse else ""),
+        *(
+            Cell(", ".join(nodes) or "0", float(len(nodes)), look="bad" if nodes else "")
+            for nodes in _lost_nodes(score)
+        ),
+    )
+
+
+def _lost_nodes(score: CellScore) -> tuple[tuple[str, ...], ...]:
+    healthy = (f"healthy ({score.healthy_failed})",) if score.healthy_failed else ()
+    return score.diverged, score.nan, (*healthy, *score.failed)
+
+
+def _with_spread(cell: Cell, spread: str | None) -> Cell:
+    return cell if spread is None else Cell(f"{cell.text} ± {spread}", cell.value, look=cell.look)
+
+
+def _theirs(row: PaperRow | None) -> tuple[Cell, ...]:
+    if row is None:
+        return tuple(Cell("-") for _ in _PAPER)
+    worst = Cell("diverge") if row.worst is None else number(row.worst, "g")
+    increase = Cell("-") if row.increase is None else number(row.increase, "+.2%")
+    return number(row.healthy, "g"), worst, increase, number(row.worse, "d"), number(row.diverged, "d")
+
+
+def _lost(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = tuple(
+        (
+            Cell(row["cell"]),
+            Cell(row["node"]),
+            number(row["seed"], "d"),
+            Cell(row["status"], look="bad"),
+            number(row["steps"], ",d"),
+            Cell(row["reason"]),
+            Cell(f"runs/{row['run_id']}"),
+        )
+        for row in rows
+    )
+    headings = ("cell", "node", "seed", "ended", "last step", "why", "folder")
+    return Table("not_done", headings, cells, ("cell", "node", "ended"))
+
+
+def _how(results: SweepResults) -> list[str]:
+    said = results.sweep["sweep"]
+    common = ", ".join(f"{path} {json.dumps(value)}" for path, value in said["set"].items())
+    return [f"All runs: {said['base']}" + (f", with {common}" if common else "") + "."]
+
+
+def _facts(results: SweepResults) -> dict[str, str]:
+    said = results.sweep["sweep"]
+    decisive = said["decisive"]
+    above = ", or above that of token frequencies" if said["diverged_above_frequencies"] else ""
+    seeds = ", ".join(map(str, said["seeds"]))
+    if decisive["cells"]:
+        seeds += f"; {', '.join(map(str, decisive['seeds']))} in {', '.join(decisive['cells'])}"
+    seconds = sorted({row["run_id"]: row["seconds"] for row in results.rows}.values())
+    return {
+        "seeds": seeds,
+        "ranks of a run": str(said["ranks"]),
+        "final loss": f"mean over the last {said['final_steps']} steps",
+        "diverged": f"final loss {said['diverged_rise']:.0%} above the lowest that it had reached{above}",
+        "time of a run": f"median {ago(seconds[len(seconds) // 2])}, longest {ago(seconds[-1])}" if seconds else "-",
+        "versions": ", ".join(f"{name} {version}" for name, version in results.sweep["versions"].items()),
+        "folder": str(results.folder),
+    }
+
+
+def _settings(results: SweepResults) -> Table:
+    varied = results.sweep["varied"]
+    by_cell = {place["cell"]: place for place in results.sweep["places"]}
+    rows = tuple(
+        (Cell(cell), Cell(place["start"]), *(_value(place["settings"].get(path)) for path in varied))
+        for cell, place in by_cell.items()
+    )
+    return Table("cell_settings", ("cell", "start", *varied), rows, searched=False)
+
+
+def _value(value: Any) -> Cell:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number(float(value), "g")
+    return Cell("-" if value is None else json.dumps(value))
+
+
+def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
+    rows = tuple(
+        (
+            Cell(f"{one['name']} (control)" if one["control"] else one["name"]),
+            Cell(one["profile"] or "-"),
+            Cell(_faults(one["faults"])),
+            number(one["seed"], "d"),
+        )
+        for one in nodes
+    )
+    return Table("nodes", ("node", "profile", "further faults", "seed"), rows, searched=False)
+
+
+def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(f"{one['kind']} in {one['phase']} of {one['submodule']}" for one in faults) or "-"
+
+
+def _look(row: Mapping[str, Any]) -> str:
+    return "good" if row["node"] == HEALTHY or row["control"] else ""
+
+
+def _runs(results: SweepResults) -> Table:
+    rise = increases(results.rows)
+    rows = tuple(
+        (
+            Cell(row["cell"]),
+            Cell(f"{row['node']} (control)" if row["control"] else row["node"], look=_look(row)),
+            Cell(row["profile"] or "-"),
+            number(row["seed"], "d"),
+            Cell(row["status"], look="" if row["status"] == DONE else "bad"),
+            number(row["final_loss"], ".4f"),
+            percent(rise.get((row["cell"], row["node"], row["seed"])), EPSILON),
+            number(row["eval_loss"], ".4f"),
+            number(row["steps"], ",d"),
+            number(row["skipped_steps"], ",d"),
+            number(row["seconds"], ",.1f"),
+            Cell(f"runs/{row['run_id']}"),
+        )
+        for row in results.rows
+    )
+    headings = ("cell", "node", "profile", "seed", "ended", "final loss", "increase", "evaluation loss", "steps")
+    headings_too = ("skipped", "seconds", "folder")
+    return Table("all_runs", (*headings, *headings_too), rows, ("cell", "node", "ended"))

@@ -1,0 +1,271 @@
+"""Sweeps for real: whole runs forked from one server, killed and resumed, shared, diverged, not a number, failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from whole_runs import events_of, prepare_text, write_config
+
+from megasdc.errors import StorageError
+from megasdc.experiments.results import read_sweep
+from megasdc.experiments.runner import alone
+from megasdc.experiments.sweep import gather, open_sweep, run_sweep
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+LR = "optimizer.params.lr"
+NODE = {"name": "n", "profile": "node_11", "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of one rank over prepared text."""
+    folder = tmp_path_factory.mktemp("base")
+    data = prepare_text(folder)
+    return write_config(folder / "base.json", data, folder / "unused", checkpoint={}, parallel__threads=1)
+
+
+def write_sweep(folder: Path, base: Path, **fields: Any) -> Path:
+    """A sweep file over the base; its last 2 steps are the final loss."""
+    raw = {"name": "study", "base": str(base), "final_steps": 2, "diverged_above_frequencies": False, **fields}
+    path = folder / "sweep.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def starts_of(out: Path) -> Counter[str]:
+    """How often each run was started, by the events of the runs themselves."""
+    return Counter({run.name: len(events_of(run, "start", "run")) for run in (out / "runs").iterdir()})
+
+
+def processes_in(out: Path) -> set[int]:
+    """Processes that hold a file open below a folder, this one apart."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link).startswith(f"{out}/runs/"):
+                found.add(int(link.parts[2]))
+        except OSError:
+            continue
+    return found - {os.getpid()}
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 90.0) -> None:
+    """Wait for something that must come."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def test_a_killed_sweep_goes_on_without_repeating_finished_runs(tmp_path: Path, base: Path) -> None:
+    """After kill -9 of the runner no run goes on alone; resumed, and with a run killed, each finished run is kept."""
+    out = tmp_path / "out"
+    settings = {"megasdc.training.steps": 60, "megasdc.training.eval_interval": 0}
+    path = write_sweep(tmp_path, base, set=settings, grid={LR: [1e-3, 2e-3]}, nodes=[NODE])
+    command = [sys.executable, "-m", "megasdc", "sweep", str(path), "--out", str(out), "--workers", "1", "--json"]
+    runner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: bool(list(out.glob("runs/*/result.json"))) and bool(processes_in(out)))
+    finally:
+        runner.kill()
+        runner.wait()
+    wait_until(lambda: not processes_in(out))
+    finished = {path.parent.name for path in out.glob("runs/*/result.json")}
+    assert 1 <= len(finished) < 4
+    before = {name: (out / "runs" / name / "metrics.jsonl").read_bytes() for name in finished}
+
+    killed: list[int] = []
+
+    def kill_one(what: str, done: int, total: int) -> None:
+        """Before the first run starts: have it killed as soon as it writes metrics."""
+        if what == "runs" and not killed:
+            killed.append(0)
+            subprocess.Popen([sys.executable, "-c", _KILL, str(out), str(os.getpid())])
+
+    table = run_sweep(open_sweep(path, out=out), 1, progress=False, on_progress=kill_one)
+    assert table.done == table.planned == 4
+    counts = starts_of(out)
+    assert all(counts[name] == 1 for name in finished)
+    assert {name: (out / "runs" / name / "metrics.jsonl").read_bytes() for name in finished} == before
+    assert len(events_of(out, "sweep", "run_killed")) == 1
+    assert sum(counts.values()) <= 4 + 2  # the one that ran when the runner was killed, and the one killed alone
+    assert {row["status"] for row in read_sweep(out).rows} == {"done"}
+    for run_id in counts:  # whatever was cut off: each step once
+        steps = [row["step"] for row in read_sweep(out).series([run_id], ["train/loss"]).to_pylist()]
+        assert steps == list(range(1, 61))
+
+
+_KILL = """
+import os, signal, sys, time
+from pathlib import Path
+out, runner = sys.argv[1:]
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            path, process = os.readlink(link), int(link.parts[2])
+        except OSError:
+            continue
+        if path.startswith(out + "/runs/") and path.endswith("metrics.jsonl") and process != int(runner):
+            os.kill(process, signal.SIGKILL)
+            sys.exit()
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory, base: Path) -> tuple[Path, Path]:
+    """A sweep of runs that end in every way: its file and its folder."""
+    folder = tmp_path_factory.mktemp("swept")
+    nan = {"phase": "forward", "submodule": "*.mlp.linear_fc2", "kind": "value", "value": "nan", "steps": [3, None]}
+    cells = [
+        {"name": "a"},
+        {"name": "same", "set": {LR: 1e-2}},
+        {"name": "wild", "set": {LR: 30.0}},
+        {"name": "from a", "start": {"cell": "a", "step": 3}},
+        {"name": "broken", "set": {"megasdc.process_faults": [{"kind": "exit", "exit_code": 9, "steps": [2, 2]}]}},
+    ]
+    nodes = [{"name": "nans", "faults": [nan]}]
+    settings = {
+        "megasdc.training.steps": 8,
+        "megasdc.training.eval_interval": 8,
+        "megasdc.training.max_skipped_steps": 4,
+    }
+    path = write_sweep(folder, base, set=settings, cells=cells, nodes=nodes)
+    told: list[tuple[float | None, int, int]] = []
+    run_sweep(open_sweep(path, out=folder / "out"), 2, progress=False, on_estimate=lambda *args: told.append(args))
+    ((seconds, left, workers),) = told
+    assert seconds is not None and seconds > 0 and (left, workers) == (9, 2)
+    return path, folder / "out"
+
+
+def test_every_ending_is_a_result(swept: tuple[Path, Path]) -> None:
+    """Divergence, NaN and an exit code become statuses with reasons, beside runs that are done."""
+    rows = {(row["cell"], row["node"]): row for row in read_sweep(swept[1]).rows}
+    assert {place: row["status"] for place, row in rows.items()} == {
+        ("a", "healthy"): "done",
+        ("a", "nans"): "nan",
+        ("same", "healthy"): "done",
+        ("same", "nans"): "nan",
+        ("wild", "healthy"): "diverged",
+        ("wild", "nans"): "nan",
+        ("from a", "healthy"): "done",
+        ("from a", "nans"): "nan",
+        ("broken", "healthy"): "failed",
+        ("broken", "nans"): "failed",
+    }
+    assert "lowest" not in rows["wild", "healthy"]["reason"] and "above" in rows["wild", "healthy"]["reason"]
+    assert "skipped 4 steps in a row" in rows["a", "nans"]["reason"]
+    assert "exit code 9" in rows["broken", "healthy"]["reason"]
+    assert all(row["reason"] == "" for row in rows.values() if row["status"] == "done")
+
+
+def test_equal_cells_share_runs_and_all_runs_are_started_once(swept: tuple[Path, Path]) -> None:
+    """Ten rows come from eight runs and one that others start from."""
+    results = read_sweep(swept[1])
+    ids = {(row["cell"], row["node"]): row["run_id"] for row in results.rows}
+    assert ids["a", "healthy"] == ids["same", "healthy"] and ids["a", "nans"] == ids["same", "nans"]
+    assert len(set(ids.values())) == 8
+    starts = starts_of(swept[1])
+    assert len(starts) == 9 and set(starts.values()) == {1}
+
+
+def test_a_start_from_a_checkpoint_goes_on_as_the_run_that_saved_it(swept: tuple[Path, Path]) -> None:
+    """The healthy run from step 3 of a cell has, from step 4 on, exactly the losses of that cell's healthy run."""
+    results = read_sweep(swept[1])
+    ids = {row["cell"]: row["run_id"] for row in results.rows if row["node"] == "healthy"}
+    losses = {
+        cell: {row["step"]: row["value"] for row in results.series([ids[cell]], ["train/loss"]).to_pylist()}
+        for cell in ("a", "from a")
+    }
+    assert sorted(losses["from a"]) == [4, 5, 6, 7, 8]
+    assert losses["from a"] == {step: loss for step, loss in losses["a"].items() if step > 3}
+
+
+def test_tables_follow_from_what_the_runs_wrote(swept: tuple[Path, Path]) -> None:
+    """Parquet holds the losses of the run folders; the final loss is the mean of the last 2 steps."""
+    out = swept[1]
+    row = next(row for row in pq.read_table(out / "results.parquet").to_pylist() if row["cell"] == "a")
+    lines = [json.loads(line) for line in (out / "runs" / row["run_id"] / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert row["final_loss"] == pytest.approx(sum(losses[-2:]) / 2) and row["steps"] == 8
+    assert row["eval_loss"] == [line["eval/loss"] for line in lines if "eval/loss" in line][-1]
+    series = read_sweep(out).series([row["run_id"]], ["train/loss"])
+    assert series.column("value").to_pylist() == losses
+    assert {"torch", "megasdc"} <= set(json.loads(row["versions"]))
+    assert next(one for one in read_sweep(out).rows if one["cell"] == "wild")[LR] == 30.0
+    assert not list(out.glob("runs/*/checkpoints/step_*8"))
+
+
+def test_another_yardstick_judges_finished_runs_again_without_running_them(swept: tuple[Path, Path]) -> None:
+    """With other final steps the table changes, and no run starts."""
+    path, out = swept
+    before = {row["run_id"]: row["final_loss"] for row in read_sweep(out).rows if row["status"] == "done"}
+    starts = starts_of(out)
+    raw = json.loads(path.read_text())
+    changed = path.with_name("changed.json")
+    changed.write_text(json.dumps({**raw, "final_steps": 4}))
+    gather(open_sweep(changed, out=out))
+    after = {row["run_id"]: row["final_loss"] for row in read_sweep(out).rows}
+    assert all(after[run_id] != loss for run_id, loss in before.items())
+    gather(open_sweep(path, out=out))
+    assert {run_id: loss for run_id, loss in before.items()}.items() <= {
+        row["run_id"]: row["final_loss"] for row in read_sweep(out).rows
+    }.items()
+    assert starts_of(out) == starts
+
+
+def test_runs_of_several_ranks(tmp_path: Path, base: Path) -> None:
+    """Two ranks train as one run; when one of them ends, the other does not wait for it, and the reason is told."""
+    broken = {"megasdc.process_faults": [{"kind": "exit", "exit_code": 5, "rank": 1, "steps": [2, 2]}]}
+    cells = [{"name": "two"}, {"name": "broken", "set": broken}]
+    settings = {"megasdc.training.steps": 4, "megasdc.training.eval_interval": 0}
+    path = write_sweep(tmp_path, base, ranks=2, set=settings, cells=cells)
+    run_sweep(open_sweep(path, out=tmp_path / "out"), 2, progress=False)
+    rows = {row["cell"]: row for row in read_sweep(tmp_path / "out").rows}
+    assert (rows["two"]["status"], rows["two"]["steps"]) == ("done", 4)
+    assert rows["broken"]["status"] == "failed" and "exit code 5" in rows["broken"]["reason"]
+
+
+def test_a_folder_takes_one_sweep_at_a_time(swept: tuple[Path, Path]) -> None:
+    """A second runner is refused while a first one works."""
+    with alone(swept[1]), pytest.raises(StorageError, match="another megasdc sweep"):
+        run_sweep(open_sweep(swept[0], out=swept[1]), 1, progress=False)
+
+
+def test_an_array_job_runs_its_tasks_and_its_tables(tmp_path: Path, base: Path) -> None:
+    """The scripts pass bash -n, submit donors before the rest, and one task run for real leaves its row."""
+    out = tmp_path / "out folder"
+    cells = [{"name": "a", "start": {"step": 3}}]
+    path = write_sweep(tmp_path, base, set={"megasdc.training.steps": 6}, cells=cells, nodes=[NODE])
+    run = [sys.executable, "-m", "megasdc", "sweep", str(path), "--out", str(out)]
+    subprocess.run([*run, "--slurm"], check=True, capture_output=True)
+    for script in ("sweep.sbatch", "submit.sh"):
+        subprocess.run(["bash", "-n", str(out / script)], check=True)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "sbatch").write_text('#!/bin/sh\necho "$@" >> "$SAID"\necho 7\n')
+    (tools / "sbatch").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
+    subprocess.run(["bash", str(out / "submit.sh"), "--time=9"], check=True, env=environment, capture_output=True)
+    donors, rest, tables = (tmp_path / "said").read_text().splitlines()
+    assert "--array=0-0%" in donors and "--time=9" in donors and "--dependency" not in donors
+    assert "--array=1-2%" in rest and "--dependency=afterany:7" in rest and "--table" in tables
+    environment["SLURM_ARRAY_TASK_ID"] = "0"
+    done = subprocess.run(
+        ["bash", str(out / "sweep.sbatch")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(one.read_text())["steps"] for one in out.glob("runs/*/result.json")] == [3]
+    table = run_sweep(open_sweep(path, out=out), 2, progress=False)
+    assert table.done == 2 and set(starts_of(out).values()) == {1}

@@ -1,0 +1,144 @@
+"""A wrong sweep is refused as a whole before anything is written; a right one becomes the runs that it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megasdc.cli import app
+from megasdc.config import load_profile
+from megasdc.errors import ConfigError
+from megasdc.experiments.plan import build_plan
+from megasdc.experiments.sweep_file import HEALTHY, load_sweep
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+LR = "optimizer.params.lr"
+
+
+def write(folder: Path, **fields: Any) -> Path:
+    """A sweep file over the smoke configuration."""
+    raw = {"name": "study", "base": str(CONFIGS / "smoke.json"), "ranks": 2, **fields}
+    path = folder / "sweep.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def test_unknown_keys_are_refused_with_the_nearest_name_all_at_once(tmp_path: Path) -> None:
+    """Misspelt keys in the file, a cell, and a size are each named with what was probably meant."""
+    path = write(tmp_path, seed=[1], cells=[{"name": "a", "sett": {}}], sizes={"cpu": {"node": []}})
+    with pytest.raises(ConfigError) as caught:
+        load_sweep(path, None)
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3
+    assert "did you mean seeds?" in text and "did you mean cells.0.set?" in text
+    assert "did you mean sizes.cpu.nodes?" in text
+
+
+def test_a_bad_grid_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell's configuration is checked as a whole: all problems are told, with code 70 and no folder."""
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, grid={LR: [1e-3, "fast"], "megasdc.model.hidden_size": [128, 130]}, out="x")
+    raw = json.loads(path.read_text())
+    del raw["out"]
+    path.write_text(json.dumps(raw))
+    done = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 70
+    text = str(done.exception)
+    assert "optimizer.params.lr" in text and '"fast"' in text and "hidden_size" in text
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["sweep.json"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"grid": {LR: []}}, "grid.optimizer.params.lr: no values"),
+        ({"nodes": [{"name": "n", "profile": "node_99"}]}, "node_99"),
+        ({"nodes": [{"name": "n"}]}, "neither profile nor faults"),
+        ({"nodes": [{"name": HEALTHY, "profile": "node_1"}]}, "'healthy' is taken"),
+        ({"cells": [{"name": "a", "start": {"cell": "b", "step": 5}}]}, "there is no cell 'b'"),
+        ({"cells": [{"name": "a", "start": {"step": 800}}]}, "is not before the last step 800"),
+        ({"decisive": {"cells": ["z"], "seeds": [1]}}, "there is no cell 'z'"),
+        ({"set": {"megasdc.checkpoint.folder": "x"}}, "megasdc.checkpoint.folder"),
+        ({"ranks": 3}, "train_batch_size"),
+        ({"cells": [{"name": "a", "paper": "pei_table_1/none such"}]}, "none such"),
+        (
+            {
+                "cells": [
+                    {"name": "a"},
+                    {"name": "b", "set": {"optimizer.params.betas": [0.9, 0.5]}, "start": {"cell": "a", "step": 9}},
+                ]
+            },
+            "optimizer.params.betas",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    """Each contradiction is found before a run starts, and named."""
+    with pytest.raises(ConfigError) as caught:
+        build_plan(load_sweep(write(tmp_path, **fields), None))
+    assert said in str(caught.value)
+
+
+def test_equal_runs_are_one_run(tmp_path: Path) -> None:
+    """Cells that are equal share all runs, other settings and other seeds do not; a node's draws differ by seed."""
+    node = {"name": "n", "profile": "node_1", "seed": 2}
+    cells = [{"name": "a", "set": {LR: 2e-3}}, {"name": "same"}, {"name": "b", "set": {LR: 1e-3}}]
+    plan = build_plan(load_sweep(write(tmp_path, cells=cells, nodes=[node], seeds=[1, 2]), None))
+    ids = {(place.cell, place.node, place.seed): place.run_id for place in plan.places}
+    assert len(ids) == 12 and len(plan.runs) == 8
+    assert ids["a", HEALTHY, 1] == ids["same", HEALTHY, 1] != ids["b", HEALTHY, 1]
+    assert ids["a", "n", 1] == ids["same", "n", 1] != ids["a", "n", 2]
+    seeds = [plan.runs[ids["a", "n", seed]].config["megasdc"]["faults"][0]["seed"] for seed in (1, 2)]
+    assert seeds == [2 * 1_000_003 + 1, 2 * 1_000_003 + 2]
+
+
+def test_runs_that_start_from_a_checkpoint_come_after_the_one_that_saves_it(tmp_path: Path) -> None:
+    """The healthy run of the named cell, stopped at the step, comes first and is shared by all nodes."""
+    cells = [{"name": "a", "start": {"cell": "b", "step": 30}}, {"name": "b", "set": {LR: 1e-3}}]
+    plan = build_plan(load_sweep(write(tmp_path, cells=cells, nodes=[{"name": "n", "profile": "node_1"}]), None))
+    first = next(iter(plan.runs.values()))
+    assert first.donor and first.healthy and first.last_step == 30
+    assert first.config["optimizer"]["params"]["lr"] == 1e-3
+    starts = {place.node: plan.runs[place.run_id].start for place in plan.places if place.cell == "a"}
+    assert {start.run_id for start in starts.values() if start} == {first.run_id} and len(starts) == 2
+
+
+def test_decisive_cells_have_their_own_seeds_and_a_size_takes_the_place(tmp_path: Path) -> None:
+    """A size replaces what it names and lays its settings over; a decisive cell is run with more seeds."""
+    sizes = {"big": {"set": {LR: 5e-3}, "seeds": [7], "decisive": {"cells": ["b"], "seeds": [7, 8]}}}
+    path = write(
+        tmp_path, set={LR: 1e-3, "megasdc.training.steps": 100}, cells=[{"name": "a"}, {"name": "b"}], sizes=sizes
+    )
+    plan = build_plan(load_sweep(path, "big"))
+    assert sorted((place.cell, place.seed) for place in plan.places) == [("a", 7), ("b", 7), ("b", 8)]
+    config = next(iter(plan.runs.values())).config
+    assert (config["optimizer"]["params"]["lr"], config["megasdc"]["training"]["steps"]) == (5e-3, 100)
+    with pytest.raises(ConfigError, match="there is no 'huge'"):
+        load_sweep(path, "huge")
+
+
+@pytest.mark.parametrize("name", ["pei_table_1", "pei_tables_2_3", "pei_model_size", "pei_skip_nan"])
+def test_shipped_sweeps_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size of a shipped sweep is right, has a healthy run in every cell, and makes every row of its tables."""
+    from megasdc.experiments.papers import PAPER_TABLES
+
+    monkeypatch.chdir(CONFIGS.parent)
+    path = CONFIGS / "sweeps" / f"{name}.json"
+    for size in ("smoke", "cpu", "paper"):
+        plan = build_plan(load_sweep(path, size))
+        assert {place.cell for place in plan.places if place.node == HEALTHY} == {cell.name for cell in plan.cells}
+        rows = {cell.paper for cell in plan.cells if cell.paper}
+        assert rows == {f"{table}/{row}" for table in plan.sweep.tables for row in PAPER_TABLES[table].rows}
+    assert "/work" not in path.read_text() and "/tmp" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "sweeps" / "nodes").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_nodes_say_what_is_assumed(path: Path) -> None:
+    """Each simulated node is a profile that says what is published and what was chosen."""
+    profile = load_profile(str(path))
+    assert profile.faults and profile.assumed and profile.source
+    assert profile.published or profile.source.startswith("none")

@@ -1,0 +1,106 @@
+"""How do tests write the folder of a run that never ran? With the writers that a run uses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasdc.addresses import Address
+from megasdc.config import load_config
+from megasdc.events import EventLog
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.sdc.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incident_page import write_incident
+
+SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
+VERSIONS = {"megasdc": "0.1.0", "torch": "2.13.0"}
+
+
+def losses(steps: int, seed: int = 3, worse: float = 0.0) -> np.ndarray:
+    """A falling loss with noise; ``worse``: relative, growing to that share over the steps."""
+    noise = np.random.default_rng(seed).normal(0, 0.01, steps)
+    return (3 + 4 * np.exp(-np.arange(steps) / 20) + noise) * (1 + worse * np.arange(1, steps + 1) / steps)
+
+
+def write_run(
+    folder: Path, loss: np.ndarray, planned: int | None = None, ended: bool = True, settings: tuple[str, ...] = ()
+) -> Path:
+    """Write a run: a line of metrics a step, an evaluation every ten, a save every twenty, faults on rank 1.
+
+    Args:
+        folder: the run folder.
+        loss: of each step; NaN where it was not finite.
+        planned: steps of the whole run; null: as many as there are.
+        ended: whether its end was told.
+        settings: further overrides of the configuration.
+    """
+    steps = len(loss)
+    planned = steps if planned is None else planned
+    config = load_config(SMOKE, [f"megasdc.training.steps={planned}", *settings])
+    folder.mkdir(parents=True)
+    (folder / "resolved.json").write_text(json.dumps(config.resolved()))
+    events = [EventLog(folder, rank) for rank in range(2)]
+    layout = {"tensor": 1, "pipeline": 1, "data": 2}
+    events[0].emit("start", "run", layout=layout, world_size=2, versions=VERSIONS)
+    writer = MetricsWriter(folder)
+    for step, value in enumerate(loss.tolist(), 1):
+        norm = 1e6 if step == 33 else 1.0 + 0.01 * step
+        writer.write(step, {"train/loss": value, "train/grad_norm": norm, "speed/tokens_per_s": 1000.0 + step})
+        if step % 10 == 0:
+            writer.write(step, {"eval/loss": value + 0.1})
+            events[1].emit("fault", "injected", step=step, micro_batch=0, fqn="2.layer.mlp.linear_fc1", phase="forward")
+            events[1].emit("fault", "injected", step=step, micro_batch=1, fqn="3.layer.mlp.linear_fc2", phase="forward")
+        if step % 20 == 0:
+            events[0].emit("save", "checkpoint", step=step, path=f"step_{step:08d}")
+    if ended:
+        events[0].emit("end", "run", step=steps, reason="all steps done", results={})
+    for one in (writer, *events):
+        one.close()
+    return folder
+
+
+def add_incident(folder: Path, step: int) -> Path:
+    """Write an incident's page and JSON, and its events; returns the page."""
+    first = Address(step, 0, "forward", "2.layer.mlp.linear_fc1", "output")
+    place = RankPlace(1, "node7", "cpu", 1, 0, 0)
+    flagged = FlaggedRank(
+        **vars(place), verdict="persistent", first=first, expected="0" * 16, got="1" * 16, repeats=2, wrong_repeats=2,
+        rate_bound=None,
+    )  # fmt: skip
+    _, page = write_incident(
+        Incident(
+            time="2026-11-20T10:00:00+00:00",
+            run_dir=str(folder),
+            step=step,
+            micro_batch=0,
+            tier="audit",
+            verdict="persistent",
+            basis="relative to the majority",
+            policy="repair",
+            done="repaired",
+            flagged=(flagged,),
+            disputed=(),
+            ranks=(place,),
+            evidence=Evidence(4, {}),
+            environment=Environment({}, {}, "fp32"),
+        )
+    )
+    log = EventLog(folder, 0)
+    log.emit("sdc", "finding", step=step, tier="audit", address=str(first))
+    log.emit("sdc", "verdict", step=step, tier="audit", action="repair", verdict="persistent")
+    log.close()
+    return page
+
+
+def columns(path: Path) -> dict[str, list[str]]:
+    """A CSV file by heading."""
+    head, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    return {name: [row[place] for row in rows] for place, name in enumerate(head)}
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What a page's script is given."""
+    return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])

@@ -1,0 +1,93 @@
+"""Does the page of a study show where, when and how far results differ, as its lines say?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from browser import Browser, needs_browser
+from typer.testing import CliRunner
+
+from megasdc.cli import app
+from megasdc.report.run_pages.study_page import study_page
+from megasdc.study.log import StudyLog
+
+QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+
+
+def write_study(folder: Path, mode: str) -> Path:
+    """Write 20 steps of two replicas, of which the second is wrong in QKV of layer 2 at steps 5 to 7."""
+    logs = [StudyLog(folder, rank, rank, 0) for rank in range(2)]
+    for rank, log in enumerate(logs):
+        log.tell(
+            "start", 0, mode=mode, replicas=2, trusted=0, replica_rank=0, dp_rank=0, pp_rank=0, tp_rank=0, host="h"
+        )
+        for step in range(1, 21):
+            log.tell("loss", step, loss=4.0 - 0.1 * step + 0.01 * rank, trusted_loss=4.0 - 0.1 * step)
+    log = logs[1]
+    for step in range(1, 21):
+        for name in (f"2.layer.{QKV}", f"3.layer.{QKV}", f"2.layer.{FC1}"):
+            log.tell("compared", step, steps=1, fqn=name, phase="forward", slot="output", results=1, elements=1000)
+        if mode == "computation_sync" and 5 <= step <= 7:
+            wrong = {"mismatches": 4, "severity_count": 3, "severity_sum": 0.6, "severity_max": 0.5, "from_zero": 1}
+            wrong |= {"non_finite": 0, "flips": {"3": 2, "22": 2}, "decades": {"-3": 1, "-1": 2}, "elements": 1000}
+            where = {"micro_batch": 0, "fqn": f"2.layer.{QKV}", "phase": "forward", "slot": "output"}
+            log.tell("mismatch", step, dtype="float32", shape=[1000], samples=[], **where, **wrong)
+        if mode == "free_run":
+            for place, name in enumerate(("*", f"2.layer.{QKV}", f"2.layer.{FC1}")):
+                ratio = 0.0 if step == 1 else 1e-4 * step * (place + 1)
+                log.tell("parameters", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
+    for log in logs:
+        log.close()
+    return folder
+
+
+def test_mismatches_are_those_of_the_lines(tmp_path: Path) -> None:
+    """Frequency in the cell of its layer and submodule, zero elsewhere; bursts, severities and bits by hand."""
+    page = study_page(write_study(tmp_path / "study_1", "computation_sync"))
+    figures = {one.name: one for one in page.figures}
+    for one in figures.values():
+        go.Figure(one.traces, one.layout)
+    grey, differs = figures["mismatches_1"].traces
+    assert (differs["x"], differs["y"]) == (["2", "3"], [f"forward {FC1}", f"forward {QKV}"])
+    assert differs["z"] == [[None, None], [pytest.approx(np.log10(12 / 20_000)), None]]
+    assert grey["z"] == [[0, None], [None, 0]]
+    assert figures["bursts_1"].columns == {"step": [5, 6, 7], "attention": [4.0, 4.0, 4.0]}
+    assert figures["severity_1"].columns == {"from": ["1e-3", "1e-2", "1e-1"], "mismatches": [3, 0, 6]}
+    assert "3 whose trusted value is 0" in figures["severity_1"].caption
+    counts = dict(zip(figures["bits_1"].columns["bit"], figures["bits_1"].columns["float32"], strict=True))
+    assert {bit: count for bit, count in counts.items() if count} == {3: 6, 22: 6}
+    assert page.state == "different"
+    assert "12 of 60,000 elements differ" in page.verdict
+
+
+def test_distances_and_losses_are_those_of_the_lines(tmp_path: Path) -> None:
+    """The whole and each submodule over the steps; the difference of losses; equal studies are said to be."""
+    figures = {one.name: one for one in study_page(write_study(tmp_path / "study_2", "free_run")).figures}
+    columns = figures["parameters_apart"].columns
+    assert columns["replica 1, whole"][:3] == [0.0, pytest.approx(2e-4), pytest.approx(3e-4)]
+    assert figures["parameters_apart"].traces[0]["y"][0] is None, "zero has no place on a logarithmic axis"
+    np.testing.assert_allclose(figures["study_loss_difference"].columns["replica 1"], 0.01)
+    equal = study_page(write_study(tmp_path / "study_3", "parameter_sync"))
+    assert equal.state == "same"
+    assert "no difference in any bit" in equal.verdict
+
+
+@needs_browser
+def test_the_page_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    """By the command, which finds that it is a study; no error, no request, on a phone and in the dark too."""
+    folder = write_study(tmp_path / "study_4", "computation_sync")
+    result = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["kind"] == "study"
+    browser.open(Path(found["page"]), width=390, height=800, dark=True)
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    browser.open(Path(found["page"]))
+    assert browser.run("[...document.querySelectorAll('.figure')].every(f => f.querySelector('.main-svg'))")
+    assert browser.run("find('bursts_1').querySelectorAll('.scatterlayer .point').length") == 3
+    assert browser.errors == []

@@ -1,0 +1,198 @@
+"""Does the page of a sweep show the paper's table beside ours, every run, and what it cannot tell?"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import plotly.graph_objects as go
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from browser import Browser, needs_browser
+from run_folder import losses
+from typer.testing import CliRunner
+
+from megasdc.cli import app
+from megasdc.errors import StorageError
+from megasdc.experiments.sweep_file import SweepFile
+from megasdc.report.run_pages.sweep_page import LIMITS, sweep_page
+
+CELLS = {"LR 5e-4": "pei_table_1/scratch LR 5e-4 b2 .95", "LR 5e-3": "pei_table_1/scratch LR 5e-3 b2 .95"}
+RATES = {"LR 5e-4": 5e-4, "LR 5e-3": 5e-3}
+LOW_BIT = {"submodule": "2.layer.mlp.linear_fc1", "phase": "forward", "kind": "bit_flip", "bits": "mantissa"}
+SEEDS = (1, 2)
+FINAL = {
+    ("LR 5e-4", "healthy"): (3.0, 3.2),
+    ("LR 5e-4", "node_10"): (3.003, 3.2032),
+    ("LR 5e-4", "node_11"): (3.0, 3.2),
+    ("LR 5e-4", "low bit"): (3.0 * 1.0002, 3.2 * 0.9999),
+    ("LR 5e-3", "healthy"): (2.9, 3.1),
+    ("LR 5e-3", "node_10"): (2.9 * 1.01, 3.1 * 1.02),
+    ("LR 5e-3", "node_11"): (None, 3.1),
+}
+
+
+def write_sweep(folder: Path, left_out: int = 0) -> Path:
+    """Write a sweep's folder by hand: two cells, two nodes, two seeds; one run met NaN, the last ones lack."""
+    sweep = SweepFile.model_validate(
+        {
+            "name": "rates",
+            "description": "Learning rates in kind.",
+            "tables": ["pei_table_1"],
+            "base": "configs/smoke.json",
+            "cells": [
+                {"name": cell, "paper": paper, "set": {"optimizer.params.lr": RATES[cell]}}
+                for cell, paper in CELLS.items()
+            ],
+            "nodes": [
+                *({"name": name, "profile": name} for name in ("node_10", "node_11")),
+                {"name": "low bit", "control": True, "faults": [LOW_BIT]},
+            ],
+            "seeds": list(SEEDS),
+        }
+    )
+    rows: list[dict[str, Any]] = []
+    for (cell, node), finals in FINAL.items():
+        for seed, final in zip(SEEDS, finals, strict=True):
+            broken = final is None
+            rows.append(
+                {
+                    "run_id": f"{cell}-{node}-{seed}".replace(" ", ""),
+                    "cell": cell,
+                    "node": node,
+                    "profile": None if node == "healthy" else node,
+                    "control": node == "low bit",
+                    "seed": seed,
+                    "start": "scratch",
+                    "status": "nan" if broken else "done",
+                    "reason": "12 steps in a row were skipped" if broken else "",
+                    "final_loss": final,
+                    "eval_loss": None if broken else final + 0.1,
+                    "steps": 40,
+                    "skipped_steps": 12 if broken else 0,
+                    "seconds": 10.0,
+                    "versions": "{}",
+                    "optimizer.params.lr": RATES[cell],
+                }
+            )
+    names = ("cell", "node", "profile", "control", "seed", "start", "run_id")
+    places = [
+        {name: row[name] for name in names} | {"settings": {"optimizer.params.lr": RATES[row["cell"]]}} for row in rows
+    ]
+    content = {
+        "sweep": sweep.model_dump(mode="json"),
+        "size": "cpu",
+        "cells": [cell.model_dump(mode="json") for cell in sweep.cells],
+        "varied": ["optimizer.params.lr"],
+        "places": places,
+        "runs": {},
+        "versions": {"megasdc": "0.1.0"},
+    }
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text(json.dumps(content))
+    rows = rows[: len(rows) - left_out]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "results.parquet")
+    series = []
+    for row in rows:
+        loss = losses(40, seed=row["seed"])
+        if row["status"] == "nan":
+            loss[28:] = math.nan
+        series += [
+            {"run_id": row["run_id"], "step": step, "name": "train/loss", "value": value}
+            for step, value in enumerate(loss.tolist(), 1)
+        ]
+    pq.write_table(pa.Table.from_pylist(series), folder / "series.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole sweep."""
+    return write_sweep(tmp_path_factory.mktemp("sweep") / "rates")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Path:
+    """Its page, where the command puts it."""
+    result = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["kind"] == "sweep"
+    assert [one["cell"] for one in found["cells"]] == list(CELLS)
+    return Path(found["page"])
+
+
+def test_our_table_stands_beside_the_papers(folder: Path) -> None:
+    """Mean, spread, worst case, numbers of worse and NaN nodes by hand; the paper's numbers as published."""
+    table = sweep_page(folder).tables[0]
+    rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    low, high = rows
+    assert high["healthy"].text == f"{fmean((2.9, 3.1)):.4f} ± {stdev((2.9, 3.1)):.4f}"
+    assert high["increase"].value == pytest.approx(0.015)
+    assert high["increase"].text == f"+1.500% ± {stdev((0.01, 0.02)):.3%}"
+    assert (high["its node"].text, high["worse"].text, high["NaN"].text) == ("node_10", "1 of 2", "node_11")
+    assert low["chance"].value == pytest.approx(0.0002)
+    assert (low["worse"].text, low["NaN"].text, low["failed"].text) == ("0 of 2", "0", "0")
+    assert [cell.text for cell in list(low.values())[10:]] == ["2.6745", "2.679", "+0.17%", "0", "0"]
+    assert [cell.text for cell in list(high.values())[10:]] == ["2.6133", "diverge", "-", "5", "1"]
+
+
+def test_limits_settings_and_reasons_are_told(folder: Path) -> None:
+    """The paragraph on simulated faults, varied settings of each cell, and why a run is not done."""
+    page = sweep_page(folder)
+    assert LIMITS in [one.sentences for one in page.sections]
+    tables = {one.name: [[cell.text for cell in row] for row in one.rows] for one in page.tables}
+    assert tables["cell_settings"] == [["LR 5e-4", "scratch", "0.0005"], ["LR 5e-3", "scratch", "0.005"]]
+    assert tables["not_done"][0][:6] == ["LR 5e-3", "node_11", "1", "nan", "40", "12 steps in a row were skipped"]
+    assert len(tables["all_runs"]) == 14
+    assert page.tiles["runs"] == "14 of 14"
+    assert page.state == "same"
+
+
+def test_figures_hold_every_run(folder: Path) -> None:
+    """Final losses of all that are done, healthy apart; increases by node and cell; curves with gaps for NaN."""
+    figures = {one.name: one for one in sweep_page(folder).figures}
+    for one in figures.values():
+        go.Figure(one.traces, one.layout)
+    sick, healthy, controls = figures["final_losses"].traces
+    assert (len(sick["y"]), len(healthy["y"]), len(controls["y"])) == (7, 4, 2)
+    assert "1 of 14 runs are not done" in figures["final_losses"].caption
+    assert figures["increases"].traces[0]["z"][0] == [pytest.approx(0.001), pytest.approx(0.015)]
+    assert figures["increases"].traces[0]["text"][1] == ["+0.00%", "nan"]
+    assert figures["increases"].traces[1]["z"] == [[None, None], [None, 1], [None, None]]
+    broken = figures["cell_01"].traces[4]
+    assert broken["name"] == "node_11, nan"
+    assert broken["y"].count(None) == 12
+
+
+def test_a_sweep_that_goes_on_says_so(tmp_path: Path) -> None:
+    """How many runs lack; one of which none has finished is refused with what to wait for."""
+    page = sweep_page(write_sweep(tmp_path / "going", left_out=3))
+    assert "11 of 14 runs are there" in page.verdict
+    assert page.notes == ["3 of 14 runs have not finished; numbers of their cells will change"]
+    assert page.state == "unsure"
+    (tmp_path / "going" / "results.parquet").unlink()
+    with pytest.raises(StorageError, match="no run has finished"):
+        sweep_page(tmp_path / "going")
+
+
+@needs_browser
+def test_the_page_is_drawn(browser: Browser, page: Path) -> None:
+    """No error, no request, every figure, all points of the strip; readable on a phone, in the dark, on paper."""
+    browser.open(page)
+    assert browser.run("[...document.querySelectorAll('.figure')].every(f => f.querySelector('.main-svg'))")
+    assert browser.run("find('final_losses').querySelectorAll('.boxlayer .point').length") == 13
+    assert browser.run("find('cell_00').querySelectorAll('.scatterlayer .trace').length") == 8
+    assert "What simulated faults cannot tell" in browser.run("document.body.innerText")
+    select = "document.querySelector('[data-table=all_runs] select')"
+    browser.run(f"{select}.value = 'LR 5e-3'; {select}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    assert browser.run("find('all_runs_shown').textContent") == "6 of 14 rows shown"
+    browser.open(page, width=390, height=800, dark=True)
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    browser.open(page, width=720, media="print")
+    assert browser.run("document.documentElement.scrollWidth") <= 720
+    assert browser.errors == []
