@@ -40,7 +40,6 @@ def sweep(
     """
     from rich.console import Console
 
-    from megasdc.bench.render import progress_bar
     from megasdc.cli.app import stdout_kept_clean
     from megasdc.experiments import sweep as sweeps
     from megasdc.experiments.table import render_table
@@ -64,6 +63,8 @@ def sweep(
     if table:
         result = sweeps.gather(opened)
     else:
+        from megasdc.bench.render import progress_bar  # brings torch along: not before everything was checked
+
         with stdout_kept_clean(), progress_bar(console) as on_progress:
             result = sweeps.run_sweep(
                 opened,
