@@ -40,11 +40,12 @@ def sweep(
     """
     from rich.console import Console
 
-    from megasdc.bench.render import progress_bar
     from megasdc.cli.app import stdout_kept_clean
     from megasdc.experiments import sweep as sweeps
     from megasdc.experiments.table import render_table
 
+    if only and (slurm or table or task is not None):
+        raise typer.BadParameter("--only chooses what is run here; leave it out with --slurm, --task and --table")
     opened = sweeps.open_sweep(file, size, out, only or ())
     console = Console(stderr=True, quiet=as_json)
     if dry_run:
@@ -52,7 +53,6 @@ def sweep(
         return
     if slurm:
         chosen = [str(file), "--out", str(opened.out)] + (["--size", opened.size] if opened.size else [])
-        chosen += [text for name in only or () for text in ("--only", name)]
         path = sweeps.write_slurm(opened, chosen)
         _print({"submit": str(path), "runs": len(opened.plan.runs)}, f"submit with: bash {path}", as_json)
         return
@@ -64,6 +64,8 @@ def sweep(
     if table:
         result = sweeps.gather(opened)
     else:
+        from megasdc.bench.render import progress_bar  # brings torch along: not before everything was checked
+
         with stdout_kept_clean(), progress_bar(console) as on_progress:
             result = sweeps.run_sweep(
                 opened,
@@ -86,7 +88,7 @@ def _print(result: dict[str, Any], text: str, as_json: bool) -> None:
 
 
 def _plan_dict(opened: Any) -> dict[str, Any]:
-    runs = [{"run_id": run.run_id, "label": run.label, "steps": run.last_step} for run in opened.plan.runs.values()]
+    runs = [{"run_id": run.run_id, "label": run.label, "steps": run.last_step} for run in opened.chosen.values()]
     return {"out": str(opened.out), "size": opened.size, "rows": len(opened.plan.places), "runs": runs}
 
 
@@ -95,6 +97,7 @@ def _plan_text(opened: Any) -> str:
     lines = [
         f"{number:4d}  {run.run_id}  to step {run.last_step}  {run.label}"
         for number, run in enumerate(plan.runs.values())
+        if run.run_id in opened.chosen
     ]
     return "\n".join([*lines, f"{len(plan.places)} rows from {len(plan.runs)} runs, into {opened.out}"])
 

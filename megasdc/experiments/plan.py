@@ -92,25 +92,22 @@ class Plan:
     places: tuple[Place, ...]
 
 
-def build_plan(sweep: SweepFile, only: Sequence[str] = ()) -> Plan:
+def build_plan(sweep: SweepFile) -> Plan:
     """Multiply a sweep out and check every run's configuration.
 
     Args:
         sweep: with its size applied.
-        only: names of the cells to keep; empty: all.
 
     Raises:
         ConfigError: with every problem of every cell, each once.
     """
     cells = tuple(multiply_out(sweep))
-    problems = _file_problems(sweep, cells, only)
+    problems = _file_problems(sweep, cells)
     if problems:
         raise ConfigError(problems, sweep.name)
     builder = _Builder(sweep, {cell.name: cell for cell in cells})
     places = []
     for cell in cells:
-        if only and cell.name not in only:
-            continue
         for seed, node in itertools.product(_seeds(sweep, cell), (None, *sweep.nodes)):
             if (run := builder.add(cell, node, seed)) is not None:
                 places.append(_place(cell, node, seed, run))
@@ -133,7 +130,25 @@ def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
         yield cell.model_copy(update={"name": name, "set": {**cell.set, **chosen}})
 
 
-def _file_problems(sweep: SweepFile, cells: Sequence[CellSpec], only: Sequence[str]) -> list[str]:
+def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
+    """The runs of some cells, with those that they start from.
+
+    Args:
+        plan: of the sweep.
+        only: names of the cells; empty: all.
+
+    Raises:
+        ConfigError: there is no such cell.
+    """
+    names = [cell.name for cell in plan.cells]
+    if unknown := [name for name in only if name not in names]:
+        raise ConfigError([f"--only: there is no cell {name!r}; there are {', '.join(names)}." for name in unknown])
+    wanted = {place.run_id for place in plan.places if not only or place.cell in only}
+    wanted |= {start.run_id for run_id in wanted if (start := plan.runs[run_id].start) is not None}
+    return {run_id: run for run_id, run in plan.runs.items() if run_id in wanted}
+
+
+def _file_problems(sweep: SweepFile, cells: Sequence[CellSpec]) -> list[str]:
     """What names nothing or names two things."""
     names = [cell.name for cell in cells]
     known = f"there are {', '.join(names)}"
@@ -146,7 +161,7 @@ def _file_problems(sweep: SweepFile, cells: Sequence[CellSpec], only: Sequence[s
         for index, node in enumerate(sweep.nodes)
         if node.profile is None and not node.faults
     ]
-    asked = [("decisive.cells", name) for name in sweep.decisive.cells] + [("--only", name) for name in only]
+    asked = [("decisive.cells", name) for name in sweep.decisive.cells]
     asked += [(f"cells.{cell.name}.start.cell", cell.start.cell) for cell in cells if cell.start and cell.start.cell]
     problems += [f"{where}: there is no cell {name!r}; {known}." for where, name in asked if name not in names]
     problems += [

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megasdc.config import DataSection, MegasdcSection
-from megasdc.data.dataset import verify_data
 from megasdc.data.destination import describe_settings
-from megasdc.data.manifest import MANIFEST_FILE, Manifest
+from megasdc.data.manifest import MANIFEST_FILE, Manifest, verify_prepared
 from megasdc.data.prepare import prepare
 from megasdc.errors import ConfigError, MegasdcError
 from megasdc.experiments.plan import PlannedRun
@@ -36,7 +35,7 @@ def find_missing_data(runs: Iterable[PlannedRun]) -> list[DataSection]:
     for section in {(data := data_of(run)).model_dump_json(): data for run in runs}.values():
         try:
             if all((Path(folder) / MANIFEST_FILE).exists() for folder in section.folders):
-                verify_data(section)
+                _verify(section)
             elif section.blend:
                 problems.append(f"megasdc.data.blend: {section.folders} are not all prepared; prepare them first.")
             else:
@@ -47,6 +46,15 @@ def find_missing_data(runs: Iterable[PlannedRun]) -> list[DataSection]:
     if problems:
         raise ConfigError(problems)
     return missing
+
+
+def _verify(section: DataSection) -> None:
+    if not section.blend:
+        verify_prepared(section.path)
+        return
+    from megasdc.data.dataset import verify_data  # brings torch and Megatron-core along, which take seconds
+
+    verify_data(section)
 
 
 def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megasdc.errors import ConfigError, StorageError
 from megasdc.events import EventLog
 from megasdc.experiments.estimate import estimate_s, measure_speeds, shape_of, speeds_from
-from megasdc.experiments.plan import Plan, PlannedRun, build_plan
+from megasdc.experiments.plan import Plan, PlannedRun, build_plan, runs_of
 from megasdc.experiments.prepared_data import find_missing_data, prepare_missing
 from megasdc.experiments.results import SWEEP_FILE, ResultStore, read_sweep
 from megasdc.experiments.runner import Runner, alone, judge_again
@@ -33,12 +33,14 @@ class Sweep:
     """A sweep that was read and checked, before anything is started.
 
     Args:
-        plan: all runs.
+        plan: of all runs.
+        chosen: runs that are to be run, by id.
         size: the size that was chosen; null: the file has none.
         out: folder of the results.
     """
 
     plan: Plan
+    chosen: dict[str, PlannedRun]
     size: str | None
     out: Path
 
@@ -50,18 +52,19 @@ def open_sweep(path: Path, size: str | None = None, out: Path | None = None, onl
         path: the file.
         size: one of its sizes; null: its first.
         out: folder of the results; null: ``runs/sweeps/NAME-SIZE``.
-        only: names of cells; empty: all.
+        only: names of the cells to run; empty: all.
 
     Raises:
         ConfigError: with every problem; also if the folder holds another sweep.
     """
     sweep = load_sweep(path, size)
     size = next(iter(sweep.sizes), None)
-    plan = build_plan(sweep, only)
+    plan = build_plan(sweep)
+    chosen = runs_of(plan, only)
     folder = out or Path("runs/sweeps") / (sweep.name if size is None else f"{sweep.name}-{size}")
     _check_folder(folder, sweep, size)
     find_missing_data(plan.runs.values())
-    return Sweep(plan, size, folder.absolute())
+    return Sweep(plan, chosen, size, folder.absolute())
 
 
 def _check_folder(folder: Path, sweep: SweepFile, size: str | None) -> None:
@@ -105,17 +108,17 @@ def run_sweep(
     with alone(sweep.out):
         prepare_missing(find_missing_data(sweep.plan.runs.values()), progress)
         store = _open_store(sweep, retry_failed)
-        left = [run for run in sweep.plan.runs.values() if run.run_id not in store.outcomes]
+        left = [run for run in sweep.chosen.values() if run.run_id not in store.outcomes]
         workers = workers or default_workers(sweep.plan)
         if len(left) > workers:
             _estimate(sweep, store, left, workers, on_estimate)
-        total = len(sweep.plan.runs)
+        total = len(sweep.chosen)
         on_progress("runs", total - len(left), total)
         events = EventLog(sweep.out, 0)
         try:
-            for _ in Runner(store, events, workers, sweep.plan.sweep).run(sweep.plan.runs):
+            for _ in Runner(store, events, workers, sweep.plan.sweep).run(sweep.chosen):
                 store.write_tables()
-                on_progress("runs", len(store.outcomes), total)
+                on_progress("runs", len(store.outcomes.keys() & sweep.chosen.keys()), total)
         finally:
             events.close()
         store.write_tables()

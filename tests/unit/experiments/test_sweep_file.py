@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.config import load_profile
 from megasdc.errors import ConfigError
-from megasdc.experiments.plan import build_plan
+from megasdc.experiments.plan import build_plan, runs_of
 from megasdc.experiments.sweep_file import HEALTHY, load_sweep
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -105,6 +105,20 @@ def test_runs_that_start_from_a_checkpoint_come_after_the_one_that_saves_it(tmp_
     assert first.config["optimizer"]["params"]["lr"] == 1e-3
     starts = {place.node: plan.runs[place.run_id].start for place in plan.places if place.cell == "a"}
     assert {start.run_id for start in starts.values() if start} == {first.run_id} and len(starts) == 2
+
+
+def test_some_cells_alone_are_run_with_what_they_start_from(tmp_path: Path) -> None:
+    """--only takes a cell's runs and their donor, and refuses a name that is none."""
+    cells = [{"name": "a", "start": {"cell": "b", "step": 30}}, {"name": "b", "set": {LR: 1e-3}}]
+    plan = build_plan(load_sweep(write(tmp_path, cells=cells), None))
+    chosen = runs_of(plan, ["a"])
+    assert [run.label for run in chosen.values()] == [
+        "cells.b, healthy, seed 1234, to step 30",
+        "cells.a, healthy, seed 1234",
+    ]
+    assert runs_of(plan, []) == plan.runs
+    with pytest.raises(ConfigError, match="there is no cell 'c'"):
+        runs_of(plan, ["c"])
 
 
 def test_decisive_cells_have_their_own_seeds_and_a_size_takes_the_place(tmp_path: Path) -> None:
