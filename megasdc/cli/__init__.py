@@ -13,7 +13,7 @@ from megasdc.cli.app import app
 from megasdc.errors import MegasdcError
 
 # isort: off
-from megasdc.cli import config, run, checkpoints, interchange, golden, plan, dropcompute, bench  # noqa: F401 - in the order of --help
+from megasdc.cli import config, run, checkpoints, interchange, golden, stress, plan, dropcompute, bench  # noqa: F401 - in the order of --help
 from megasdc.cli import bench_checkpoints, bench_drops  # noqa: F401
 # isort: on
 

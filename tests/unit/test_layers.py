@@ -31,10 +31,11 @@ LAYERS = {
     "study": 4,
     "train": 5,
     "golden": 6,
+    "launcher": 6,
+    "stress": 7,
     "bench": 7,
     "experiments": 7,
     "report": 7,
-    "launcher": 7,
     "cli": 8,
     "__main__": 9,
 }

@@ -1,0 +1,128 @@
+"""Does a device compute every matrix product with the same bits each time, and with those that were expected?
+
+What is expected of a product is a checksum: of a golden file, where there is one for this device, else the device's own
+first. A first one that no golden checksum vouches for is compared with an fp64 product, within what rounding explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasdc.addresses import Address
+from megasdc.engine.observer import Listener
+from megasdc.stress.collectives import SHOWN, describe
+from megasdc.stress.gemms import DTYPES, SLOTS, Linear, case_name, deviation, factors, linears, make_inputs
+from megasdc.tensors.checksum import algorithm, default_algorithm, read_back
+
+PASSES = 3
+"""Times that each product is computed in a round; a fault's steps count passes, over all rounds."""
+TRIES = 3
+"""Times that a wrong product is computed again, to see in which elements and bits it was wrong."""
+
+Harm = Callable[[int], Listener | None]
+"""The injector for layers of a model of this width; null: none."""
+
+
+@dataclass
+class Products:
+    """The products of one device, and what is expected of them.
+
+    Args:
+        device: that computes.
+        harm: of a drill.
+        expected: checksums by case.
+        golden: whether ``expected`` is from a golden file, or from an earlier part of this call on the same device.
+    """
+
+    device: torch.device
+    harm: Harm = lambda hidden: None
+    expected: dict[str, int] = field(default_factory=dict)
+    golden: bool = False
+
+    @property
+    def algorithm(self) -> str:
+        """Of the checksums."""
+        return default_algorithm(self.device).name
+
+    def expect(self, checksums: dict[str, int]) -> None:
+        """Take checksums that others vouch for as what is expected."""
+        self.expected, self.golden = dict(checksums), True
+
+    def run_round(self, number: int) -> dict[str, Any]:
+        """Compute every product ``PASSES`` times and compare.
+
+        Args:
+            number: of the round, first is 1.
+
+        Returns:
+            ``compared`` and ``wrong`` products; ``findings``: the first wrong ones; ``checked``: how many were compared
+            with fp64; ``first``: checksums of the first pass, by case.
+        """
+        said: dict[str, Any] = {"compared": 0, "wrong": 0, "checked": 0, "findings": [], "first": {}}
+        for linear in linears(self.device.type == "cuda"):
+            inputs = make_inputs(linear)
+            for dtype in DTYPES:
+                there = {name: tensor.to(self.device, DTYPES[dtype]) for name, tensor in inputs.items()}
+                for phase in SLOTS:
+                    self._run_case(said, number, linear, dtype, phase, there)
+        said["findings"] = said["findings"][:SHOWN]
+        return said
+
+    def _run_case(
+        self, said: dict[str, Any], number: int, linear: Linear, dtype: str, phase: str, inputs: dict[str, Tensor]
+    ) -> None:
+        case = case_name(linear, dtype, phase)
+        results = [self._compute(linear, phase, inputs, self._step(number, turn)) for turn in range(PASSES)]
+        values = read_back([algorithm(self.algorithm).start(result) for result in results])
+        said["first"][case] = values[0]
+        said["compared"] += PASSES
+        if case not in self.expected:
+            self.expected[case] = values[0]
+            said["checked"] += 1
+            self._check_first(said, case, results[0], *factors(inputs, phase))
+        for turn, value in enumerate(values):
+            if value != self.expected[case]:
+                again = self._right_result(case, linear, phase, inputs, self._step(number, turn))
+                finding = {"what": case} if again is None else describe(case, again, results[turn].cpu())
+                against = "golden" if self.golden else "first"
+                self._add(said, {**finding, "against": against, "step": self._step(number, turn)})
+
+    @staticmethod
+    def _step(number: int, turn: int) -> int:
+        return (number - 1) * PASSES + turn + 1
+
+    def _compute(self, linear: Linear, phase: str, inputs: dict[str, Tensor], step: int) -> Tensor:
+        left, right = factors(inputs, phase)
+        result = left @ right
+        harm = self.harm(linear.hidden)
+        answer = None if harm is None else harm(Address(step, 0, phase, linear.fqn, SLOTS[phase]), result)
+        return result if answer is None else answer
+
+    def _check_first(self, said: dict[str, Any], case: str, result: Tensor, left: Tensor, right: Tensor) -> None:
+        far = deviation(result, left, right)
+        wrong = int((far > 1).sum())
+        if wrong:
+            largest = float(far.max())
+            finding = {"what": case, "elements": wrong, "of": far.numel(), "first": int(far.flatten().argmax())}
+            times = None if largest == torch.inf or largest > 1e300 else largest
+            self._add(said, {**finding, "against": "reference", "times_bound": times})
+
+    def _right_result(
+        self, case: str, linear: Linear, phase: str, inputs: dict[str, Tensor], step: int
+    ) -> Tensor | None:
+        """The expected product, on the host, if the device computes it now; null if it does not."""
+        for _ in range(TRIES):
+            result = self._compute(linear, phase, inputs, step)
+            if read_back([algorithm(self.algorithm).start(result)])[0] == self.expected[case]:
+                return result.cpu()
+        return None
+
+    @staticmethod
+    def _add(said: dict[str, Any], finding: dict[str, Any]) -> None:
+        said["wrong"] += 1
+        said["findings"].append(finding)
