@@ -60,8 +60,9 @@ def name_culprits(wrong: Collection[Pair]) -> tuple[set[str], set[str]]:
     for part in _connected(wrong):
         covers = _smallest_covers(part)
         if covers:
-            named |= set.intersection(*covers)
-            suspects |= set.union(*covers) - set.intersection(*covers)
+            common = covers[0].intersection(*covers[1:])
+            named |= common
+            suspects |= covers[0].union(*covers[1:]) - common
         else:
             suspects |= set().union(*part)
     return named, suspects

@@ -101,9 +101,8 @@ class Links:
         deadline = time.monotonic() + self.timeout_s
         while waiting := {number: place for number, place in waiting.items() if place[0] not in self.lost}:
             message = self._take(deadline, {host for host, _ in waiting.values()})
-            place = waiting.pop(message.get("id", 0), None)
-            if place is not None:
-                answers[place] = message
+            if message.get("id") in waiting:
+                answers[waiting.pop(message["id"])] = message
         return {place: answer for place, answer in answers.items() if place[0] not in self.lost}
 
     def give_up(self, host: str, why: str) -> None:

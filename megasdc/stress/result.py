@@ -63,7 +63,12 @@ class StressResult:
         if self.drill is None:
             return None
         status = next(verdict.status for verdict in self.verdicts if verdict.host == self.drill.host)
-        report = {"profile": self.drill.profile, "host": self.drill.host, "found": status == UNHEALTHY, "faults": []}
+        report: dict[str, Any] = {
+            "profile": self.drill.profile,
+            "host": self.drill.host,
+            "found": status == UNHEALTHY,
+            "faults": [],
+        }
         if self.drilled is None:
             return report
         for fault, *did in zip(

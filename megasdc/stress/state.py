@@ -17,6 +17,7 @@ COLLECTIVES, GEMM, TRAINING = TESTS = ("collectives", "gemm", "training")
 ALONE = "alone"
 """The group of a host's own processes, in the place of a partner."""
 SHOWN = 30
+"""Findings of a test that are kept of a host."""
 FORMAT = "megasdc.stress.host.v1"
 
 
@@ -88,7 +89,7 @@ class HostState:
 
     def find(self, finding: dict[str, Any]) -> None:
         """Keep a finding, or count it where there are many."""
-        if len(self.findings) < SHOWN:
+        if sum(one["test"] == finding["test"] for one in self.findings) < SHOWN:
             self.findings.append(finding)
         else:
             self.dropped += 1

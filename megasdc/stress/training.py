@@ -105,7 +105,7 @@ class SmallRun:
         return {name: list(both) for name, both in differences.items()}
 
     def run_round(self, number: int, watch: list[Listener]) -> dict[str, Any]:
-        """Train from the start and compare.
+        """Train from the start and compare; the first time twice, if nothing is expected yet.
 
         Args:
             number: of the round, first is 1; a drill draws anew in each.
@@ -115,12 +115,10 @@ class SmallRun:
             ``compared`` results and how many are ``wrong``, ``findings``, ``losses`` as hexadecimal floats, ``trace``,
             and ``injectors``, the drill's.
         """
-        listeners, hooks = ([], []) if self._drill is None else self._drill.start(number)
-        tracer = Tracer(algorithm(self._algorithm), self._section)
-        results = self._workload.run(self._case, [*watch, *listeners, tracer], hooks)
-        trace = tracer.take()
+        injectors: list[Listener] = []
         if self._expected is None:
-            self._expected = trace
+            self._expected, _ = self._train(0, watch, injectors)
+        trace, losses = self._train(number, watch, injectors)
         found = find(self._expected, trace, ALONE)
         against = "golden" if self._golden else "first"
         wrong = [{"what": str(found.first), "results": found.divergences, "against": against}] if found.first else []
@@ -128,10 +126,18 @@ class SmallRun:
             "compared": found.compared,
             "wrong": found.divergences,
             "findings": wrong,
-            "losses": [float(result.loss).hex() for result in results],
+            "losses": losses,
             "trace": trace,
-            "injectors": listeners,
+            "injectors": injectors,
         }
+
+    def _train(self, repeat: int, watch: list[Listener], injectors: list[Listener]) -> tuple[Trace, list[str]]:
+        """The trace and losses of one run from the start; its injectors are added to a list."""
+        listeners, hooks = ([], []) if self._drill is None else self._drill.start(repeat)
+        injectors += listeners
+        tracer = Tracer(algorithm(self._algorithm), self._section)
+        results = self._workload.run(self._case, [*watch, *listeners, tracer], hooks)
+        return tracer.take(), [float(result.loss).hex() for result in results]
 
 
 def encode(trace: Trace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megasdc.sdc.replay import rate_bound
 from megasdc.stress.arrange import Pair, name_culprits
-from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, TRAINING, HostState
+from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, TRAINING, Count, HostState
 
 HEALTHY, UNHEALTHY, INCONCLUSIVE, NOT_TESTED = "healthy", "unhealthy", "inconclusive", "not tested"
 VOTERS = 3
@@ -102,18 +102,24 @@ def _own(state: HostState) -> list[Reason]:
     for test in (GEMM, TRAINING):
         count = state.tests.get(test)
         if count is not None and count.wrong:
-            kinds = {
-                finding["against"] for finding in state.findings if finding["test"] == test and "against" in finding
-            }
-            for kind in [kind for kind in MEANS if kind in kinds]:
-                found = [one for one in state.findings if one["test"] == test and one.get("against") == kind]
-                head = f"{count.wrong:,} of {count.compared:,} results wrong; first: {tell(found[0])}"
-                given.append(Reason(UNHEALTHY, test, kind, f"{head}: {MEANS[kind]}"))
+            given.append(_wrong_results(test, count, [one for one in state.findings if one["test"] == test]))
     alone = state.meetings.get(ALONE)
     if alone is not None and alone.wrong:
         text = f"{alone.wrong:,} of {alone.compared:,} collectives among its own processes are wrong"
         given.append(Reason(UNHEALTHY, COLLECTIVES, "alone", text + _first(state)))
     return given
+
+
+def _wrong_results(test: str, count: Count, findings: Sequence[dict[str, Any]]) -> Reason:
+    """What was wrong in a test, with one finding for each kind of evidence; one that names bits, if there is any."""
+    texts, evidence = [], []
+    for kind, means in MEANS.items():
+        found = sorted((one for one in findings if one["against"] == kind), key=lambda one: not one.get("bits"))
+        if found:
+            evidence.append(kind)
+            texts.append(f"{tell(found[0])}: {means}")
+    head = f"{count.wrong:,} of {count.compared:,} results wrong"
+    return Reason(UNHEALTHY, test, evidence[0], "; ".join([head, *texts]))
 
 
 def _first(state: HostState) -> str:
