@@ -59,7 +59,6 @@ def stress(
         from megasdc.launcher.hosts import LOCAL_HOST, read_hostfile
         from megasdc.stress.drill import read_drill
         from megasdc.stress.golden import GoldenFolder, load_folder
-        from megasdc.stress.record import record as record_golden
         from megasdc.stress.result import render_result
         from megasdc.stress.run import StressPlan
         from megasdc.stress.run import stress as run_stress
@@ -80,6 +79,8 @@ def stress(
         )
         with run_progress(Console(stderr=True, quiet=as_json), "stress", minutes) as on_progress:
             if record:
+                from megasdc.stress.record import record as record_golden
+
                 assert golden is not None, "checked above"
                 result, files = record_golden(plan, golden, on_progress)
             else:

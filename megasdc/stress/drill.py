@@ -23,7 +23,10 @@ from megasdc.errors import ConfigError
 from megasdc.faults.injector import Injector, Tally
 from megasdc.faults.schedule import in_steps
 from megasdc.faults.unfired import why_unfired
-from megasdc.stress.training import ALONE
+from megasdc.parallel.dims import ParallelDims
+
+ALONE = ParallelDims(1, 1, 1)
+"""The layout of a device that is tested by itself."""
 
 
 @dataclass(frozen=True)

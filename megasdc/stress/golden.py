@@ -78,7 +78,8 @@ def load_folder(folder: Path) -> GoldenFolder:
 def _load_training(file: Path) -> GoldenTraining | None:
     """A golden trace; null if it is of several ranks, which a device alone does not run."""
     from megasdc.sdc.golden import load_golden
-    from megasdc.stress.training import ALONE, encode
+    from megasdc.stress.drill import ALONE
+    from megasdc.stress.training import encode
 
     golden = load_golden(file)
     if golden.layout.layout != ALONE.layout:

@@ -126,3 +126,11 @@ class Products:
     def _add(said: dict[str, Any], finding: dict[str, Any]) -> None:
         said["wrong"] += 1
         said["findings"].append(finding)
+
+
+def device_of_slot(slot: int) -> torch.device:
+    """The device that a process of this number on its host tests."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(slot)
+    return torch.device("cuda", slot)

@@ -27,8 +27,7 @@ class Slot:
 
         from megasdc.determinism import set_deterministic
         from megasdc.stress.drill import SlotDrill
-        from megasdc.stress.products import Products
-        from megasdc.stress.training import device_of_slot
+        from megasdc.stress.products import Products, device_of_slot
 
         set_deterministic(DeterminismSection(enabled=True))
         torch.set_num_threads(1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 from megasdc.addresses import Address
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.determinism import set_deterministic
@@ -14,17 +12,16 @@ from megasdc.engine.observer import Listener
 from megasdc.golden.cells import free_port
 from megasdc.golden.drill import Drill
 from megasdc.parallel import groups
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.sdc.verdict import find
+from megasdc.stress.drill import ALONE
 from megasdc.tensors.checksum import algorithm, default_algorithm
 from megasdc.train.build import set_threads
 from megasdc.train.golden_key import golden_key, workload_of
 from megasdc.train.workload import Workload, workload_cases, workload_config
 
-ALONE = ParallelDims(1, 1, 1)
 COMMON: dict[str, Any] = {
     "parallel": {"threads": 1},
     "data": {"path": "none"},
@@ -149,11 +146,3 @@ def encode(trace: Trace) -> dict[str, Any]:
 def decode(said: dict[str, Any]) -> Trace:
     """The trace that ``encode`` was given."""
     return Trace([Address(*fields) for fields in said["addresses"]], list(said["checksums"]))
-
-
-def device_of_slot(slot: int) -> torch.device:
-    """The device that a process of this number on its host tests."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(slot)
-    return torch.device("cuda", slot)

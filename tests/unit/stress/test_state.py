@@ -1,4 +1,4 @@
-"""Is what is known of a host kept whole and bounded, and gone on from only where it fits? Which golden files are trusted?"""
+"""Is what is known of a host kept whole and bounded, and gone on from only where it fits? Are golden files trusted?"""
 
 from __future__ import annotations
 
