@@ -171,7 +171,7 @@ class _Test:
         tasks = {place: self._product_task(place, number) for place in self._links.places(self._links.alive)}
         for (host, slot), said in self._ask(tasks).items():
             state = self._states[host]
-            state.products.setdefault(str(slot), said["first"])
+            state.products.setdefault(str(slot), said["values"])
             state.checked += said["checked"]
             state.take(GEMM, number, slot, said)
 

@@ -70,7 +70,7 @@ def test_the_harmed_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_healthy_pair_passes(cluster: Cluster, tmp_path: Path) -> None:
-    """Without golden values by repetition, fp64, each other and known sums; with golden values by those; 0 both times."""
+    """Without golden values by repetition, fp64, each other and known sums; with them by those; 0 both times."""
     code, said = stress(cluster, tmp_path, "--rounds", "2")
     assert (code, said["counts"]["healthy"]) == (0, 2)
     assert said["hosts"][0]["rests_on"] == {

@@ -35,13 +35,13 @@ def test_a_healthy_device_has_no_finding() -> None:
     first, second = device.run_round(1), device.run_round(2)
     assert (first["compared"], first["wrong"], first["checked"]) == (RESULTS, 0, RESULTS // PASSES)
     assert (second["compared"], second["wrong"], second["checked"]) == (RESULTS, 0, 0)
-    assert first["first"] == second["first"]
+    assert first["values"] == second["values"]
 
 
 def test_checksums_are_those_of_the_products() -> None:
     """Against NumPy: with small whole numbers as inputs, a product's checksum is that of the exact result."""
     device = Products(torch.device("cpu"))
-    said = device.run_round(1)["first"]
+    said = device.run_round(1)["values"]
     inputs = products.make_inputs(SMALL[1])
     exact = (inputs["x"].double().numpy() @ inputs["w"].double().numpy().T).astype(np.float32)
     result = torch.nn.functional.linear(inputs["x"], inputs["w"])
@@ -63,6 +63,16 @@ def test_a_fault_that_comes_and_goes_is_described() -> None:
     assert device.run_round(3)["wrong"] == 0
 
 
+def test_one_wrong_first_pass_does_not_make_the_others_wrong() -> None:
+    """What most passes give is expected, so that a single early fault is one wrong result, however long the test."""
+    fault = {"submodule": "odd.*", "bits": [9], "pattern": "indices", "indices": [4], "steps": [1, 1]}
+    device = harmed(**fault)
+    said = device.run_round(1)
+    assert said["wrong"] == len(DTYPES) and said["values"] == Products(torch.device("cpu")).run_round(1)["values"]
+    assert all((one["elements"], one["first"], one["bits"]) == (1, 4, {"9": 1}) for one in said["findings"])
+    assert device.run_round(2)["wrong"] == 0
+
+
 def test_a_fault_that_is_always_there_is_found_by_the_reference() -> None:
     """The same wrong bit each time repeats; only fp64 tells it, and what is small enough for rounding goes unseen."""
     always = {"submodule": "odd.*", "phase": "forward", "pattern": "indices", "indices": [3]}
@@ -79,7 +89,7 @@ def test_a_fault_that_is_always_there_is_found_by_the_reference() -> None:
 
 def test_golden_checksums_tell_what_no_repetition_does() -> None:
     """With a trusted device's checksums the lowest bit, stuck for ever, is found each time."""
-    trusted = Products(torch.device("cpu")).run_round(1)["first"]
+    trusted = Products(torch.device("cpu")).run_round(1)["values"]
     device = harmed(submodule="odd.*", phase="forward", kind="bit_flip", pattern="indices", indices=[3], bits=[0])
     device.expect(trusted)
     said = device.run_round(1)
