@@ -38,22 +38,22 @@ class Products:
         device: that computes.
         harm: of a drill.
         expected: checksums by case.
-        golden: whether ``expected`` is from a golden file, or from an earlier part of this call on the same device.
+        against: where they are from: ``golden``, or ``first``, the device's own earlier results.
     """
 
     device: torch.device
     harm: Harm = lambda hidden: None
     expected: dict[str, int] = field(default_factory=dict)
-    golden: bool = False
+    against: str = "first"
 
     @property
     def algorithm(self) -> str:
         """Of the checksums."""
         return default_algorithm(self.device).name
 
-    def expect(self, checksums: dict[str, int]) -> None:
-        """Take checksums that others vouch for as what is expected."""
-        self.expected, self.golden = dict(checksums), True
+    def expect(self, checksums: dict[str, int], against: str) -> None:
+        """Take checksums as what is expected; see the class."""
+        self.expected, self.against = dict(checksums), against
 
     def run_round(self, number: int) -> dict[str, Any]:
         """Compute every product ``PASSES`` times and compare.
@@ -89,11 +89,10 @@ class Products:
             self._check(said, case, results[values.index(most)], *factors(inputs, phase))
         for turn, value in enumerate(values):
             if value != self.expected[case]:
-                step, against = self._step(number, turn), "golden" if self.golden else "first"
-                finding = {"what": case}
+                finding: dict[str, Any] = {"what": case}
                 if len(said["findings"]) < SHOWN:
                     finding = self._describe(case, results, turn)
-                self._add(said, {**finding, "against": against, "step": step})
+                self._add(said, {**finding, "against": self.against, "step": self._step(number, turn)})
 
     @staticmethod
     def _step(number: int, turn: int) -> int:

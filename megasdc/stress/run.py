@@ -89,6 +89,7 @@ def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -
     except KeyboardInterrupt:
         interrupted = True
     finally:
+        test.note_losses()
         links.close()
     return StressResult(judge(list(states.values())), plan.drill, drill, interrupted, list(states.values()))
 
@@ -136,7 +137,7 @@ class _Test:
             state.slots = self._links.slots[host]
             if slot == 0:
                 state.key, state.on_accelerator = said["key"], said["on_accelerator"]
-        self._note_losses()
+        self.note_losses()
 
     def run_round(self, number: int) -> None:
         """One round of all tests on all hosts that answer; kept if it is whole."""
@@ -144,8 +145,8 @@ class _Test:
         for name in self._plan.only:
             tests[name](number)
         for host in self._links.alive:
-            self._states[host].rounds = number
-        self._note_losses()
+            self._states[host].rounds += 1
+        self.note_losses()
         if self._plan.folder is not None:
             for state in self._states.values():
                 save_state(self._plan.folder, state)
@@ -182,7 +183,9 @@ class _Test:
         golden = self._plan.golden.products_for(state.key)
         if golden is not None and GEMM not in state.golden:
             state.golden.append(GEMM)
-        return task | {"expected": golden or state.products.get(str(place[1]))}
+        if golden is not None:
+            return task | {"expected": golden, "against": "golden"}
+        return task | {"expected": state.products.get(str(place[1])), "against": "first"}
 
     def _training(self, number: int) -> None:
         places = self._links.places(self._links.alive)
@@ -276,7 +279,8 @@ class _Test:
                 self._links.give_up(host, f"process {slot}, {tasks[host, slot]['do']}: {answer['error']}")
         return {place: answer["ok"] for place, answer in answers.items() if place[0] not in self._links.lost}
 
-    def _note_losses(self) -> None:
+    def note_losses(self) -> None:
+        """Take up which hosts no longer answer."""
         for host, loss in self._links.lost.items():
             self._states[host].lost = {"how": loss.how, "detail": loss.detail}
 

@@ -57,7 +57,7 @@ class Slot:
     def gemm(self, task: dict[str, Any]) -> dict[str, Any]:
         """A ``round`` of matrix products; ``expected`` checksums, where given, hold from then on."""
         if task.get("expected") is not None:
-            self._products.expect(task["expected"])
+            self._products.expect(task["expected"], task["against"])
         return self._products.run_round(task["round"])
 
     def training(self, task: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class SmallRun:
         contents = {"faults": faults, "process_faults": []}
         self._drill = Drill(contents, self._workload, dims, loaded.megasdc.model.hidden_size) if faults else None
         self._expected: Trace | None = None
-        self._golden = False
+        self._against = "first"
 
     def expect(self, trace: dict[str, Any], key: dict[str, Any] | None) -> dict[str, Any]:
         """Take a trace that others vouch for as what is expected, if it is for a device and versions like these.
@@ -98,7 +98,7 @@ class SmallRun:
         """
         differences = {} if key is None else key_differences(key, self.key)
         if not differences:
-            self._expected, self._golden = decode(trace), True
+            self._expected, self._against = decode(trace), "first" if key is None else "golden"
         return {name: list(both) for name, both in differences.items()}
 
     def run_round(self, number: int, watch: list[Listener]) -> dict[str, Any]:
@@ -117,8 +117,9 @@ class SmallRun:
             self._expected, _ = self._train(0, watch, injectors)
         trace, losses = self._train(number, watch, injectors)
         found = find(self._expected, trace, ALONE)
-        against = "golden" if self._golden else "first"
-        wrong = [{"what": str(found.first), "results": found.divergences, "against": against}] if found.first else []
+        wrong = (
+            [{"what": str(found.first), "results": found.divergences, "against": self._against}] if found.first else []
+        )
         return {
             "compared": found.compared,
             "wrong": found.divergences,

@@ -91,10 +91,10 @@ def test_golden_checksums_tell_what_no_repetition_does() -> None:
     """With a trusted device's checksums the lowest bit, stuck for ever, is found each time."""
     trusted = Products(torch.device("cpu")).run_round(1)["values"]
     device = harmed(submodule="odd.*", phase="forward", kind="bit_flip", pattern="indices", indices=[3], bits=[0])
-    device.expect(trusted)
+    device.expect(trusted, "golden")
     said = device.run_round(1)
     assert said["wrong"] == PASSES * len(DTYPES) and said["checked"] == 0
     assert {finding["against"] for finding in said["findings"]} == {"golden"}
     healthy = Products(torch.device("cpu"))
-    healthy.expect(trusted)
+    healthy.expect(trusted, "golden")
     assert healthy.run_round(1)["wrong"] == 0
