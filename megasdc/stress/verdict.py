@@ -17,13 +17,17 @@ from megasdc.stress.arrange import Pair, name_culprits
 from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, TRAINING, Count, HostState
 
 HEALTHY, UNHEALTHY, INCONCLUSIVE, NOT_TESTED = "healthy", "unhealthy", "inconclusive", "not tested"
-VOTERS = 3
-"""From so many on most of them can be right."""
 MEANS = {
     "golden": "differs from the golden values of its device",
     "first": "differs from what it computed itself before",
     "reference": "is farther from the fp64 product than rounding explains",
 }
+_DIFFERS = {
+    "own devices": (UNHEALTHY, "between its own devices"),
+    "majority": (UNHEALTHY, "from those of most hosts of an equal key"),
+    "other hosts": (INCONCLUSIVE, "from those of other hosts of an equal key, and no majority decides"),
+}
+"""Verdict and text by evidence, the strongest first."""
 
 Voter = tuple[str, str]
 """Host and slot."""
@@ -36,7 +40,7 @@ class Reason:
     Args:
         status: what it would make the host.
         test: which.
-        evidence: golden, first, reference, alone, pairs, majority, other hosts, or no answer.
+        evidence: golden, first, reference, alone, pairs, own devices, majority, other hosts, or no answer.
         text: for people.
     """
 
@@ -191,33 +195,30 @@ def run_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_vote(test: str, values: Mapping[Voter, Mapping[str, Any]]) -> dict[str, Reason]:
-    """Who differs from most others of an equal key; whom it cannot be said of, if there is no majority."""
-    differing: defaultdict[Voter, list[str]] = defaultdict(list)
-    open_cases: defaultdict[str, list[str]] = defaultdict(list)
-    hosts = {host for host, _ in values}
+    """Who differs from most other hosts of an equal key; whom it cannot be said of, if there is no majority.
+
+    A host has one vote, since what is wrong with it may show on all of its devices; if those differ, it is wrong.
+    """
+    cases: dict[str, defaultdict[str, list[str]]] = {name: defaultdict(list) for name in _DIFFERS}
     for case in dict.fromkeys(case for own in values.values() for case in own):
-        counts = Counter(own[case] for own in values.values() if case in own)
-        if len(counts) < 2:
-            continue
-        most, votes = counts.most_common(1)[0]
-        if len(values) >= VOTERS and 2 * votes > len(values):
-            for voter, own in values.items():
-                if own.get(case) != most:
-                    differing[voter].append(case)
-        else:
-            for host in hosts:
-                open_cases[host].append(case)
-    given = {}
-    for (host, slot), cases in differing.items():
-        text = f"device {slot}: {len(cases):,} results differ from most of {len(values)} devices of an equal key"
-        given[host] = Reason(UNHEALTHY, test, "majority", f"{text}; first: {cases[0]}")
-    for host, cases in open_cases.items():
-        if host not in given:
-            status = UNHEALTHY if len(hosts) == 1 else INCONCLUSIVE
-            others = "its own other devices" if len(hosts) == 1 else ", ".join(sorted(hosts - {host}))
-            text = f"{len(cases):,} results differ from those of {others}, of an equal key, and no majority decides"
-            given[host] = Reason(status, test, "other hosts", f"{text}; first: {cases[0]}")
-    return given
+        of_host: defaultdict[str, set[Any]] = defaultdict(set)
+        for (host, _), own in values.items():
+            of_host[host] |= {own[case]} if case in own else set()
+        votes = {host: next(iter(given)) for host, given in of_host.items() if len(given) == 1}
+        most, count = Counter(votes.values()).most_common(1)[0] if votes else (None, 0)
+        for host, given in of_host.items():
+            if len(given) > 1:
+                cases["own devices"][host].append(case)
+            elif host in votes and count < len(votes) and 2 * count <= len(votes):
+                cases["other hosts"][host].append(case)
+            elif host in votes and votes[host] != most:
+                cases["majority"][host].append(case)
+    reasons: dict[str, Reason] = {}
+    for evidence, (status, text) in _DIFFERS.items():
+        for host, found in cases[evidence].items():
+            told = f"{len(found):,} results differ {text}; first: {found[0]}"
+            reasons.setdefault(host, Reason(status, test, evidence, told))
+    return reasons
 
 
 def _untested(state: HostState) -> list[Reason]:

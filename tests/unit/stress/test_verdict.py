@@ -136,7 +136,16 @@ def test_an_unhealthy_host_accuses_no_other() -> None:
 
 def test_two_devices_of_one_host_that_differ() -> None:
     """One of them is wrong, and so is the host, whichever it is."""
-    assert statuses([state("a", products={"0": {"case": 1}, "1": {"case": 2}})]) == [UNHEALTHY]
+    split = state("a", products={"0": {"case": 1}, "1": {"case": 2}})
+    assert statuses([split]) == [UNHEALTHY]
+    assert statuses([split, state("b")]) == [UNHEALTHY, HEALTHY]
+
+
+def test_a_host_has_one_vote() -> None:
+    """Two devices of one host do not outvote one of another; three hosts decide, however many devices each has."""
+    many = state("a", products={"0": {"case": 7}, "1": {"case": 7}, "2": {"case": 7}})
+    assert statuses([many, state("b")]) == [INCONCLUSIVE, INCONCLUSIVE]
+    assert statuses([many, state("b"), state("c")]) == [UNHEALTHY, HEALTHY, HEALTHY]
 
 
 def test_lost_hosts_are_not_tested() -> None:
