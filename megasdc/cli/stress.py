@@ -77,7 +77,7 @@ def stress(
             resume=resume,
             ssh_port=ssh_port,
         )
-        with run_progress(Console(stderr=True, quiet=as_json), "stress", minutes) as on_progress:
+        with run_progress(Console(stderr=True, quiet=as_json), "stress test", minutes, unit="rounds") as on_progress:
             if record:
                 from megasdc.stress.record import record as record_golden
 

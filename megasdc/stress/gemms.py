@@ -97,15 +97,16 @@ def deviation(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
         right: [k, n], as it was given.
 
     Returns:
-        [m, n] on the host, fp64; infinite where the result is not finite.
+        [m, n], fp64, on the device of the factors, which computes the reference too; infinite where the result is not
+        finite.
 
     Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 3.1.
     """
-    a, b = left.cpu().double(), right.cpu().double()
+    a, b = left.double(), right.double()
     exact, size = a @ b, a.abs() @ b.abs()
     k = left.shape[1]
     steps = (k + 1) * (ACCUMULATED + 2.0**-52)
     own = torch.finfo(result.dtype)
     bound = steps / (1 - steps) * size
     bound += own.eps * (exact.abs() + bound) + own.tiny
-    return ((result.cpu().double() - exact).abs() / bound).nan_to_num(torch.inf, torch.inf)
+    return ((result.double() - exact).abs() / bound).nan_to_num(torch.inf, torch.inf)
