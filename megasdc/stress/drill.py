@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -157,14 +157,36 @@ class SlotDrill:
             self._past = [add(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]
 
     def summary(self) -> dict[str, Any]:
-        """What each fault did: results it was ``expected`` to harm, those that ``changed``, and why none did."""
-        every = [injector.tallies for injector in self._injectors.values()] + [self._past]
-        tallies = [list(of_spec) for of_spec in zip(*every, strict=True)]
-        return {
-            "expected": self.expected,
-            "changed": [sum(tally.changed for tally in of_spec) for of_spec in tallies],
-            "unfired": [why_unfired(spec, of_spec) for spec, of_spec in zip(self._specs, tallies, strict=True)],
-        }
+        """For ``summarize``: results that each fault was ``expected`` to harm, and ``tallies`` of what it met."""
+        tallies = self._past
+        for injector in self._injectors.values():
+            tallies = [add(a, b) for a, b in zip(tallies, injector.tallies, strict=True)]
+        return {"expected": self.expected, "tallies": [asdict(tally) for tally in tallies]}
+
+
+def summarize(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each fault did on its host.
+
+    Args:
+        faults: of the drill, plain.
+        said: of every process of the host, from ``SlotDrill.summary``.
+
+    Returns:
+        For each fault: results that it was ``expected`` to harm, how many it ``changed``, and ``unfired``, why none.
+    """
+    found = []
+    for place, fault in enumerate(faults):
+        tallies = [
+            Tally(**{**one["tallies"][place], "reasons": Counter(one["tallies"][place]["reasons"])}) for one in said
+        ]
+        found.append(
+            {
+                "expected": sum(one["expected"][place] for one in said),
+                "changed": sum(tally.changed for tally in tallies),
+                "unfired": why_unfired(FaultSpec.model_validate(fault), tallies),
+            }
+        )
+    return found
 
 
 class _Counted(Injector):

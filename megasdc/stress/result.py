@@ -31,14 +31,14 @@ class StressResult:
     Args:
         verdicts: in the order of the hostfile.
         drill: what was harmed on purpose; null: nothing.
-        drilled: what its faults did, from ``SlotDrill.summary``; null where that is not known.
+        drilled: what its faults did, from ``summarize``; null where that is not known.
         interrupted: ended before its time.
         states: what is known of each host, in the same order.
     """
 
     verdicts: Sequence[HostVerdict]
     drill: DrillRequest | None
-    drilled: dict[str, Any] | None
+    drilled: list[dict[str, Any]] | None
     interrupted: bool
     states: Sequence[HostState]
 
@@ -71,18 +71,10 @@ class StressResult:
         }
         if self.drilled is None:
             return report
-        for fault, *did in zip(
-            self.drill.faults, *(self.drilled[name] for name in ("expected", "changed", "unfired")), strict=True
-        ):
-            expected, changed, unfired = did
-            report["faults"].append(
-                {
-                    "fault": f"{fault['kind']} in {fault['phase']} of {fault['submodule']}",
-                    "expected": expected,
-                    "changed": changed,
-                    "unfired": _why(fault, expected, unfired) if not changed else None,
-                }
-            )
+        for fault, did in zip(self.drill.faults, self.drilled, strict=True):
+            name = f"{fault['kind']} in {fault['phase']} of {fault['submodule']}"
+            unfired = None if did["changed"] else _why(fault, did["expected"], did["unfired"])
+            report["faults"].append({"fault": name, **did, "unfired": unfired})
         return report
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megasdc.launcher.hosts import LOCAL_HOST
 from megasdc.launcher.remote import Transport
 from megasdc.stress.arrange import pairings, turns_of_round
-from megasdc.stress.drill import DrillRequest
+from megasdc.stress.drill import DrillRequest, summarize
 from megasdc.stress.golden import GoldenFolder
 from megasdc.stress.link import Links, Place
 from megasdc.stress.result import StressResult
@@ -75,7 +75,7 @@ def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -
     states = {host: _state(plan, host) for host in plan.slots}
     links = Links(plan.slots, Transport(plan.remote, plan.ssh_port), plan.timeout_s)
     test = _Test(plan, states, links)
-    drill: dict[str, Any] | None = None
+    drill: list[dict[str, Any]] | None = None
     interrupted = False
     try:
         test.start()
@@ -151,20 +151,13 @@ class _Test:
             for state in self._states.values():
                 save_state(self._plan.folder, state)
 
-    def drill_summary(self) -> dict[str, Any] | None:
+    def drill_summary(self) -> list[dict[str, Any]] | None:
         """What the faults of a drill did, over all processes of its host; null without one, or if it was lost."""
         drill = self._plan.drill
         if drill is None or drill.host not in self._links.alive:
             return None
         answers = self._ask({place: {"do": "drill"} for place in self._links.places([drill.host], every=True)})
-        every = list(answers.values())
-        if not every:
-            return None
-        sums = {
-            name: [sum(of) for of in zip(*(one[name] for one in every), strict=True)]
-            for name in ("expected", "changed")
-        }
-        return {**sums, "unfired": every[0]["unfired"]}
+        return summarize(drill.faults, list(answers.values())) if answers else None
 
     # --- tests ------------------------------------------------------------------------------------------------------
 

@@ -93,11 +93,11 @@ def test_a_healthy_pair_passes(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("profile", ["node_1", "node_4", "node_10", "node_11", "aegis", "gate_level"])
 def test_every_profile_that_shows_in_its_time_is_found(cluster: Cluster, tmp_path: Path, profile: str) -> None:
-    """In so many rounds that 10 or more results are expected to be harmed: named, and nobody else."""
+    """In so many rounds that 3 or more results are expected to be harmed: named, and nobody else."""
     rounds = "6" if profile in ("aegis", "gate_level") else "2"
     code, said = stress(cluster, tmp_path, "--rounds", rounds, "--drill", f"{profile}@node2")
     assert (code, verdicts(said)) == (73, {"node1": "healthy", "node2": "unhealthy"})
-    assert sum(fault["expected"] for fault in said["drill"]["faults"]) >= 10
+    assert sum(fault["expected"] for fault in said["drill"]["faults"]) >= 3
 
 
 @pytest.mark.full

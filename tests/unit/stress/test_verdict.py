@@ -181,7 +181,8 @@ def test_a_drill_that_was_not_found_says_why() -> None:
         {"kind": "bit_flip", "phase": "forward", "submodule": "*", "steps": [1, None]},
         {"kind": "bit_flip", "phase": "forward", "submodule": "*", "steps": [1, None]},
     ]
-    did = {"expected": [0.0, 0.2, 0.0], "changed": [0, 0, 0], "unfired": ["none came", "never said so", "too narrow"]}
+    reasons = {"none came": 0.0, "never said so": 0.2, "too narrow": 0.0}
+    did = [{"expected": expected, "changed": 0, "unfired": why} for why, expected in reasons.items()]
     states = [state("a")]
     report = StressResult(judge(states), DrillRequest("p", "a", faults), did, False, states).drill_report()
     assert report is not None and not report["found"]
