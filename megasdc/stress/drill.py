@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -161,7 +161,7 @@ class SlotDrill:
         tallies = self._past
         for injector in self._injectors.values():
             tallies = [add(a, b) for a, b in zip(tallies, injector.tallies, strict=True)]
-        return {"expected": self.expected, "tallies": [asdict(tally) for tally in tallies]}
+        return {"expected": self.expected, "tallies": [{**vars(one), "reasons": dict(one.reasons)} for one in tallies]}
 
 
 def summarize(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -61,7 +61,9 @@ def test_expected_and_real_harm_agree() -> None:
     for step in range(1, 401):
         harm(Address(step, 0, "forward", "h64.self_attention.linear_proj", "output"), result)
         harm(Address(step, 0, "forward", "h64.mlp.linear_fc1", "output"), result)
-    (said,) = summarize([fault], [drill.summary(), SlotDrill([fault]).summary()])
+    sent = [json.loads(json.dumps(one.summary())) for one in (drill, SlotDrill([fault]))]
+    assert sent[0]["tallies"][0]["reasons"]  # times that no element was chosen
+    (said,) = summarize([fault], sent)
     rate = 1 - (1 - 1e-3) ** 1000
     assert said["expected"] == pytest.approx(400 * rate)
     assert abs(said["changed"] - 400 * rate) < 5 * (400 * rate * (1 - rate)) ** 0.5
