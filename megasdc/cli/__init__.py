@@ -13,8 +13,8 @@ from megasdc.cli.app import app
 from megasdc.errors import MegasdcError
 
 # isort: off
-from megasdc.cli import config, run, checkpoints, interchange, golden, plan, dropcompute, study, bench  # noqa: F401 - in the order of --help
-from megasdc.cli import bench_checkpoints, bench_drops, sweep, report  # noqa: F401
+from megasdc.cli import config, run, checkpoints, interchange, golden, stress, plan, dropcompute  # noqa: F401 - in the order of --help
+from megasdc.cli import study, sweep, report, bench, bench_checkpoints, bench_drops  # noqa: F401
 # isort: on
 
 __all__ = ["app", "main"]

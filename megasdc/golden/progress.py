@@ -12,7 +12,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 @contextmanager
 def run_progress(
-    console: Console, what: str, minutes: float | None = None, clock: Callable[[], float] = time.monotonic
+    console: Console,
+    what: str,
+    minutes: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    unit: str = "runs",
 ) -> Iterator[Callable[[int, int | None], None]]:
     """A progress bar of runs; yields what is to be told runs done, and of how many (null: time decides).
 
@@ -21,6 +25,7 @@ def run_progress(
         what: is being done.
         minutes: where time decides: how long after the first run. The bar is one of time then.
         clock: seconds.
+        unit: what is counted.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
@@ -34,6 +39,6 @@ def run_progress(
             began_at = clock() if began_at is None else began_at
             of_all = f" of {total:,}" if total is not None else ""
             completed, full = (done, total) if minutes is None else (clock() - began_at, 60.0 * minutes)
-            bar.update(task, completed=completed, total=full, description=f"{what}: {done:,}{of_all} runs")
+            bar.update(task, completed=completed, total=full, description=f"{what}: {done:,}{of_all} {unit}")
 
         yield update

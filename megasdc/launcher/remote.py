@@ -67,17 +67,28 @@ class Transport:
         with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL, len(hosts))) as pool:
             return list(pool.map(lambda host: self._run_on(host, text, timeout_s), hosts))
 
-    def _command(self, host: str) -> list[str]:
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """The command that runs another one on a host.
+
+        Args:
+            host: where.
+            argv: program and arguments; no shell reads them, here or there.
+        """
         if not self.remote:
-            return [sys.executable, "-"]
+            return list(argv)
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={self.connect_timeout_s}"]
         port = [] if self.ssh_port is None else ["-p", str(self.ssh_port)]
-        return ["ssh", *options, *port, "--", host, f"exec {shlex.quote(sys.executable)} -"]
+        return ["ssh", *options, *port, "--", host, f"exec {shlex.join(argv)}"]
 
     def _run_on(self, host: str, text: str, timeout_s: float) -> Answer:
         try:
             done = subprocess.run(
-                self._command(host), input=text, capture_output=True, text=True, timeout=timeout_s, check=False
+                self.command(host, [sys.executable, "-"]),
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return Answer(host, problem=f"{host}: gave no answer in {timeout_s:g} s; see whether the host hangs")
@@ -86,18 +97,24 @@ class Transport:
         for line in done.stdout.splitlines():
             if line.startswith(ANSWER_MARK):
                 return Answer(host, json.loads(line.removeprefix(ANSWER_MARK)))
-        return Answer(host, problem=self._failure(host, done))
+        return Answer(host, problem=self.failure(host, done.returncode, done.stderr))
 
-    def _failure(self, host: str, done: subprocess.CompletedProcess[str]) -> str:
-        """Say why a host gave no answer, and what to do about it."""
-        said = done.stderr.strip().splitlines()
-        last = said[-1] if said else "no message"
-        if self.remote and done.returncode == 255:
-            remedy = next((text for sign, text in REMEDY_OF_SIGN.items() if sign in done.stderr), DEFAULT_REMEDY)
+    def failure(self, host: str, code: int, said: str) -> str:
+        """Say why a host gave no answer, and what to do about it.
+
+        Args:
+            host: which.
+            code: exit code of what ``command`` gave.
+            said: its standard error.
+        """
+        lines = said.strip().splitlines()
+        last = lines[-1] if lines else "no message"
+        if self.remote and code == 255:
+            remedy = next((text for sign, text in REMEDY_OF_SIGN.items() if sign in said), DEFAULT_REMEDY)
             return f"{host}: cannot be reached over SSH: {last}; {remedy.format(host=host)}"
-        if done.returncode in (126, 127):
+        if code in (126, 127):
             return (
                 f"{host}: {sys.executable} cannot be run there: {last}; "
                 "install the same Python environment at the same path on every host"
             )
-        return f"{host}: the check ended with exit code {done.returncode}: {last}"
+        return f"{host}: the check ended with exit code {code}: {last}"

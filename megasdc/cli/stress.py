@@ -1,0 +1,101 @@
+"""`megasdc stress`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import Json, Out, app, print_result, stdout_kept_clean
+from megasdc.cli.golden import Minutes, Timeout
+
+
+@app.command("stress", epilog="Example: megasdc stress --hostfile hosts --minutes 30 --golden golden --out stress.json")
+def stress(
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`, N devices each; without: this host.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of all tests.")] = 3,
+    minutes: Minutes = None,
+    only: Annotated[
+        str, typer.Option("--only", help="Tests, of collectives,gemm,training.")
+    ] = "collectives,gemm,training",
+    golden: Annotated[
+        Path | None, typer.Option("--golden", help="Folder of golden values; the files for each device are taken.")
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write what this host computes to the folder of --golden.")
+    ] = False,
+    drill: Annotated[
+        str | None,
+        typer.Option(
+            "--drill", metavar="PROFILE[@HOST]", help="Harm one host as a node profile says, to test the test."
+        ),
+    ] = None,
+    timeout_s: Timeout = 300.0,
+    ssh_port: Annotated[int | None, typer.Option("--ssh-port", min=1, help="Port of the hosts' sshd.")] = None,
+    out: Out = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the whole rounds of an earlier call with the same --out.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Repeat collectives, matrix products and a small training run on all hosts, and say which host is healthy.
+
+    Exit code 0: all are; 73: one is unhealthy, or one of several is and none can be named; 78: a host could not be
+    tested to the end. Ctrl-C ends the test with the verdict so far. With --out FILE what is known of each host is
+    kept in FILE.hosts/HOST.json after each round.
+    """
+    from rich.console import Console
+
+    tests = _tests(only)
+    if record and (golden is None or hostfile is not None or drill is not None or resume):
+        raise typer.BadParameter("--record needs --golden DIR, and works on this host, without drill or --resume")
+    if resume and out is None:
+        raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
+    with stdout_kept_clean():
+        from megasdc.golden.progress import run_progress
+        from megasdc.launcher.hosts import LOCAL_HOST, read_hostfile
+        from megasdc.stress.drill import read_drill
+        from megasdc.stress.golden import GoldenFolder, load_folder
+        from megasdc.stress.result import render_result
+        from megasdc.stress.run import StressPlan
+        from megasdc.stress.run import stress as run_stress
+
+        slots = {LOCAL_HOST: 0} if hostfile is None else read_hostfile(hostfile)
+        plan = StressPlan(
+            slots=slots,
+            remote=hostfile is not None,
+            rounds=rounds if minutes is None else None,
+            minutes=minutes,
+            only=tests,
+            timeout_s=timeout_s,
+            drill=None if drill is None else read_drill(drill, list(slots)),
+            golden=GoldenFolder() if golden is None or record else load_folder(golden),
+            folder=None if out is None else out.with_name(f"{out.name}.hosts"),
+            resume=resume,
+            ssh_port=ssh_port,
+        )
+        with run_progress(Console(stderr=True, quiet=as_json), "stress test", minutes, unit="rounds") as on_progress:
+            if record:
+                from megasdc.stress.record import record as record_golden
+
+                assert golden is not None, "checked above"
+                result, files = record_golden(plan, golden, on_progress)
+            else:
+                result, files = run_stress(plan, on_progress), []
+    print_result(result, render_result, out=out, as_json=as_json)
+    for file in files:
+        typer.echo(f"golden values: {file}", err=True)
+    raise typer.Exit(result.exit_code)
+
+
+def _tests(text: str) -> tuple[str, ...]:
+    from megasdc.stress.state import TESTS
+
+    asked = text.split(",")
+    unknown = [name for name in asked if name not in TESTS]
+    if unknown:
+        raise typer.BadParameter(f"--only {text}: there is no test {unknown[0]!r}; there are {', '.join(TESTS)}")
+    return tuple(name for name in TESTS if name in asked)

@@ -1,0 +1,171 @@
+"""Do the collectives of one group give what is known beforehand? A group of its own, that takes no other with it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.addresses import Address
+from megasdc.engine.observer import Listener
+from megasdc.model.randomness import mix
+from megasdc.stress.sums import DTYPES, MOVED, SUMMED, Exchange, contribution, known_result
+from megasdc.tensors.bits import as_bits, count_flips
+
+HOST_SIZES = (1, 1000, 65_539)
+DEVICE_SIZES = (1, 1000, 65_539, 4_194_304)
+GIVEN, RECEIVED = "collective", "reduced_grad"
+"""Phases of faults that harm what a rank gives, and what it has got."""
+SHOWN = 20
+
+
+def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[Exchange]:
+    """The collectives of a round, the same on all ranks of a group.
+
+    Args:
+        ranks: of the group.
+        round_number: first is 1; another one, other contributions.
+        on_accelerator: larger sizes.
+    """
+    for size in DEVICE_SIZES if on_accelerator else HOST_SIZES:
+        for place, dtype in enumerate(DTYPES):
+            for operation in (*SUMMED, *MOVED):
+                yield Exchange(operation, dtype, size, ranks, mix(round_number, size, place))
+
+
+class Group:
+    """A process group that is only known here, so that it can be given up alone.
+
+    Args:
+        host: where its rank 0 has a store.
+        port: of the store.
+        store: the store, on rank 0; null elsewhere.
+        rank: in the group.
+        ranks: how many.
+        device: NCCL on CUDA, else gloo.
+        timeout_s: seconds until a collective is given up.
+
+    Collective: all ranks of the group.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        store: dist.TCPStore | None,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        limit = datetime.timedelta(seconds=timeout_s)
+        if store is None:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        self._store = store
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self._backend: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._backend = dist.ProcessGroupNCCL(store, rank, ranks, options)
+        else:
+            self._backend = dist.ProcessGroupGloo(store, rank, ranks, limit)
+
+    def run(self, exchange: Exchange, given: Tensor) -> Tensor:
+        """One collective.
+
+        Args:
+            exchange: which.
+            given: this rank's contribution, on the group's device; left as it is.
+
+        Returns:
+            What this rank got, on the same device.
+
+        Raises:
+            RuntimeError: another rank did not take part.
+        """
+        n, group = exchange.elements, self._backend
+        if exchange.operation == "all_reduce":
+            got = given.clone()
+            work = group.allreduce([got])
+        elif exchange.operation == "reduce_scatter":
+            got = given.new_empty(n)
+            work = group._reduce_scatter_base(got, given)
+        elif exchange.operation == "all_gather":
+            got = given.new_empty(self.ranks * n)
+            work = group._allgather_base(got, given)
+        elif exchange.operation == "all_to_all":
+            got = given.new_empty(self.ranks * n)
+            work = group.alltoall_base(got, given, [], [])
+        else:
+            got = given.clone()
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = exchange.seed % exchange.ranks, 0
+            work = group.broadcast([got], options)
+        work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return got
+
+    def close(self) -> None:
+        """Leave once all others have done with the store, which lives on rank 0."""
+        self._backend.barrier().wait()
+        self._backend.shutdown()
+
+
+def check_group(group: Group, round_number: int, harm: Listener | None = None) -> dict[str, Any]:
+    """Run all collectives of a round and compare what this rank got with what is known.
+
+    Args:
+        group: of ranks that all call this.
+        round_number: first is 1.
+        harm: a drill's injector; null: none.
+
+    Returns:
+        ``compared`` and ``wrong`` collectives, ``findings``: the first wrong ones.
+
+    Raises:
+        RuntimeError: another rank did not take part.
+    """
+    compared, findings, wrong = 0, [], 0
+    for exchange in exchanges(group.ranks, round_number, group.device.type == "cuda"):
+        given = contribution(exchange, group.rank).to(group.device)
+        given = _harmed(harm, round_number, GIVEN, exchange, given)
+        got = group.run(exchange, given)
+        got = _harmed(harm, round_number, RECEIVED, exchange, got).cpu()
+        expected = known_result(exchange, group.rank)
+        compared += 1
+        if not torch.equal(as_bits(got), as_bits(expected)):
+            wrong += 1
+            findings.append(describe(exchange.name, expected, got))
+    return {"compared": compared, "wrong": wrong, "findings": findings[:SHOWN]}
+
+
+def _harmed(harm: Listener | None, round_number: int, phase: str, exchange: Exchange, tensor: Tensor) -> Tensor:
+    if harm is None or not tensor.is_floating_point():
+        return tensor  # faults name parts of floating-point numbers
+    answer = harm(Address(round_number, 0, phase, exchange.name, "output"), tensor)
+    return tensor if answer is None else answer
+
+
+def describe(what: str, expected: Tensor, got: Tensor) -> dict[str, Any]:
+    """How two results differ: elements, and in how many of them each bit does.
+
+    Args:
+        what: names the result.
+        expected: on the host.
+        got: likewise, of the same type and shape.
+    """
+    places = (as_bits(expected) != as_bits(got)).flatten().nonzero().flatten()
+    flips = count_flips(expected, got)
+    return {
+        "what": what,
+        "elements": len(places),
+        "of": expected.numel(),
+        "first": int(places[0]) if len(places) else None,
+        "bits": {str(bit): count for bit, count in enumerate(flips) if count},
+    }

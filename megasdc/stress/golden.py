@@ -1,0 +1,140 @@
+"""What did trusted hardware compute? Checksums of matrix products by device and versions, golden traces of training.
+
+A folder holds ``NAME.gemm.json`` files, which ``megasdc stress --record`` writes, and ``NAME.golden`` files as of
+``megasdc golden record``. It is read where the stress test is started; hosts get what is for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import StorageError, TraceError
+
+FORMAT = "megasdc.stress.gemm.v1"
+
+
+@dataclass(frozen=True)
+class GoldenTraining:
+    """A golden trace for the training run.
+
+    Args:
+        file: where it is from.
+        config: of the workload, resolved.
+        key: what it holds for.
+        trace: of its first case, as ``megasdc.stress.training.encode`` gives it.
+    """
+
+    file: str
+    config: dict[str, Any]
+    key: dict[str, Any]
+    trace: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GoldenFolder:
+    """What a folder of golden files holds.
+
+    Args:
+        products: key and checksums of each file of products.
+        training: golden traces of one rank.
+    """
+
+    products: tuple[tuple[dict[str, Any], dict[str, int]], ...] = ()
+    training: tuple[GoldenTraining, ...] = ()
+
+    def products_for(self, key: Mapping[str, Any]) -> dict[str, int] | None:
+        """Checksums for a device of this key, by case; null: none."""
+        return next((checksums for own, checksums in self.products if own == key), None)
+
+    def training_for(self, key: Mapping[str, Any]) -> GoldenTraining | None:
+        """A golden trace whose key says the same of the device and its versions; null: none."""
+        named = {name: value for name, value in key.items() if name != "algorithm"}
+        return next(
+            (one for one in self.training if all(one.key.get(name) == value for name, value in named.items())), None
+        )
+
+
+def load_folder(folder: Path) -> GoldenFolder:
+    """Read all golden files of a folder.
+
+    Raises:
+        TraceError: there is none, or one is damaged or of another format.
+    """
+    products = tuple(load_products(file) for file in sorted(folder.glob("*.gemm.json")))
+    files = sorted(folder.glob("*.golden"))
+    if not products and not files:
+        raise TraceError(
+            f"{folder} holds neither *.gemm.json nor *.golden; `megasdc stress --record --golden {folder}` makes them "
+            "on a trusted host"
+        )
+    return GoldenFolder(products, tuple(one for file in files if (one := _load_training(file)) is not None))
+
+
+def _load_training(file: Path) -> GoldenTraining | None:
+    """A golden trace; null if it is of several ranks, which a device alone does not run."""
+    from megasdc.sdc.golden import load_golden
+    from megasdc.stress.drill import ALONE
+    from megasdc.stress.training import encode
+
+    golden = load_golden(file)
+    if golden.layout.layout != ALONE.layout:
+        return None
+    return GoldenTraining(str(file), golden.config, golden.key, encode(golden.traces[0, 0]))
+
+
+def save_products(
+    folder: Path, key: Mapping[str, Any], checksums: Mapping[str, int], recorded: Mapping[str, Any]
+) -> Path:
+    """Write checksums of products; the file's name follows from the key, so that one for the same device is replaced.
+
+    Args:
+        folder: created if absent.
+        key: what they hold for.
+        checksums: by case.
+        recorded: when, where and how often, for people.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "key": dict(key),
+        "checksums": {case: f"{value:016x}" for case, value in checksums.items()},
+        "recorded": dict(recorded),
+    }
+    path = folder / f"{_digest(content['key'])[:12]}.gemm.json"
+    temporary = path.with_suffix(".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --golden") from error
+    return path
+
+
+def load_products(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Read key and checksums of a file that ``save_products`` wrote.
+
+    Raises:
+        TraceError: it is damaged, edited or of another format.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        said = content.pop("sha256", None)
+        if content.get("format") != FORMAT:
+            raise TraceError(f"{path}: the format is {content.get('format')!r}, needed is {FORMAT!r}")
+        if said != _digest(content):
+            raise TraceError(f"{path} is not what was written; record it again")
+        return content["key"], {case: int(value, 16) for case, value in content["checksums"].items()}
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise TraceError(f"{path} is damaged: {error}; copy it again or record it again") from error
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""What does one process of a host do? Takes tasks, a JSON line each, and answers each with a line.
+
+Started as ``python -m megasdc.stress.slot NUMBER`` by ``megasdc.stress.host``; one process for each device, and on a
+processor at least two, so that a host has a group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from megasdc.config import DeterminismSection
+from megasdc.config.environment import set_deterministic_environment
+
+
+class Slot:
+    """The work of one process.
+
+    Args:
+        number: on its host, first is 0.
+    """
+
+    def __init__(self, number: int) -> None:
+        import torch
+
+        from megasdc.determinism import set_deterministic
+        from megasdc.stress.drill import SlotDrill
+        from megasdc.stress.products import Products, device_of_slot
+
+        set_deterministic(DeterminismSection(enabled=True))
+        torch.set_num_threads(1)
+        self._device = device_of_slot(number)
+        self._drill = SlotDrill([])
+        self._products = Products(self._device)
+        self._run: Any = None
+        self._store: Any = None
+        self._timeout_s = 0.0
+
+    def hello(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Take what holds for all tasks: ``timeout_s``, ``faults``; tell what results depend on."""
+        import torch
+
+        from megasdc.stress.drill import SlotDrill
+        from megasdc.stress.products import Products
+        from megasdc.train.golden_key import machine_key
+
+        self._timeout_s = task["timeout_s"]
+        self._drill = SlotDrill(task["faults"])
+        self._products = Products(self._device, self._drill.harm)
+        on_accelerator = self._device.type == "cuda"
+        threads = {} if on_accelerator else {"threads": torch.get_num_threads()}
+        key = {**machine_key(), **threads, "algorithm": self._products.algorithm}
+        return {"key": key, "on_accelerator": on_accelerator}
+
+    def gemm(self, task: dict[str, Any]) -> dict[str, Any]:
+        """A ``round`` of matrix products; ``expected`` checksums, where given, hold from then on."""
+        if task.get("expected") is not None:
+            self._products.expect(task["expected"], task["against"])
+        return self._products.run_round(task["round"])
+
+    def training(self, task: dict[str, Any]) -> dict[str, Any]:
+        """A ``round`` of the small run, of ``config`` if it is not null; ``expected`` trace and ``key`` as above."""
+        from megasdc.stress.training import SmallRun, encode, small_run
+
+        differences: dict[str, Any] = {}
+        if self._run is None:
+            config = task["config"] or small_run(self._device.type == "cuda")
+            self._hidden = int(config["megasdc"]["model"]["hidden_size"])
+            self._run = SmallRun(config, self._timeout_s, self._drill.faults)
+            if task.get("expected") is not None:
+                differences = self._run.expect(task["expected"], task["key"])
+        said = self._run.run_round(task["round"], self._drill.watch(self._hidden))
+        self._drill.keep(said.pop("injectors"))
+        trace = encode(said.pop("trace"))
+        return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
+
+    def open(self, _task: dict[str, Any]) -> dict[str, Any]:
+        """Make the store of a group whose rank 0 this is."""
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return {"port": self._store.port}
+
+    def collectives(self, task: dict[str, Any]) -> dict[str, Any]:
+        """A ``round`` of collectives as a ``rank`` of ``ranks``, whose store is at ``host`` and ``port``."""
+        from megasdc.stress.collectives import Group, check_group
+
+        store, self._store = (self._store if task["rank"] == 0 else None), None
+        place = (task["host"], task["port"], store, task["rank"], task["ranks"], self._device, self._timeout_s / 2)
+        try:
+            group = Group(*place)
+            said = check_group(group, task["round"], self._drill.harm(0))
+            group.close()
+        except RuntimeError as error:  # of the backend: another rank did not answer
+            return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).splitlines()[0]}
+        return {**said, "failed": None}
+
+    def drill(self, _task: dict[str, Any]) -> dict[str, Any]:
+        """What the faults did."""
+        return self._drill.summary()
+
+
+def main(number: int, answers: TextIO) -> None:
+    """Work until there are no more tasks.
+
+    Args:
+        number: of this process.
+        answers: where they go.
+    """
+    set_deterministic_environment(DeterminismSection(enabled=True), os.environ)
+    slot = Slot(number)
+    for line in sys.stdin:
+        task = json.loads(line)
+        try:
+            answer = {"id": task["id"], "ok": getattr(slot, task["do"])(task)}
+        except Exception as error:  # what fails on one host is told, and the host goes on with other tests
+            answer = {"id": task["id"], "error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Libraries print to standard output, so answers get a descriptor of their own.
+    own = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    main(int(sys.argv[1]), own)

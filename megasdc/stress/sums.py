@@ -1,0 +1,103 @@
+"""What must a collective give? Contributions of whole numbers, and their sums, known to every rank beforehand.
+
+Numbers are so small that every partial sum is representable: whatever the order and the algorithm of a sum, its result
+is exact, and one wrong bit is a fault. What is only moved holds random bits, each of which must arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megasdc.model.randomness import mix
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+LARGEST_SUM = {"fp32": 1 << 24, "bf16": 1 << 8, "fp16": 1 << 11, "int32": (1 << 31) - 1, "int64": 1 << 62}
+"""Up to these all whole numbers are representable."""
+SUMMED = ("all_reduce", "reduce_scatter")
+MOVED = ("all_gather", "broadcast", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of a group.
+
+    Args:
+        operation: of ``SUMMED`` or ``MOVED``.
+        dtype: a name of ``DTYPES``.
+        elements: n that each rank gets of each rank, or of the sum.
+        ranks: of the group.
+        seed: of what ranks contribute.
+    """
+
+    operation: str
+    dtype: str
+    elements: int
+    ranks: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """For people and as a part of addresses."""
+        return f"{self.operation}.{self.dtype}.{self.elements}"
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of n elements that a rank gives: one for each receiver, where each gets another."""
+        return self.ranks if self.operation in ("reduce_scatter", "all_to_all") else 1
+
+
+def contribution(exchange: Exchange, rank: int) -> Tensor:
+    """What one rank gives.
+
+    Args:
+        exchange: the collective.
+        rank: in the group.
+
+    Returns:
+        [pieces n] on the host.
+
+    Raises:
+        ValueError: so many ranks cannot have an exact sum in this type.
+    """
+    dtype, size = DTYPES[exchange.dtype], exchange.pieces * exchange.elements
+    generator = torch.Generator().manual_seed(mix(exchange.seed, rank, exchange.elements))
+    if exchange.operation in MOVED:
+        width = 8 * dtype.itemsize
+        integer = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
+        limit = torch.iinfo(integer)
+        return torch.randint(limit.min, limit.max, (size,), generator=generator, dtype=integer).view(dtype)
+    most = LARGEST_SUM[exchange.dtype] // exchange.ranks
+    if most < 1:
+        raise ValueError(f"{exchange.ranks} ranks have no exact sum in {exchange.dtype}")
+    return torch.randint(-most, most + 1, (size,), generator=generator).to(dtype)
+
+
+def known_result(exchange: Exchange, rank: int) -> Tensor:
+    """What one rank must get.
+
+    Args:
+        exchange: the collective; a broadcast is from rank ``seed`` modulo the number of ranks.
+        rank: in the group.
+
+    Returns:
+        On the host: [n], of an all-gather and an all-to-all [ranks n].
+    """
+    n, ranks = exchange.elements, range(exchange.ranks)
+    if exchange.operation == "broadcast":
+        return contribution(exchange, exchange.seed % exchange.ranks)
+    given = [contribution(exchange, one) for one in ranks]
+    if exchange.operation == "all_gather":
+        return torch.cat(given)
+    piece = slice(rank * n, (rank + 1) * n) if exchange.pieces > 1 else slice(0, n)
+    if exchange.operation == "all_to_all":
+        return torch.cat([one[piece] for one in given])
+    return torch.stack([one[piece].to(torch.int64) for one in given]).sum(0).to(DTYPES[exchange.dtype])
