@@ -61,7 +61,8 @@ megasdc_install() {
 
 # Whether the user told pip where to find packages: by a variable, or in any of pip's configuration files.
 megasdc_index_is_configured() {
-    "$1" -m pip config list 2>/dev/null | grep -qE '\.(index-url|extra-index-url|find-links)='
+    # grep reads to the end: with -q it may leave first, and pip's broken pipe would count as failure under pipefail
+    "$1" -m pip config list 2>/dev/null | grep -E '\.(index-url|extra-index-url|find-links)=' >/dev/null
 }
 
 megasdc_install "$@" || { echo "install: failed" >&2; return 1 2>/dev/null || exit 1; }
