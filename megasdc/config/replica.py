@@ -24,6 +24,11 @@ def replica_folder(folder: Path | str, replica: int) -> Path:
     return Path(folder) / f"replica_{replica}"
 
 
+def harmed_replica(study: StudySection) -> int:
+    """The replica that is compared with the trusted one, in a study of two."""
+    return 0 if study.trusted else 1
+
+
 def replica_config(config: RunConfig, replica: int) -> RunConfig:
     """Make the configuration of one replica: own folders, its faults alone, no study.
 

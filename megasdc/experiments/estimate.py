@@ -13,7 +13,7 @@ from typing import Any
 
 from megasdc.data.manifest import digest_settings
 from megasdc.experiments.outcome import Outcome
-from megasdc.experiments.plan import PlannedRun
+from megasdc.experiments.plan import PlannedRun, measured_folder
 from megasdc.experiments.run_process import server, start_ranks, warm_up
 from megasdc.experiments.runner import write_config
 from megasdc.metrics.writer import read_metrics
@@ -47,7 +47,7 @@ def steps_of(run: PlannedRun) -> int:
 
 
 def shape_of(run: PlannedRun) -> str:
-    """Names what decides on the cost of a step: model, batch, layout."""
+    """Names what decides on the cost of a step: model, batch, layout, study."""
     own, batch = (
         run.config["megasdc"],
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -55,6 +55,7 @@ def shape_of(run: PlannedRun) -> str:
     kept = {
         "model": own["model"],
         "parallel": own["parallel"],
+        "study": own["study"],
         "length": own["data"]["sequence_length"],
         "ranks": run.ranks,
     }
@@ -101,7 +102,7 @@ def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed 
         for one in ranks:
             one.end()
     wall = time.monotonic() - began
-    measured = [seconds for folder in folders if (seconds := _step_seconds(folder)) is not None]
+    measured = [seconds for folder in folders if (seconds := _step_seconds(measured_folder(run, folder))) is not None]
     if not measured:
         return None
     step_s = median(measured)

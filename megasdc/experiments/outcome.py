@@ -75,18 +75,21 @@ class Yardstick:
         return self.final_steps, self.diverged_rise, self.entropy
 
 
-def judge(run_id: str, folder: Path, codes: Sequence[int], last_step: int, seconds: float, by: Yardstick) -> Outcome:
+def judge(
+    run_id: str, folder: Path, measured: Path, codes: Sequence[int], last_step: int, seconds: float, by: Yardstick
+) -> Outcome:
     """Read what a run has written and say how it ended.
 
     Args:
         run_id: names it.
         folder: the run's.
+        measured: where its losses are.
         codes: exit codes of its ranks.
         last_step: that it was to reach.
         seconds: that it took.
         by: what it is judged by.
     """
-    rows = read_metrics(folder)
+    rows = read_metrics(measured)
     losses = [(row["step"], _number(row["train/loss"])) for row in rows if "train/loss" in row]
     steps = losses[-1][0] if losses else 0
     final = final_mean(losses, by.final_steps)

@@ -7,10 +7,12 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megasdc.config import RunConfig, check_layout, parse_config
+from megasdc.config import RunConfig, StudySection, check_layout, parse_config
 from megasdc.config.read import read_json
+from megasdc.config.replica import harmed_replica, replica_folder
 from megasdc.data.manifest import digest_settings
 from megasdc.errors import ConfigError
 from megasdc.experiments.papers import PAPER_TABLES, missing_row
@@ -229,9 +231,12 @@ class _Builder:
         raw = copy.deepcopy(self._base)
         own = raw.setdefault("megasdc", {})
         own.setdefault("logging", {})["run_dir"] = "?"
-        own["faults"] = own.get("faults", []) + faults_of(node, seed)
+        own["faults"] = own.get("faults", [])
+        source = f"{self._sweep.base} with what the sweep sets"
         try:
-            config = parse_config(raw, texts, f"{self._sweep.base} with what the sweep sets")
+            config = parse_config(raw, texts, source)
+            own["faults"] += faults_of(node, seed, config.megasdc.study)
+            config = parse_config(raw, texts, source)
             check_layout(config, self._sweep.ranks)
             problems = _run_problems(self._sweep, config, node, start)
         except ConfigError as error:
@@ -263,13 +268,26 @@ class _Builder:
         return self.runs.setdefault(run_id, run)
 
 
-def faults_of(node: NodeSpec | None, seed: int) -> list[dict[str, Any]]:
-    """Entries of ``faults`` that make a node, for a run's seed."""
+def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dict[str, Any]]:
+    """Entries of ``faults`` that make a node.
+
+    Args:
+        node: null: none.
+        seed: of the run.
+        study: of its configuration; in one of its replicas the node is unhealthy.
+    """
     if node is None:
         return []
     profile = [] if node.profile is None else [{"profile": node.profile, "seed": 0}]
     specs = profile + [spec.model_dump(mode="json") for spec in node.faults]
-    return [{**spec, "seed": node.seed * SEED_STRIDE + spec["seed"] + seed} for spec in specs]
+    place = {} if study.mode is None else {"replica": harmed_replica(study)}
+    return [{**spec, "seed": node.seed * SEED_STRIDE + spec["seed"] + seed, **place} for spec in specs]
+
+
+def measured_folder(run: PlannedRun, folder: Path) -> Path:
+    """Where a run's losses are: in a study, those of the replica that is compared with the trusted one."""
+    study = StudySection.model_validate(run.config["megasdc"]["study"])
+    return folder if study.mode is None else replica_folder(folder, harmed_replica(study))
 
 
 def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, start: Start | None) -> list[str]:
@@ -277,6 +295,12 @@ def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, st
     sections, problems = config.megasdc, []
     if node is None and sections.faults:
         problems.append("megasdc.faults: the base has faults, so no run is healthy; faults come from nodes.")
+    if sections.study.mode is not None and sections.study.replicas != 2:
+        problems.append(
+            f"megasdc.study.replicas: {sections.study.replicas}; a sweep harms one replica and trusts one: 2."
+        )
+    if sections.study.mode is not None and start is not None:
+        problems.append("start: a study of a sweep begins from scratch; leave it out.")
     if sections.checkpoint.folder is not None:
         problems.append("megasdc.checkpoint.folder: each run has a folder of its own; leave it out.")
     if sweep.final_steps % sections.logging.interval:

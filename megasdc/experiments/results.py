@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from megasdc.errors import StorageError
 from megasdc.experiments.outcome import FAILED, RESULT_FILE, Outcome, read_outcome
-from megasdc.experiments.plan import Plan
+from megasdc.experiments.plan import Plan, measured_folder
 from megasdc.metrics.writer import read_metrics
 
 SWEEP_FILE, RESULTS_FILE, SERIES_FILE, RUNS_FOLDER = "sweep.json", "results.parquet", "series.parquet", "runs"
@@ -68,6 +68,10 @@ class SweepResults:
     def places(self) -> int:
         """Rows that there will be when every run has finished."""
         return len(self.sweep["places"])
+
+    def run_folder(self, run_id: str) -> Path:
+        """Of a run."""
+        return self.folder / RUNS_FOLDER / run_id
 
     def series(self, run_ids: Iterable[str] | None = None, names: Iterable[str] | None = None) -> pa.Table:
         """Values step by step.
@@ -156,7 +160,8 @@ class ResultStore:
         """Write both tables whole."""
         for run_id in self.outcomes:
             if run_id not in self._series:
-                self._series[run_id] = _series_of(run_id, self.run_folder(run_id))
+                measured = measured_folder(self._plan.runs[run_id], self.run_folder(run_id))
+                self._series[run_id] = _series_of(run_id, measured)
         results = self._results()
         series = pa.concat_tables([_SERIES_SCHEMA.empty_table(), *self._series.values()])
         _replace(self.folder / RESULTS_FILE, lambda path: pq.write_table(results, path))

@@ -23,7 +23,7 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.errors import PeerError, StorageError
 from megasdc.events import EventLog
 from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
-from megasdc.experiments.plan import Plan, PlannedRun
+from megasdc.experiments.plan import Plan, PlannedRun, measured_folder
 from megasdc.experiments.prepared_data import data_of, frequency_entropy
 from megasdc.experiments.results import ResultStore
 from megasdc.experiments.run_process import RunningRanks, server, start_ranks
@@ -144,9 +144,11 @@ class Runner:
         run, folder = active.run, self._store.run_folder(active.run.run_id)
         active.ranks.end()
         by = yardstick(self._sweep, run)
-        outcome = judge(run.run_id, folder, codes, run.last_step, time.monotonic() - active.began, by)
+        seconds, measured = time.monotonic() - active.began, measured_folder(run, folder)
+        outcome = judge(run.run_id, folder, measured, codes, run.last_step, seconds, by)
         if not self._sweep.keep_checkpoints and not run.donor:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            for checkpoints in (folder / CHECKPOINTS, *folder.glob(f"replica_*/{CHECKPOINTS}")):
+                shutil.rmtree(checkpoints, ignore_errors=True)
         return self._keep_outcome(run, outcome)
 
     def _keep_outcome(self, run: PlannedRun, outcome: Outcome) -> Outcome:
@@ -182,7 +184,8 @@ def judge_again(store: ResultStore, plan: Plan) -> None:
         run, folder = plan.runs[run_id], store.run_folder(run_id)
         by = yardstick(plan.sweep, run)
         if outcome.exit_codes and outcome.judged_by != by.values:
-            judged = judge(run_id, folder, outcome.exit_codes, run.last_step, outcome.seconds, by)
+            measured = measured_folder(run, folder)
+            judged = judge(run_id, folder, measured, outcome.exit_codes, run.last_step, outcome.seconds, by)
             write_outcome(folder, judged)
             store.outcomes[run_id] = judged
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from megasdc.config.study_sections import FREE_RUN
+from megasdc.experiments.ma_tables import NodeTable, StudiedNode, node_tables, studied_nodes
 from megasdc.experiments.papers import PAPER_TABLES, PaperRow, find_row
 from megasdc.experiments.pei_metrics import EPSILON, CellScore, score_cells
 from megasdc.experiments.results import SweepResults
@@ -27,6 +30,7 @@ class SweepTable:
         scores: by cell.
         papers: rows of the paper by cell; null: none stands beside it.
         tables: of papers.
+        nodes: of studies, where the sweep's runs are studies.
     """
 
     name: str
@@ -37,6 +41,7 @@ class SweepTable:
     scores: dict[str, CellScore]
     papers: dict[str, PaperRow | None]
     tables: Sequence[str]
+    nodes: Sequence[StudiedNode]
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -52,6 +57,7 @@ class SweepTable:
             "planned_rows": self.planned,
             "epsilon": EPSILON,
             "cells": cells,
+            "studied_nodes": [one.as_dict() for one in self.nodes],
         }
 
 
@@ -70,18 +76,28 @@ def tabulate(results: SweepResults) -> SweepTable:
         scores,
         papers,
         said["tables"],
+        studied_nodes(results),
     )
 
 
 def render_table(table: SweepTable, console: Console) -> None:
     """Print it."""
+    for studied in node_tables(table.nodes):
+        render_node_table(studied, console)
+    kept_equal = {one.cell for one in table.nodes if one.mode != FREE_RUN}
+    scores = {cell: score for cell, score in table.scores.items() if cell not in kept_equal}
+    if scores:
+        _render_scores(table, scores, console)
+
+
+def _render_scores(table: SweepTable, scores: Mapping[str, CellScore], console: Console) -> None:
     size = f", size {table.size}" if table.size else ""
     whole = "" if table.done == table.planned else f"; {table.done} of {table.planned} rows are there"
     shown = Table(title=f"{table.name}{size}: final training loss{whole}")
     shown.add_column("cell")
     for column in ("healthy", "worst case", "worse", "lost"):
         shown.add_column(column, justify="right")
-    for cell, score in table.scores.items():
+    for cell, score in scores.items():
         paper = table.papers[cell]
         shown.add_row(cell, *_ours(score), end_section=paper is None)
         if paper is not None:
@@ -96,6 +112,17 @@ def render_table(table: SweepTable, console: Console) -> None:
     )
     for name in table.tables:
         console.print(f"paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}", soft_wrap=True)
+
+
+def render_node_table(table: NodeTable, console: Console) -> None:
+    """Print a table of nodes."""
+    console.print(f"[italic]{escape(table.title)}[/]", highlight=False, soft_wrap=True)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(table.columns):
+        shown.add_column(name, overflow="fold", justify="right" if place else "left")
+    for row in table.rows:
+        shown.add_row(*map(escape, row))
+    console.print(shown)
 
 
 def _ours(score: CellScore) -> list[str]:

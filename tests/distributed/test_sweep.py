@@ -17,6 +17,7 @@ import pytest
 from whole_runs import events_of, prepare_text, write_config
 
 from megasdc.errors import StorageError
+from megasdc.experiments.ma_tables import node_tables
 from megasdc.experiments.results import read_sweep
 from megasdc.experiments.runner import alone
 from megasdc.experiments.sweep import gather, open_sweep, run_sweep
@@ -269,3 +270,55 @@ def test_an_array_job_runs_its_tasks_and_its_tables(tmp_path: Path, base: Path) 
     assert [json.loads(one.read_text())["steps"] for one in out.glob("runs/*/result.json")] == [3]
     table = run_sweep(open_sweep(path, out=out), 2, progress=False)
     assert table.done == 2 and set(starts_of(out).values()) == {1}
+
+
+def test_a_sweep_of_studies_makes_the_tables_of_nodes(tmp_path: Path, base: Path) -> None:
+    """A healthy pair parts nowhere; a node is found in the submodules and gradients that it harms, and nowhere else."""
+    faults = [
+        {"phase": "forward", "submodule": "*.mlp.linear_fc2", "slot": "output", "kind": "scale", "factor": 3.0},
+    ]
+    mode = "megasdc.study.mode"
+    path = write_sweep(
+        tmp_path,
+        base,
+        ranks=2,
+        set={
+            "megasdc.study.replicas": 2,
+            "megasdc.determinism.enabled": True,
+            "megasdc.training.steps": 4,
+            "megasdc.training.eval_interval": 4,
+        },
+        cells=[{"name": one, "set": {mode: one}} for one in ("computation_sync", "parameter_sync", "free_run")],
+        nodes=[{"name": "n", "faults": [{**faults[0], "elements": 10}]}],
+    )
+    out = tmp_path / "out"
+    table = run_sweep(open_sweep(path, out=out), 1, progress=False)
+    assert {row["status"] for row in read_sweep(out).rows} == {"done"}
+    nodes = {(one.mode, one.node): one for one in table.nodes}
+    assert len(nodes) == 6
+    for mode_name in ("computation_sync", "parameter_sync", "free_run"):
+        healthy, harmed = nodes[mode_name, "healthy"], nodes[mode_name, "n"]
+        assert healthy.largest_loss_difference == 0.0
+        assert all(row.mismatches == 0 for row in healthy.mismatches.values())
+        assert healthy.noise in (None, 0.0)
+        assert healthy.parameters in (None, 0.0)
+        assert healthy.disagreement in (None, 0.0)
+        if mode_name == "computation_sync":
+            wrong = {place: row.mismatches for place, row in harmed.mismatches.items() if row.mismatches}
+            results = harmed.mismatches["ffn", "forward"].results
+            assert wrong == {("ffn", "forward"): 10 * results}
+            assert harmed.mismatches["ffn", "forward"].severity_mean == pytest.approx(2.0)
+            assert harmed.wrong_steps == 4
+    assert (nodes["parameter_sync", "n"].noise or 0.0) > 0
+    assert (nodes["free_run", "n"].parameters or 0.0) > 0
+    losses = read_sweep(out).series(names=["train/loss"]).to_pylist()
+    trusted = out / "runs" / nodes_run(out, "free_run", "n") / "replica_0" / "metrics.jsonl"
+    own = [json.loads(line)["train/loss"] for line in trusted.read_text().splitlines() if "train/loss" in line]
+    assert own != [row["value"] for row in losses if row["run_id"] == nodes_run(out, "free_run", "n")]
+    titles = [one.title.split(",")[0] for one in node_tables(table.nodes)]
+    assert titles == ["RQ1", "RQ2", "RQ3"]
+
+
+def nodes_run(out: Path, cell: str, node: str) -> str:
+    """The run of a place."""
+    return next(row["run_id"] for row in read_sweep(out).rows if (row["cell"], row["node"]) == (cell, node))

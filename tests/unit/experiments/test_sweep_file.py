@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.config import load_profile
 from megasdc.errors import ConfigError
-from megasdc.experiments.plan import build_plan, runs_of
+from megasdc.experiments.plan import build_plan, measured_folder, runs_of
 from megasdc.experiments.sweep_file import HEALTHY, load_sweep
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -135,7 +135,7 @@ def test_decisive_cells_have_their_own_seeds_and_a_size_takes_the_place(tmp_path
         load_sweep(path, "huge")
 
 
-@pytest.mark.parametrize("name", ["pei_table_1", "pei_tables_2_3", "pei_model_size", "pei_skip_nan"])
+@pytest.mark.parametrize("name", ["pei_table_1", "pei_tables_2_3", "pei_model_size", "pei_skip_nan", "ma_nodes"])
 def test_shipped_sweeps_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size of a shipped sweep is right, has a healthy run in every cell, and makes every row of its tables."""
     from megasdc.experiments.papers import PAPER_TABLES
@@ -148,6 +148,25 @@ def test_shipped_sweeps_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) ->
         rows = {cell.paper for cell in plan.cells if cell.paper}
         assert rows == {f"{table}/{row}" for table in plan.sweep.tables for row in PAPER_TABLES[table].rows}
     assert "/work" not in path.read_text() and "/tmp" not in path.read_text()
+
+
+def test_a_study_harms_one_replica_and_measures_it(tmp_path: Path) -> None:
+    """In a study a node's faults are those of the replica that is not trusted, whose losses are the run's."""
+    study = {f"megasdc.study.{name}": value for name, value in {"mode": "parameter_sync", "replicas": 2}.items()}
+    nodes = [{"name": "n", "profile": "node_11", "seed": 1, "faults": [{"phase": "forward"}]}]
+    settings = {**study, "megasdc.determinism.enabled": True, "megasdc.training.steps": 100, "train_batch_size": 8}
+    plan = build_plan(load_sweep(write(tmp_path, ranks=2, set=settings, nodes=nodes), None))
+    harmed = next(run for run in plan.runs.values() if not run.healthy)
+    assert [spec["replica"] for spec in harmed.config["megasdc"]["faults"]] == [1, 1]
+    assert measured_folder(harmed, tmp_path) == tmp_path / "replica_1"
+    other = {**settings, "megasdc.study.trusted": 1}
+    plan = build_plan(load_sweep(write(tmp_path, ranks=2, set=other, nodes=nodes), None))
+    assert {measured_folder(run, tmp_path).name for run in plan.runs.values()} == {"replica_0"}
+    with pytest.raises(ConfigError, match=r"study\.replicas: 4; a sweep harms one replica"):
+        build_plan(load_sweep(write(tmp_path, ranks=4, set={**settings, "megasdc.study.replicas": 4}), None))
+    start = [{"name": "a", "start": {"step": 3}}]
+    with pytest.raises(ConfigError, match="a study of a sweep begins from scratch"):
+        build_plan(load_sweep(write(tmp_path, ranks=2, set=settings, cells=start), None))
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "sweeps" / "nodes").glob("*.json")), ids=lambda path: path.stem)

@@ -1,0 +1,200 @@
+"""What did unhealthy nodes compute, and what came of it? One row a node, from the studies that a sweep has run.
+
+The research questions of Ma, Pei, Lausen, Karypis 2025, Understanding Silent Data Corruption in LLM Training
+(https://arxiv.org/abs/2502.12340): RQ1, submodules, with computation synchronization; RQ2, gradients of a step, with
+parameter synchronization; RQ3, a whole training, with neither. Published figures are those of the node's profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasdc.config.fault_profiles import load_profile
+from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
+from megasdc.experiments.results import SweepResults
+from megasdc.study.log import WHOLE
+from megasdc.study.tables import MismatchRow, StudySummary, summarize_study
+
+PLACES = {
+    (part, phase): f"mismatch_frequency_{phase}_{part}"
+    for phase in ("forward", "backward")
+    for part in ("attention", "ffn")
+}
+"""Columns of RQ1: part and phase, and what profiles call the frequency."""
+NOISE = "worst_gradient_noise_to_signal"
+
+
+@dataclass(frozen=True)
+class StudiedNode:
+    """One node in one study.
+
+    Args:
+        cell: of the sweep.
+        node: its name.
+        control: whether it stands for chance.
+        seed: of the run.
+        published: figures of its profile by name.
+        mode: of the study.
+        mismatches: by part and phase, what differed; computation_sync.
+        wrong_steps: steps with a mismatch; computation_sync.
+        noise: worst ||g_u - g_h|| / ||g_h|| of a step; parameter_sync. Null: it was never finite.
+        noise_step: its step.
+        parameters: ||p_u - p_h|| / ||p_h|| at the end; free_run. Null: not finite.
+        loss_difference: of the last step.
+        largest_loss_difference: of any step.
+        spikes: of the unhealthy replica's loss.
+        disagreement: share of validation tokens predicted otherwise; free_run.
+    """
+
+    cell: str
+    node: str
+    control: bool
+    seed: int
+    published: Mapping[str, float]
+    mode: str
+    mismatches: Mapping[tuple[str, str], MismatchRow] = field(default_factory=dict)
+    wrong_steps: int = 0
+    noise: float | None = None
+    noise_step: int | None = None
+    parameters: float | None = None
+    loss_difference: float | None = None
+    largest_loss_difference: float | None = None
+    spikes: int = 0
+    disagreement: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        rows = {f"{phase} {part}": row.as_dict() for (part, phase), row in self.mismatches.items()}
+        return {**vars(self), "published": dict(self.published), "mismatches": rows}
+
+
+def studied_nodes(results: SweepResults) -> list[StudiedNode]:
+    """Read the studies of a sweep.
+
+    Args:
+        results: of the sweep; what is no study, or has ended without its losses, is left out.
+
+    Raises:
+        DataError: a study's files are damaged.
+        ConfigError: a node's profile cannot be read.
+    """
+    found = []
+    for row in results.rows:
+        folder = results.run_folder(row["run_id"])
+        if row["steps"] and (folder / "study").is_dir():
+            found.append(_node(row, summarize_study(folder)))
+    return found
+
+
+def _node(row: Mapping[str, Any], study: StudySummary) -> StudiedNode:
+    replica = next(number for number in range(study.replicas) if number != study.trusted)
+    published = {} if row["profile"] is None else load_profile(row["profile"]).published
+    losses = next(one for one in study.losses if one.replica == replica)
+    noise = _distance(study, "gradient", replica)
+    parameters = _distance(study, "parameters", replica)
+    return StudiedNode(
+        cell=row["cell"],
+        node=row["node"],
+        control=row["control"],
+        seed=row["seed"],
+        published=published,
+        mode=study.mode,
+        mismatches={(one.name, one.phase): one for one in study.mismatches if (one.name, one.phase) in PLACES},
+        wrong_steps=sum(one.wrong_steps for one in study.bursts),
+        noise=None if noise is None else noise.worst,
+        noise_step=None if noise is None else noise.worst_step,
+        parameters=None if parameters is None else parameters.last,
+        loss_difference=losses.last_difference,
+        largest_loss_difference=losses.largest_difference,
+        spikes=len(losses.spikes),
+        disagreement=next((one["disagreement"] for one in study.evaluations if one["replica"] == replica), None),
+    )
+
+
+def _distance(study: StudySummary, quantity: str, replica: int) -> Any:
+    rows = (one for one in study.distances if one.quantity == quantity and one.replica == replica)
+    return next((one for one in rows if one.fqn == WHOLE), None)
+
+
+@dataclass(frozen=True)
+class NodeTable:
+    """A table that can be printed or put on a page.
+
+    Args:
+        title: what it shows.
+        columns: their names; the first is the node.
+        rows: texts.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def node_tables(nodes: Sequence[StudiedNode]) -> list[NodeTable]:
+    """The tables of those modes that were run, in the order of the research questions."""
+    made = {COMPUTATION_SYNC: _submodules, PARAMETER_SYNC: _gradients, FREE_RUN: _trainings}
+    return [make(chosen) for mode, make in made.items() if (chosen := [one for one in nodes if one.mode == mode])]
+
+
+def _submodules(nodes: Sequence[StudiedNode]) -> NodeTable:
+    columns = [f"{part}, {phase}" for part, phase in PLACES]
+    rows: list[tuple[str, ...]] = [
+        (_name(one), *(_place(one, *place) for place in PLACES), str(one.wrong_steps)) for one in nodes
+    ]
+    title = (
+        "RQ1, submodules: mismatch frequency, mean severity (largest); in brackets what was published of the node that "
+        "is imitated"
+    )
+    return NodeTable(title, ("node", *columns, "wrong steps"), rows)
+
+
+def _place(one: StudiedNode, part: str, phase: str) -> str:
+    row = one.mismatches.get((part, phase))
+    frequency = 0.0 if row is None else row.frequency
+    published = one.published.get(PLACES[part, phase])
+    text = f"{frequency:.3g}" + ("" if published is None else f" [{published:.3g}]")
+    if row is None or row.severity_mean is None or row.severity_max is None:
+        return text
+    return f"{text}; {row.severity_mean:.2g} ({row.severity_max:.2g})"
+
+
+def _gradients(nodes: Sequence[StudiedNode]) -> NodeTable:
+    rows: list[tuple[str, ...]] = []
+    for one in nodes:
+        published = one.published.get(NOISE)
+        rows.append(
+            (
+                _name(one),
+                _number(one.noise) + ("" if published is None else f" [{published:.3g}]"),
+                "-" if one.noise_step is None else str(one.noise_step),
+                _number(one.largest_loss_difference),
+            )
+        )
+    title = "RQ2, gradients of a step: worst noise-to-signal [published], and the largest difference in loss"
+    return NodeTable(title, ("node", "noise", "at step", "loss"), rows)
+
+
+def _trainings(nodes: Sequence[StudiedNode]) -> NodeTable:
+    rows: list[tuple[str, ...]] = [
+        (
+            _name(one),
+            _number(one.parameters),
+            _number(one.loss_difference),
+            str(one.spikes),
+            "-" if one.disagreement is None else f"{100 * one.disagreement:.2f} %",
+        )
+        for one in nodes
+    ]
+    title = "RQ3, a training: difference of parameters and loss at its end, spikes of loss, predictions that are others"
+    return NodeTable(title, ("node", "parameters", "loss", "spikes", "disagreement"), rows)
+
+
+def _name(one: StudiedNode) -> str:
+    return f"{one.node}, seed {one.seed}" + (" (chance)" if one.control else "")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
