@@ -32,9 +32,8 @@ class StudiedNode:
 
     Args:
         cell: of the sweep.
-        node: its name.
+        node: its name, with the seed of the run where there are several.
         control: whether it stands for chance.
-        seed: of the run.
         published: figures of its profile by name.
         mode: of the study.
         mismatches: by part and phase, what differed; computation_sync.
@@ -51,7 +50,6 @@ class StudiedNode:
     cell: str
     node: str
     control: bool
-    seed: int
     published: Mapping[str, float]
     mode: str
     mismatches: Mapping[tuple[str, str], MismatchRow] = field(default_factory=dict)
@@ -80,15 +78,16 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
         DataError: a study's files are damaged.
         ConfigError: a node's profile cannot be read.
     """
+    several_seeds = len({row["seed"] for row in results.rows}) > 1
     found = []
     for row in results.rows:
         folder = results.run_folder(row["run_id"])
         if row["steps"] and (folder / "study").is_dir():
-            found.append(_node(row, summarize_study(folder)))
+            found.append(_node(row, summarize_study(folder), several_seeds))
     return found
 
 
-def _node(row: Mapping[str, Any], study: StudySummary) -> StudiedNode:
+def _node(row: Mapping[str, Any], study: StudySummary, several_seeds: bool) -> StudiedNode:
     replica = next(number for number in range(study.replicas) if number != study.trusted)
     published = {} if row["profile"] is None else load_profile(row["profile"]).published
     losses = next(one for one in study.losses if one.replica == replica)
@@ -96,9 +95,8 @@ def _node(row: Mapping[str, Any], study: StudySummary) -> StudiedNode:
     parameters = _distance(study, "parameters", replica)
     return StudiedNode(
         cell=row["cell"],
-        node=row["node"],
+        node=f"{row['node']}, seed {row['seed']}" if several_seeds else row["node"],
         control=row["control"],
-        seed=row["seed"],
         published=published,
         mode=study.mode,
         mismatches={(one.name, one.phase): one for one in study.mismatches if (one.name, one.phase) in PLACES},
@@ -119,18 +117,35 @@ def _distance(study: StudySummary, quantity: str, replica: int) -> Any:
 
 
 @dataclass(frozen=True)
+class Value:
+    """One cell of a table.
+
+    Args:
+        text: as it is read.
+        number: that it is sorted by; null: by its text.
+    """
+
+    text: str
+    number: float | None = None
+
+
+@dataclass(frozen=True)
 class NodeTable:
     """A table that can be printed or put on a page.
 
     Args:
-        title: what it shows.
+        name: of a file.
+        heading: the question.
+        note: what the columns are.
         columns: their names; the first is the node.
-        rows: texts.
+        rows: of values, as many as columns.
     """
 
-    title: str
+    name: str
+    heading: str
+    note: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: tuple[tuple[Value, ...], ...]
 
 
 def node_tables(nodes: Sequence[StudiedNode]) -> list[NodeTable]:
@@ -140,61 +155,65 @@ def node_tables(nodes: Sequence[StudiedNode]) -> list[NodeTable]:
 
 
 def _submodules(nodes: Sequence[StudiedNode]) -> NodeTable:
-    columns = [f"{part}, {phase}" for part, phase in PLACES]
-    rows: list[tuple[str, ...]] = [
-        (_name(one), *(_place(one, *place) for place in PLACES), str(one.wrong_steps)) for one in nodes
-    ]
-    title = (
-        "RQ1, submodules: mismatch frequency, mean severity (largest); in brackets what was published of the node that "
-        "is imitated"
+    columns = ("node", *(f"{part}, {phase}" for part, phase in PLACES), "wrong steps")
+    note = (
+        "Mismatch frequency; in brackets what was published of the node that is imitated; then the mean severity, and "
+        "the largest in brackets."
     )
-    return NodeTable(title, ("node", *columns, "wrong steps"), rows)
-
-
-def _place(one: StudiedNode, part: str, phase: str) -> str:
-    row = one.mismatches.get((part, phase))
-    frequency = 0.0 if row is None else row.frequency
-    published = one.published.get(PLACES[part, phase])
-    text = f"{frequency:.3g}" + ("" if published is None else f" [{published:.3g}]")
-    if row is None or row.severity_mean is None or row.severity_max is None:
-        return text
-    return f"{text}; {row.severity_mean:.2g} ({row.severity_max:.2g})"
+    rows = tuple((_name(one), *(_place(one, *place) for place in PLACES), _count(one.wrong_steps)) for one in nodes)
+    return NodeTable("rq1_submodules", "RQ1, submodules", note, columns, rows)
 
 
 def _gradients(nodes: Sequence[StudiedNode]) -> NodeTable:
-    rows: list[tuple[str, ...]] = []
-    for one in nodes:
-        published = one.published.get(NOISE)
-        rows.append(
-            (
-                _name(one),
-                _number(one.noise) + ("" if published is None else f" [{published:.3g}]"),
-                "-" if one.noise_step is None else str(one.noise_step),
-                _number(one.largest_loss_difference),
-            )
+    columns = ("node", "noise-to-signal", "at step", "difference of loss")
+    note = "Worst ||g_u - g_h|| / ||g_h|| of a step, with what was published; largest difference of loss."
+    rows = tuple(
+        (
+            _name(one),
+            _number(one.noise, one.published.get(NOISE)),
+            _count(one.noise_step),
+            _number(one.largest_loss_difference),
         )
-    title = "RQ2, gradients of a step: worst noise-to-signal [published], and the largest difference in loss"
-    return NodeTable(title, ("node", "noise", "at step", "loss"), rows)
+        for one in nodes
+    )
+    return NodeTable("rq2_gradients", "RQ2, gradients of a step", note, columns, rows)
 
 
 def _trainings(nodes: Sequence[StudiedNode]) -> NodeTable:
-    rows: list[tuple[str, ...]] = [
+    columns = ("node", "parameters", "difference of loss", "spikes of loss", "disagreement")
+    note = (
+        "At the end: ||p_u - p_h|| / ||p_h||, difference of training loss, and validation tokens whose most likely "
+        "prediction is another; spikes over all steps."
+    )
+    rows = tuple(
         (
             _name(one),
             _number(one.parameters),
             _number(one.loss_difference),
-            str(one.spikes),
-            "-" if one.disagreement is None else f"{100 * one.disagreement:.2f} %",
+            _count(one.spikes),
+            Value("-") if one.disagreement is None else Value(f"{100 * one.disagreement:.2f} %", one.disagreement),
         )
         for one in nodes
-    ]
-    title = "RQ3, a training: difference of parameters and loss at its end, spikes of loss, predictions that are others"
-    return NodeTable(title, ("node", "parameters", "loss", "spikes", "disagreement"), rows)
+    )
+    return NodeTable("rq3_training", "RQ3, a training", note, columns, rows)
 
 
-def _name(one: StudiedNode) -> str:
-    return f"{one.node}, seed {one.seed}" + (" (chance)" if one.control else "")
+def _place(one: StudiedNode, part: str, phase: str) -> Value:
+    row = one.mismatches.get((part, phase))
+    frequency = _number(0.0 if row is None else row.frequency, one.published.get(PLACES[part, phase]))
+    if row is None or row.severity_mean is None or row.severity_max is None:
+        return frequency
+    return Value(f"{frequency.text}; {row.severity_mean:.2g} ({row.severity_max:.2g})", frequency.number)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+def _name(one: StudiedNode) -> Value:
+    return Value(one.node + (" (chance)" if one.control else ""))
+
+
+def _count(value: int | None) -> Value:
+    return Value("-") if value is None else Value(f"{value:,}", float(value))
+
+
+def _number(value: float | None, published: float | None = None) -> Value:
+    text = "-" if value is None else f"{value:.3g}"
+    return Value(text + ("" if published is None else f" [{published:.3g}]"), value)

@@ -116,12 +116,12 @@ def _render_scores(table: SweepTable, scores: Mapping[str, CellScore], console: 
 
 def render_node_table(table: NodeTable, console: Console) -> None:
     """Print a table of nodes."""
-    console.print(f"[italic]{escape(table.title)}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[italic]{table.heading}.[/] {escape(table.note)}", highlight=False, soft_wrap=True)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(table.columns):
         shown.add_column(name, overflow="fold", justify="right" if place else "left")
     for row in table.rows:
-        shown.add_row(*map(escape, row))
+        shown.add_row(*(escape(value.text) for value in row))
     console.print(shown)
 
 

@@ -315,8 +315,9 @@ def test_a_sweep_of_studies_makes_the_tables_of_nodes(tmp_path: Path, base: Path
     trusted = out / "runs" / nodes_run(out, "free_run", "n") / "replica_0" / "metrics.jsonl"
     own = [json.loads(line)["train/loss"] for line in trusted.read_text().splitlines() if "train/loss" in line]
     assert own != [row["value"] for row in losses if row["run_id"] == nodes_run(out, "free_run", "n")]
-    titles = [one.title.split(",")[0] for one in node_tables(table.nodes)]
-    assert titles == ["RQ1", "RQ2", "RQ3"]
+    tables = node_tables(table.nodes)
+    assert [one.name for one in tables] == ["rq1_submodules", "rq2_gradients", "rq3_training"]
+    assert all(len(row) == len(one.columns) for one in tables for row in one.rows)
 
 
 def nodes_run(out: Path, cell: str, node: str) -> str:

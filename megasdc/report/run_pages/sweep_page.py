@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasdc.experiments.ma_tables import node_tables
 from megasdc.experiments.outcome import DONE, STATUSES
 from megasdc.experiments.papers import PAPER_TABLES, PaperRow
 from megasdc.experiments.pei_metrics import EPSILON, CellScore
@@ -57,6 +58,7 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         notes=_notes(results),
         sections=[
             Section(*_paper_heading(table), tables=[_scores(table)]),
+            *_studies(table),
             Section("What simulated faults cannot tell", LIMITS),
             Section("Runs that are not done", tables=[_lost(lost)])
             if lost
@@ -112,6 +114,25 @@ def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
     for name in table.tables:
         sentences.append(f"The paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}.")
     return ("The paper's table beside ours" if table.tables else "Cells"), sentences
+
+
+def _studies(table: SweepTable) -> list[Section]:
+    """What studies of nodes came to, where the sweep's runs are studies."""
+    return [
+        Section(
+            one.heading,
+            [one.note],
+            tables=[
+                Table(
+                    one.name,
+                    one.columns,
+                    tuple(tuple(Cell(value.text, value.number) for value in row) for row in one.rows),
+                    searched=False,
+                )
+            ],
+        )
+        for one in node_tables(table.nodes)
+    ]
 
 
 def _scores(table: SweepTable) -> Table:
