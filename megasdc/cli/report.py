@@ -17,14 +17,17 @@ from megasdc.cli.app import Json, app, print_result, stdout_kept_clean
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="A run folder; several, which are compared; a study; or a sweep."),
+        typer.Argument(
+            metavar="PATH...",
+            help="A run folder; several, which are compared; a study; a sweep; results of DropCompute (JSON).",
+        ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             metavar="FILE.html",
-            help="The page. Default: reports/report.html in the folder; of several runs report.html here.",
+            help="The page. Default: reports/report.html in the folder; of several runs or files report.html here.",
         ),
     ] = None,
     figures: Annotated[
@@ -42,7 +45,8 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run, several runs beside a healthy one, a study or a sweep as one HTML page that needs no network.
+    """Show a run, several runs beside a healthy one, a study, a sweep or what DropCompute brings as one HTML page that
+    needs no network.
 
     Works while a run is going. Exit code 0: the page is written, and so is all that --figures asks for; 1: the page is,
     but PNG and SVG could not be drawn; 71: a path holds neither run nor sweep.

@@ -15,6 +15,7 @@ from megasdc import __version__
 from megasdc.errors import DataError, StorageError
 from megasdc.report.pages import write_page
 from megasdc.report.run_pages.compare_page import compare_page
+from megasdc.report.run_pages.drop_result_page import drop_result_page
 from megasdc.report.run_pages.folder import kind_of
 from megasdc.report.run_pages.parts import Page
 from megasdc.report.run_pages.pictures import NoPictures, write_pictures, write_tables
@@ -65,11 +66,11 @@ def write_report(
     healthy: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Written:
-    """Write a report on a run, on several compared with the first, on a study, or on a sweep.
+    """Write a report on a run, on several compared with the first, on a study, on a sweep, or on DropCompute.
 
     Args:
-        paths: run folders, or one folder of a study or a sweep.
-        out: the page; null: ``reports/report.html`` in the folder, or ``report.html`` here where there are several.
+        paths: run folders, or one folder of a study or a sweep, or JSON files of DropCompute's results.
+        out: the page; null: ``reports/report.html`` in the folder, ``report.html`` here of several or of files.
         figures: folder for PNG, SVG and CSV of each figure and CSV of each table; null: none are written.
         title: of the page; null: made of what it shows.
         healthy: the run that the others are compared with; null: the first.
@@ -81,7 +82,7 @@ def write_report(
     """
     paths = _healthy_first(paths, healthy)
     kind = kind_of(paths)
-    out = out or (Path(PAGE) if kind == "runs" else paths[0] / "reports" / PAGE)
+    out = out or (Path(PAGE) if kind in ("runs", "drops") else paths[0] / "reports" / PAGE)
     now = time.time()
     page = _build(kind, paths, out, now, title, on_progress)
     _write_page(page, out, now)
@@ -100,6 +101,8 @@ def _build(
 ) -> Page:
     if kind == "sweep":
         return sweep_page(paths[0], title)
+    if kind == "drops":
+        return drop_result_page(paths, title)
     if kind == "study":
         return study_page(paths[0], title)
     runs = [load_run(path, on_progress) for path in paths]

@@ -1,4 +1,4 @@
-"""What is a path: the folder of a run, of a study, or of a sweep? Found from what is in it."""
+"""What is a path: the folder of a run, of a study, or of a sweep, or a result of DropCompute? Found from what it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, is_run
 from megasdc.study.log import STUDY_FOLDER
 
 SWEEP_FILES = ("sweep.json", "results.parquet")
-Kind = Literal["run", "runs", "study", "sweep"]
+Kind = Literal["run", "runs", "study", "sweep", "drops"]
 
 
 def is_sweep(path: Path) -> bool:
@@ -33,6 +33,11 @@ def kind_of(paths: Sequence[Path]) -> Kind:
     Raises:
         DataError: one is none of these, or they do not go together.
     """
+    files = [path for path in paths if path.suffix == ".json"]
+    if files and len(files) < len(paths):
+        raise DataError(f"{files[0]} is a result of DropCompute; folders have pages of their own, leave them out")
+    if files:
+        return "drops"
     for path in paths:
         if not any(test(path) for test in (is_sweep, is_study, is_run)):
             raise DataError(

@@ -123,7 +123,7 @@ class Page:
         summary: what ``--json`` prints, plain values.
     """
 
-    kind: Literal["run", "runs", "study", "sweep"]
+    kind: Literal["run", "runs", "study", "sweep", "drops"]
     title: str
     verdict: str
     state: State

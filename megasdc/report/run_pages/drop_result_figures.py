@@ -1,0 +1,191 @@
+"""Which figures show what DropCompute brings? Scaling, thresholds, measured speed-up, loss against steps and time.
+
+After Giladi et al., NeurIPS 2023, arXiv 2306.10598, in kind: other models, and delays drawn from their environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megasdc.report.run_pages.drop_results import Scaling
+from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, clean
+
+HEIGHT = 340
+DRAWN_RATE = 0.3
+"""Largest share left out that is drawn; files have all."""
+
+
+def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
+    """Throughput over linear scaling, by number of replicas.
+
+    Args:
+        scaling: simulated, by rising number of replicas.
+    """
+    replicas = [one.replicas for one in scaling]
+    lines: dict[str, Sequence[float | None]] = {
+        "with the best threshold": [one.drops for one in scaling],
+        "every micro-batch waited for": [one.waits for one in scaling],
+        "every micro-batch, by eq. 4": [one.waits_formula for one in scaling],
+    }
+    shown = {name: values for name, values in lines.items() if any(value is not None for value in values)}
+    traces = [
+        _line(name, replicas, values, COLOURS[place], DASHES[place // 2], "%{x:,} replicas: %{y:.1%}")
+        for place, (name, values) in enumerate(shown.items())
+    ]
+    layout = {
+        "height": HEIGHT,
+        "showlegend": True,
+        "xaxis": {
+            "type": "log",
+            "title": {"text": "replicas"},
+            "tickvals": replicas,
+            "ticktext": [*map(str, replicas)],
+        },
+        "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "nticks": 6, "title": {"text": "of linear scaling"}},
+    }
+    columns: dict[str, Sequence[Any]] = {
+        "replicas": replicas,
+        **{name.replace(" ", "_").replace(",", "").replace(".", ""): values for name, values in shown.items()},
+        "effective_speedup": [one.speedup for one in scaling],
+        "drop_rate": [one.drop_rate for one in scaling],
+    }
+    caption = (
+        "Simulated: micro-batches per second of all replicas, over as many replicas that never wait for each other. "
+        "What is lost to waiting grows with the number of replicas; the best threshold gives a part of it back."
+    )
+    return Figure("drop_scaling", "Scaling", caption, traces, layout, columns)
+
+
+def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
+    """Effective speed-up against the share that is left out, a line for each number of replicas.
+
+    Args:
+        scaling: simulated.
+    """
+    traces = []
+    columns: dict[str, list[Any]] = {"replicas": [], "drop_rate": [], "effective_speedup": []}
+    for place, one in enumerate(scaling):
+        rates, speedups = zip(*one.curve, strict=True)
+        drawn = [point for point in one.curve if point[0] <= DRAWN_RATE]
+        name = f"{one.replicas:,} replicas"
+        colour, dash = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+        x, y = zip(*drawn, strict=True)
+        traces.append(_line(name, x, y, colour, dash, "%{x:.1%} left out: %{y:.4f}", mode="lines"))
+        columns["replicas"] += [one.replicas] * len(rates)
+        columns["drop_rate"] += rates
+        columns["effective_speedup"] += speedups
+    layout = {
+        "height": HEIGHT,
+        "showlegend": True,
+        "xaxis": {"tickformat": ".0%", "title": {"text": "micro-batches left out"}},
+        "yaxis": {"nticks": 6, "title": {"text": "effective speed-up"}},
+    }
+    caption = (
+        "Simulated, thresholds that leave out up to "
+        f"{DRAWN_RATE:.0%}: completed micro-batches per second over those without a threshold (eq. 6)."
+    )
+    return Figure("drop_thresholds", "Effective speed-up by share left out", caption, traces, layout, columns)
+
+
+def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
+    """Measured against predicted effective speed-up.
+
+    Args:
+        number: of the result, from 0.
+        result: of ``bench drop-speedup``.
+    """
+    rows = sorted(result["thresholds"], key=lambda one: one["rate"])
+    rates = [one["rate"] for one in rows]
+    names = ["chosen by the run itself" if one["own"] else "given" for one in rows]
+    bar, replicas = result["bar"], result["options"]["replicas"]
+    predicted, measured = ([one[key] for one in rows] for key in ("predicted", "speedup"))
+    band = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"predicted, ± {bar:.0%}",
+        "x": clean([*rates, *reversed(rates)]),
+        "y": clean(
+            [*(value * (1 + bar) for value in predicted), *(value * (1 - bar) for value in reversed(predicted))]
+        ),
+        "fill": "toself",
+        "fillcolor": "var(--equal)",
+        "line": {"color": "var(--line)", "width": 1},
+        "hoverinfo": "skip",
+    }
+    points = {
+        **_line("measured", rates, measured, COLOURS[1], "solid", "%{x:.1%} left out, threshold %{text}: %{y:.4f}"),
+        "mode": "markers",
+        "text": names,
+        "marker": {"color": COLOURS[1], "size": 9, "symbol": ["diamond" if one["own"] else "circle" for one in rows]},
+    }
+    layout = {
+        "height": HEIGHT,
+        "showlegend": True,
+        "xaxis": {"tickformat": ".1%", "title": {"text": "micro-batches left out"}},
+        "yaxis": {"nticks": 6, "title": {"text": "effective speed-up"}},
+    }
+    columns = {"drop_rate": rates, "threshold": names, "predicted": predicted, "measured": measured}
+    caption = (
+        f"{replicas} real replicas whose micro-batches sleep as long as drawn ({result['sleep_share']:.0%} of their "
+        "time). Predicted from other steps, in which nothing was left out. Diamond: a threshold that the run chose."
+    )
+    return Figure(f"drop_measured_{number}", "Measured effective speed-up", caption, [band, points], layout, columns)
+
+
+def loss_figures(number: int, result: Mapping[str, Any]) -> list[Figure]:
+    """Validation loss against steps, and against simulated time.
+
+    Args:
+        number: of the result, from 0.
+        result: of ``bench drop-training``.
+    """
+    seeds = result["options"]["seeds"]
+    said = f"Mean validation loss over {seeds} seeds. "
+    return [
+        _losses(f"drop_loss_steps_{number}", "Loss against steps", said, "step", 0, result),
+        _losses(
+            f"drop_loss_time_{number}",
+            "Loss against time",
+            said + f"Time of a simulated job of {result['options']['replicas']} replicas in the paper's environment.",
+            "hours",
+            1,
+            result,
+        ),
+    ]
+
+
+def _losses(name: str, title: str, caption: str, unit: str, place: int, result: Mapping[str, Any]) -> Figure:
+    traces = []
+    columns: dict[str, list[Any]] = {"setting": [], unit: [], "loss": []}
+    divide = 3600.0 if unit == "hours" else 1.0
+    for number, score in enumerate(result["scores"]):
+        x = [point[place] / divide for point in score["curve"]]
+        y = [point[2] for point in score["curve"]]
+        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+        traces.append(_line(score["name"], x, y, colour, dash, "%{x:.4g}: %{y:.4f}"))
+        columns["setting"] += [score["name"]] * len(x)
+        columns[unit] += x
+        columns["loss"] += y
+    layout = {
+        "height": HEIGHT + 60,
+        "showlegend": True,
+        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "yaxis": {"nticks": 8, "title": {"text": "nats per token"}},
+    }
+    return Figure(name, title, caption.strip(), traces, layout, columns)
+
+
+def _line(
+    name: str, x: Sequence[Any], y: Sequence[Any], colour: str, dash: str, hover: str, mode: str = "lines+markers"
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "x": clean(x),
+        "y": clean(y),
+        "line": {"color": colour, "dash": dash, "width": 1.5},
+        "marker": {"color": colour, "size": 6},
+        "hovertemplate": hover + f"<extra>{name}</extra>",
+    }

@@ -1,0 +1,123 @@
+"""What do results of DropCompute's own commands hold? Read from the JSON files that they wrote with ``--out``.
+
+``megasdc dropcompute simulate``, ``megasdc bench drop-speedup`` and ``megasdc bench drop-training``; which one it is is
+found from its keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import DataError
+
+SIMULATION, SPEEDUP, TRAINING = "simulation", "speed-up", "training"
+_KEYS = {
+    SIMULATION: {"environment", "results"},
+    SPEEDUP: {"thresholds", "sleep_share"},
+    TRAINING: {"verdict", "scores", "runs"},
+}
+_COMMANDS = (
+    "megasdc dropcompute simulate --out FILE.json, megasdc bench drop-speedup --out FILE.json or "
+    "megasdc bench drop-training --out FILE.json"
+)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One number of replicas, simulated.
+
+    Args:
+        replicas: N.
+        waits: throughput over linear scaling, nothing left out: the share of time that is not spent on waiting.
+        waits_formula: the same by eq. 4; null: it says nothing here.
+        drops: the same with the best threshold.
+        speedup: effective, at the best threshold.
+        drop_rate: there.
+        curve: (drop rate, effective speed-up) of every threshold.
+    """
+
+    replicas: int
+    waits: float
+    waits_formula: float | None
+    drops: float
+    speedup: float
+    drop_rate: float
+    curve: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class DropResults:
+    """All files of a report.
+
+    Args:
+        scaling: by number of replicas, simulated.
+        environment: of the simulation, as it was drawn; null: none is there.
+        speedups: content of results of ``bench drop-speedup``.
+        trainings: content of results of ``bench drop-training``.
+        files: kind and path of each.
+    """
+
+    scaling: Sequence[Scaling] = ()
+    environment: Mapping[str, Any] | None = None
+    speedups: Sequence[Mapping[str, Any]] = ()
+    trainings: Sequence[Mapping[str, Any]] = ()
+    files: Sequence[tuple[str, Path]] = field(default_factory=list)
+
+
+def read_drop_results(paths: Sequence[Path]) -> DropResults:
+    """Read results.
+
+    Args:
+        paths: JSON files; at most one simulation, since others have another environment.
+
+    Raises:
+        DataError: a file is none of them, is damaged, or there are several simulations.
+    """
+    found: dict[str, list[Any]] = {kind: [] for kind in _KEYS}
+    files = []
+    for path in paths:
+        kind, content = _read(path)
+        found[kind].append(content)
+        files.append((kind, path))
+    if len(found[SIMULATION]) > 1:
+        raise DataError(f"{len(found[SIMULATION])} simulations were given; give one, with all --replicas in it")
+    simulated = next(iter(found[SIMULATION]), None)
+    try:
+        scaling = [] if simulated is None else [_scaling(one) for one in simulated["results"]]
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise DataError(f"the simulation is not of this version ({error!r}); simulate again") from error
+    environment = None if simulated is None else simulated["environment"]
+    return DropResults(scaling, environment, found[SPEEDUP], found[TRAINING], files)
+
+
+def _read(path: Path) -> tuple[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON ({error}); give a file that {_COMMANDS} wrote") from error
+    kinds = [kind for kind, keys in _KEYS.items() if isinstance(content, dict) and keys <= content.keys()]
+    if not kinds:
+        raise DataError(f"{path} is no result of DropCompute's commands; give a file that {_COMMANDS} wrote")
+    return kinds[0], content
+
+
+def _scaling(one: Mapping[str, Any]) -> Scaling:
+    said, longest, curve = one["simulation"], one["longest"], one["curve"]
+    rest = said["communication_s"]
+    alone = said["micro_batches"] * one["latency"]["mean_s"] + rest
+    waits = alone / (longest["simulated_s"] + rest)
+    formula = longest["formula_s"]
+    points = zip(curve["completed_share"], curve["speedup"], strict=True)
+    return Scaling(
+        replicas=said["replicas"],
+        waits=waits,
+        waits_formula=None if formula is None else alone / (formula + rest),
+        drops=waits * one["best"]["speedup"],
+        speedup=one["best"]["speedup"],
+        drop_rate=one["best"]["drop_rate"],
+        curve=tuple(sorted((1 - share, speedup) for share, speedup in points)),
+    )
