@@ -76,26 +76,30 @@ class RunningRanks:
     lifelines: list[Connection]
     store: Any
 
+    def __post_init__(self) -> None:
+        self._codes: list[int | None] = [None] * len(self.processes)
+
     @property
     def sentinels(self) -> list[int]:
-        """What becomes ready when a process ends."""
-        return [process.sentinel for process in self.processes if process.exitcode is None]
+        """What is ready once a process has ended, of those that ``settle`` has not seen ended yet."""
+        return [process.sentinel for process, code in zip(self.processes, self._codes, strict=True) if code is None]
 
     def settle(self) -> list[int] | None:
         """Exit codes, negative for signals, once all have ended; null before.
 
         When one rank has failed the others are ended: without it they would wait until their timeout.
         """
-        codes = [process.exitcode for process in self.processes]
-        if any(codes):
+        self._codes = [process.exitcode for process in self.processes]
+        if any(self._codes):
             for process in self.processes:
                 process.join(0.5)
             self.end()
-            codes = [
+            self._codes = [
                 code if code is not None else process.exitcode
-                for code, process in zip(codes, self.processes, strict=True)
+                for code, process in zip(self._codes, self.processes, strict=True)
             ]
-        return None if None in codes else codes
+        codes = [code for code in self._codes if code is not None]
+        return codes if len(codes) == len(self.processes) else None
 
     def end(self) -> None:
         """End all processes and wait for them."""
@@ -124,7 +128,7 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
     logs = folder / LOG_FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     devices = ",".join(str(slot * ranks + rank) for rank in range(ranks))
-    running = RunningRanks([], [], store)
+    processes, lifelines = [], []
     for rank in range(ranks):
         settings = rank_environment(rank, ranks, 0, "127.0.0.1", store.port) | {
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -135,9 +139,9 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
         process = context.Process(target=_rank_main, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        running.processes.append(process)
-        running.lifelines.append(ours)
-    return running
+        processes.append(process)
+        lifelines.append(ours)
+    return RunningRanks(processes, lifelines, store)
 
 
 def _visible(devices: str) -> str:
