@@ -126,7 +126,7 @@ def _each_phase(layout: tuple[int, int], model: Any, options: Any) -> int:
     ("layout", "ranks", "model", "options"),
     [
         ((1, 1), 1, GPT, {}),
-        ((2, 1), 2, GPT, {"precision": "bf16"}),
+        pytest.param((2, 1), 2, GPT, {"precision": "bf16"}, marks=pytest.mark.full),
         ((1, 2), 4, LLAMA, {"precision": "bf16", "grad_accum": "bf16"}),
         ((2, 1), 4, LLAMA, {}),
     ],
