@@ -43,7 +43,7 @@ class PlannedRun:
     Args:
         run_id: a digest of its configuration and start; names its folder.
         label: cell, node and seed that asked for it first.
-        config: the whole resolved configuration; ``logging.run_dir`` is a placeholder.
+        config: the whole resolved configuration; ``logging.run_dir`` is set when the run starts.
         ranks: processes.
         start: null: from scratch.
         last_step: after which it ends.

@@ -138,7 +138,8 @@ def test_every_figure_is_valid(page: Path) -> None:
     for one in data_of(page)["figures"]:
         text = json.dumps(one).replace("var(--", "#000000(--")
         cleaned = json.loads(re.sub(r"#000000\(--\w+\)", "#000000", text))
-        go.Figure(cleaned["traces"], cleaned["layout"])
+        taken = go.Figure(cleaned["traces"], cleaned["layout"])  # raises a ValueError at what it does not know
+        assert len(taken.data) == len(one["traces"]) > 0
 
 
 @needs_browser
