@@ -30,14 +30,14 @@ pytest=(python -m pytest -q --durations=40 "${select[@]}")
 if [ $# -gt 0 ]; then
     exec "${pytest[@]}" "$@"
 fi
-# Unit tests use one core and leave the others idle, so they run beside those that start ranks; shown when these end.
+# Either lane leaves a core idle most of its time, so the two run side by side; the second is shown when the first ends.
 log="$(mktemp)"
-trap 'rm -f "$log"; kill "$unit" 2>/dev/null || true' EXIT
-"${pytest[@]}" tests/unit >"$log" 2>&1 &
-unit=$!
+trap 'rm -f "$log"; kill "$second" 2>/dev/null || true' EXIT
+"${pytest[@]}" tests/unit tests/end_to_end >"$log" 2>&1 &
+second=$!
 failed=0
-"${pytest[@]}" tests/distributed tests/end_to_end || failed=$?
-echo "== unit tests"
-wait "$unit" || failed=$?
+"${pytest[@]}" tests/distributed || failed=$?
+echo "== unit tests, tests with the real launcher"
+wait "$second" || failed=$?
 cat "$log"
 exit "$failed"
