@@ -44,6 +44,6 @@ setup(
         "pybind11",
         "zstandard",
     ],
-    extras_require={"test": ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff"]},
+    extras_require={"test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff"]},
     entry_points={"console_scripts": ["megasdc = megasdc.cli:main"]},
 )

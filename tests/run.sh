@@ -26,18 +26,9 @@ mypy
 echo "== README's configuration table"
 megasdc config-table --check README.md
 echo "== tests"
-pytest=(python -m pytest -q --durations=40 "${select[@]}")
+# A test that starts ranks leaves the cores idle most of its time, so two files of tests run side by side.
+workers=(-n 2 --dist loadfile)
 if [ $# -gt 0 ]; then
-    exec "${pytest[@]}" "$@"
+    workers=()
 fi
-# Either lane leaves a core idle most of its time, so the two run side by side; the second is shown when the first ends.
-log="$(mktemp)"
-trap 'rm -f "$log"; kill "$second" 2>/dev/null || true' EXIT
-"${pytest[@]}" tests/unit tests/end_to_end >"$log" 2>&1 &
-second=$!
-failed=0
-"${pytest[@]}" tests/distributed || failed=$?
-echo "== unit tests, tests with the real launcher"
-wait "$second" || failed=$?
-cat "$log"
-exit "$failed"
+exec python -m pytest -q --durations=40 "${select[@]}" "${workers[@]}" "$@"
