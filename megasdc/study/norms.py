@@ -22,7 +22,7 @@ from megasdc.study.log import WHOLE
 
 
 @dataclass(frozen=True)
-class Distance:
+class NormDifference:
     """One comparison.
 
     Args:
@@ -43,7 +43,7 @@ class Distance:
         return self.difference_norm / self.trusted_norm if self.trusted_norm else float("nan")
 
 
-class ShardDistances:
+class ShardNorms:
     """Compares what this rank owns, and adds up over its replica.
 
     Args:
@@ -73,7 +73,7 @@ class ShardDistances:
         self._rows = {name: row for row, name in enumerate(sorted(names, key=_in_order))}
 
     @torch.no_grad()
-    def measure(self, pick: Callable[[Fragment], Tensor | None]) -> list[Distance]:
+    def measure(self, pick: Callable[[Fragment], Tensor | None]) -> list[NormDifference]:
         """Compare one value of every owned fragment.
 
         Args:
@@ -102,7 +102,7 @@ class ShardDistances:
             return []
         dist.all_reduce(sums, group=self._group)
         rows = [(WHOLE, sums.sum(0)), *((name, sums[row]) for name, row in self._rows.items())]
-        return [Distance(name, *row.sqrt().tolist()) for name, row in rows]
+        return [NormDifference(name, *row.sqrt().tolist()) for name, row in rows]
 
 
 def _in_order(fqn: str) -> tuple[int, str]:

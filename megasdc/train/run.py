@@ -66,8 +66,8 @@ class Run:
 class StepHook:
     """Base of what looks in between steps; each method does nothing unless overridden.
 
-    Hooks are called on every rank, in the order of the one list in ``megasdc.train.build``, and may call collectives,
-    except in ``on_error`` and ``close``. A hook calls no other hook.
+    Hooks are called on every rank, in the order of the one list in ``megasdc.train.build_hooks``, and may call
+    collectives, except in ``on_error`` and ``close``. A hook calls no other hook.
     """
 
     def on_start(self, run: Run) -> None:

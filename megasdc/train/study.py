@@ -23,7 +23,7 @@ from megasdc.parallel import groups
 from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.cut import Cut
 from megasdc.study.log import STUDY_FOLDER, StudyLog
-from megasdc.study.norms import Distance, ShardDistances
+from megasdc.study.norms import NormDifference, ShardNorms
 from megasdc.study.predictions import top_predictions
 from megasdc.study.results import ResultSync
 from megasdc.study.state import overwrite_training_state
@@ -88,14 +88,14 @@ class Study(StepHook):
         self._log = StudyLog(part.folder, part.cut.launch_rank, part.cut.replica, run.step)
         self._write_start(run)
         self._results: ResultSync | None = None
-        self._distances: ShardDistances | None = None
+        self._distances: ShardNorms | None = None
         self._in_step: ParameterSync | None = None
         mode, submodules = part.section.mode, list_submodules(run.engine.module)
         if mode == COMPUTATION_SYNC:
             self._results = ResultSync(part.section, bridge, self._log.tell)
             self._fqns = frozenset(one.fqn for one in submodules)
         else:
-            self._distances = ShardDistances(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
+            self._distances = ShardNorms(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
         if mode == PARAMETER_SYNC:
             assert self._distances is not None, "made for every mode but computation_sync"
             self._in_step = ParameterSync(bridge, self._distances, self._tell_distances)
@@ -158,7 +158,7 @@ class Study(StepHook):
             run.stop_reason = f"replica {stops.index(True)} of the study stops"
             run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
 
-    def _tell_distances(self, kind: str, step: int, distances: list[Distance]) -> None:
+    def _tell_distances(self, kind: str, step: int, distances: list[NormDifference]) -> None:
         if self._part.cut.rank != 0:
             return
         for one in distances:
@@ -223,7 +223,7 @@ class ParameterSync(EngineHook):
         tell: told (kind, step, distances).
     """
 
-    def __init__(self, bridge: Bridge, distances: ShardDistances, tell: Any) -> None:
+    def __init__(self, bridge: Bridge, distances: ShardNorms, tell: Any) -> None:
         self._bridge = bridge
         self._distances = distances
         self._tell = tell

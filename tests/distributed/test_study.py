@@ -133,6 +133,43 @@ def test_each_fault_is_found_in_its_place_and_goes_no_further(tmp_path: Path, da
     assert metrics_of(tmp_path / "study" / "replica_0") == metrics_of(tmp_path / "plain")
 
 
+RATES = {
+    ("2.layer.self_attention.linear_proj", "forward"): (1e-2, 1e-6),
+    ("3.layer.self_attention.linear_proj", "forward"): (1e-2, 1e-3),
+    ("2.layer.mlp.linear_fc2", "forward"): (1e-3, 1.0),
+    ("3.layer.mlp.linear_fc2", "forward"): (1e-3, 1e3),
+    ("2.layer.self_attention.linear_qkv", "backward"): (2e-4, 1e6),
+    ("3.layer.self_attention.linear_qkv", "backward"): (2e-4, 1e9),
+    ("2.layer.mlp.linear_fc1", "backward"): (2e-4, 1e12),
+}
+"""Frequency and severity by submodule and phase; fp32 holds a factor of 1 + 1e-6 within 6 %."""
+
+
+@pytest.mark.full
+def test_rates_and_severities_are_recovered_from_a_run(tmp_path: Path, data: Path) -> None:
+    """Frequencies within five standard errors and severities from 1e-6 to 1e12, each where it was planted."""
+    faults = [
+        {
+            "submodule": submodule,
+            "phase": phase,
+            "slot": "output" if phase == "forward" else "input",
+            "kind": "scale",
+            "factor": 1.0 + severity,
+            "element_probability": frequency,
+            "replica": 1,
+        }
+        for (submodule, phase), (frequency, severity) in RATES.items()
+    ]
+    _train(_config(tmp_path, data, "study", "computation_sync", faults=faults, training__steps=40), 2)
+    rows = _rows(summarize_study(tmp_path / "study", "submodule"))
+    assert {(name, phase) for _, _, name, phase in rows} == set(RATES)
+    for (_, _, name, phase), row in rows.items():
+        frequency, severity = RATES[name, phase]
+        assert frequency * row.elements > 20
+        assert abs(row.frequency - frequency) < 5 * math.sqrt(frequency / row.elements)
+        assert row.severity_mean == pytest.approx(severity, rel=0.07 if severity < 1e-5 else 1e-3)
+
+
 def test_what_happens_between_the_passes_is_found_too(tmp_path: Path, data: Path) -> None:
     """Weight gradients, reduced gradients, optimizer states and gathered parameters are put right in place, by any
     trusted replica.
