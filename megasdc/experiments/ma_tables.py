@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasdc.config.fault_profiles import load_profile
 from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.experiments.results import SweepResults
 from megasdc.study.log import WHOLE
@@ -76,20 +75,21 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
 
     Raises:
         DataError: a study's files are damaged.
-        ConfigError: a node's profile cannot be read.
     """
     several_seeds = len({row["seed"] for row in results.rows}) > 1
     found = []
     for row in results.rows:
         folder = results.run_folder(row["run_id"])
         if row["steps"] and (folder / "study").is_dir():
-            found.append(_node(row, summarize_study(folder), several_seeds))
+            profile = results.sweep["profiles"].get(row["profile"], {})
+            found.append(_node(row, summarize_study(folder), profile.get("published", {}), several_seeds))
     return found
 
 
-def _node(row: Mapping[str, Any], study: StudySummary, several_seeds: bool) -> StudiedNode:
+def _node(
+    row: Mapping[str, Any], study: StudySummary, published: Mapping[str, float], several_seeds: bool
+) -> StudiedNode:
     replica = next(number for number in range(study.replicas) if number != study.trusted)
-    published = {} if row["profile"] is None else load_profile(row["profile"]).published
     losses = next(one for one in study.losses if one.replica == replica)
     noise = _distance(study, "gradient", replica)
     parameters = _distance(study, "parameters", replica)

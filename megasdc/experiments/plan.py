@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.config import RunConfig, StudySection, check_layout, parse_config
+from megasdc.config import RunConfig, StudySection, check_layout, expand_faults, parse_config
 from megasdc.config.read import read_json
 from megasdc.config.replica import harmed_replica, replica_folder
 from megasdc.data.manifest import digest_settings
@@ -257,6 +257,7 @@ class _Builder:
 
     def _keep(self, config: RunConfig, label: str, start: Start | None, *, donor: bool) -> PlannedRun:
         resolved = config.resolved()
+        resolved["megasdc"]["faults"] = [spec.model_dump(mode="json") for spec in expand_faults(config.megasdc.faults)]
         logging = resolved["megasdc"]["logging"]
         content = {**resolved, "megasdc": {**resolved["megasdc"], "logging": {**logging, **dict.fromkeys(_OWN_PLACES)}}}
         begins = None if start is None else [start.run_id, start.step]

@@ -1,8 +1,8 @@
 """Where are the results of a sweep? Tidy tables in parquet beside the run folders; written here, and read here.
 
-``sweep.json``: the sweep with its size applied, its cells and versions. ``results.parquet``: one row a cell, node and
-seed; cells that are equal on a node share a run, so a ``run_id`` may stand in several rows. ``series.parquet``:
-``run_id, step, name, value``. ``runs/RUN_ID``: run folders.
+``sweep.json``: the sweep with its size applied, its cells, its nodes' profiles and versions. ``results.parquet``: one
+row a cell, node and seed; cells that are equal on a node share a run, so a ``run_id`` may stand in several rows.
+``series.parquet``: ``run_id, step, name, value``. ``runs/RUN_ID``: run folders.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megasdc.config import load_profile
 from megasdc.errors import StorageError
 from megasdc.experiments.outcome import FAILED, RESULT_FILE, Outcome, read_outcome
 from megasdc.experiments.plan import Plan, measured_folder
+from megasdc.experiments.sweep_file import SweepFile
 from megasdc.metrics.writer import read_metrics
 
 SWEEP_FILE, RESULTS_FILE, SERIES_FILE, RUNS_FOLDER = "sweep.json", "results.parquet", "series.parquet", "runs"
 SERIES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "eval/loss")
 """Metrics that are kept step by step, those of bounds too; the rest stays in the run folders."""
 PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core")
+_PARTS = ("sweep", "size", "cells", "varied", "profiles", "places", "runs", "versions")
 _SERIES_SCHEMA = pa.schema(
     [("run_id", pa.string()), ("step", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
 )
@@ -92,7 +95,7 @@ def read_sweep(folder: Path | str) -> SweepResults:
     """Read the results of a sweep, also while it is going on.
 
     Raises:
-        StorageError: the folder is none of a sweep, or no run has finished.
+        StorageError: the folder is none of a sweep or is damaged, or no run has finished.
     """
     root = Path(folder)
     try:
@@ -102,6 +105,12 @@ def read_sweep(folder: Path | str) -> SweepResults:
         raise StorageError(
             f"{error.filename} is missing: {root} is no folder of `megasdc sweep`, or no run has finished there"
         ) from error
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{root}: damaged ({error}); `megasdc sweep` with the same --out writes it anew") from error
+    if missing := [name for name in _PARTS if name not in sweep]:
+        raise StorageError(
+            f"{root / SWEEP_FILE}: {missing[0]} is missing; `megasdc sweep` with the same --out writes it anew"
+        )
     return SweepResults(root, sweep, rows)
 
 
@@ -150,6 +159,7 @@ class ResultStore:
             "size": size,
             "cells": [cell.model_dump(mode="json") for cell in plan.cells],
             "varied": list(plan.varied),
+            "profiles": {name: load_profile(name).model_dump(mode="json") for name in _profiles(plan.sweep)},
             "places": [asdict(place) for place in plan.places],
             "runs": {run.run_id: {"label": run.label, "last_step": run.last_step} for run in plan.runs.values()},
             "versions": versions(),
@@ -181,6 +191,11 @@ class ResultStore:
         columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in _FIXED.items()}
         columns |= {path: _column([row[path] for row in rows]) for path in plan.varied}
         return pa.table(columns)
+
+
+def _profiles(sweep: SweepFile) -> list[str]:
+    """Names of the profiles that nodes have, each once; what they say is kept, for their files may change."""
+    return list(dict.fromkeys(node.profile for node in sweep.nodes if node.profile is not None))
 
 
 def _column(values: Sequence[Any]) -> pa.Array:

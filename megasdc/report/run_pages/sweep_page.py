@@ -64,7 +64,7 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
             if lost
             else Section("Runs that are not done", ["None."]),
             Section("Figures", figures=sweep_figures(results)),
-            Section("Settings", _how(results), _facts(results), tables=[_settings(results), _nodes(said["nodes"])]),
+            Section("Settings", _how(results), _facts(results), tables=[_settings(results), _nodes(results.sweep)]),
             Section("All runs", tables=[_runs(results)]),
         ],
         summary=plain_values(table.as_dict()),
@@ -237,21 +237,28 @@ def _value(value: Any) -> Cell:
     return Cell("-" if value is None else json.dumps(value))
 
 
-def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
-    rows = tuple(
-        (
-            Cell(f"{one['name']} (control)" if one["control"] else one["name"]),
-            Cell(one["profile"] or "-"),
-            Cell(_faults(one["faults"])),
-            number(one["seed"], "d"),
+def _nodes(sweep: Mapping[str, Any]) -> Table:
+    rows = []
+    for one in sweep["sweep"]["nodes"]:
+        profile = sweep["profiles"].get(one["profile"], {})
+        published = ", ".join(f"{name} {value:g}" for name, value in profile.get("published", {}).items())
+        rows.append(
+            (
+                Cell(f"{one['name']} (control)" if one["control"] else one["name"]),
+                Cell(profile.get("description", "-")),
+                Cell(published.replace("_", " ") or "-"),
+                Cell(" ".join(profile.get("assumed", [])) or "-"),
+                Cell(_faults([*profile.get("faults", []), *one["faults"]])),
+                number(one["seed"], "d"),
+            )
         )
-        for one in nodes
-    )
-    return Table("nodes", ("node", "profile", "further faults", "seed"), rows, searched=False)
+    headings = ("node", "what it is", "published", "assumed", "faults", "seed")
+    return Table("nodes", headings, tuple(rows), searched=False)
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{one['kind']} in {one['phase']} of {one['submodule']}" for one in faults) or "-"
+    places = dict.fromkeys(f"{one['kind']} in {one['phase']} of {one['submodule']}" for one in faults)
+    return "; ".join(places) or "-"
 
 
 def _look(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.config import load_profile
 from megasdc.errors import ConfigError
-from megasdc.experiments.plan import build_plan, measured_folder, runs_of
+from megasdc.experiments.plan import Plan, build_plan, measured_folder, runs_of
+from megasdc.experiments.results import SWEEP_FILE, ResultStore
 from megasdc.experiments.sweep_file import HEALTHY, load_sweep
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -96,6 +97,31 @@ def test_equal_runs_are_one_run(tmp_path: Path) -> None:
     assert seeds == [2 * 1_000_003 + 1, 2 * 1_000_003 + 2]
 
 
+def test_a_node_is_what_its_file_said_when_the_sweep_was_planned(tmp_path: Path) -> None:
+    """A changed profile makes other runs; each run's own file holds the faults, and the results what was published."""
+    profile = tmp_path / "node.json"
+
+    def plan_with(probability: float) -> Plan:
+        content = load_profile("node_11").model_dump(mode="json")
+        content["faults"][0]["element_probability"] = probability
+        profile.write_text(json.dumps(content))
+        return build_plan(load_sweep(write(tmp_path, nodes=[{"name": "n", "profile": str(profile)}]), None))
+
+    first, again, other = plan_with(0.5), plan_with(0.5), plan_with(0.25)
+    assert first.places == again.places
+    healthy, harmed = (
+        [place.run_id for plan in (first, other) for place in plan.places if place.node == node]
+        for node in (HEALTHY, "n")
+    )
+    assert healthy[0] == healthy[1] and harmed[0] != harmed[1]
+    faults = first.runs[harmed[0]].config["megasdc"]["faults"]
+    assert [spec["profile"] for spec in faults] == [None] * 4 and faults[0]["element_probability"] == 0.5
+    ResultStore(tmp_path, other).write_plan(None)
+    profile.unlink()
+    said = json.loads((tmp_path / SWEEP_FILE).read_text())
+    assert said["profiles"][str(profile)]["published"] == load_profile("node_11").published
+
+
 def test_runs_that_start_from_a_checkpoint_come_after_the_one_that_saves_it(tmp_path: Path) -> None:
     """The healthy run of the named cell, stopped at the step, comes first and is shared by all nodes."""
     cells = [{"name": "a", "start": {"cell": "b", "step": 30}}, {"name": "b", "set": {LR: 1e-3}}]
@@ -157,7 +183,7 @@ def test_a_study_harms_one_replica_and_measures_it(tmp_path: Path) -> None:
     settings = {**study, "megasdc.determinism.enabled": True, "megasdc.training.steps": 100, "train_batch_size": 8}
     plan = build_plan(load_sweep(write(tmp_path, ranks=2, set=settings, nodes=nodes), None))
     harmed = next(run for run in plan.runs.values() if not run.healthy)
-    assert [spec["replica"] for spec in harmed.config["megasdc"]["faults"]] == [1, 1]
+    assert [spec["replica"] for spec in harmed.config["megasdc"]["faults"]] == [1] * 5
     assert measured_folder(harmed, tmp_path) == tmp_path / "replica_1"
     other = {**settings, "megasdc.study.trusted": 1}
     plan = build_plan(load_sweep(write(tmp_path, ranks=2, set=other, nodes=nodes), None))

@@ -17,6 +17,7 @@ from run_folder import losses
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.config import load_profile
 from megasdc.errors import StorageError
 from megasdc.experiments.sweep_file import SweepFile
 from megasdc.report.run_pages.sweep_page import LIMITS, sweep_page
@@ -90,6 +91,7 @@ def write_sweep(folder: Path, left_out: int = 0) -> Path:
         "varied": ["optimizer.params.lr"],
         "places": places,
         "runs": {},
+        "profiles": {name: load_profile(name).model_dump(mode="json") for name in ("node_10", "node_11")},
         "versions": {"megasdc": "0.1.0"},
     }
     folder.mkdir(parents=True)
@@ -149,6 +151,10 @@ def test_limits_settings_and_reasons_are_told(folder: Path) -> None:
     assert tables["cell_settings"] == [["LR 5e-4", "scratch", "0.0005"], ["LR 5e-3", "scratch", "0.005"]]
     assert tables["not_done"][0][:6] == ["LR 5e-3", "node_11", "1", "nan", "40", "12 steps in a row were skipped"]
     assert len(tables["all_runs"]) == 14
+    node = load_profile("node_10")
+    assert tables["nodes"][0][1] == node.description and tables["nodes"][0][3] == " ".join(node.assumed)
+    assert "mismatch frequency forward attention 0.00478" in tables["nodes"][0][2]
+    assert tables["nodes"][2][1:5] == ["-", "-", "-", "bit_flip in forward of 2.layer.mlp.linear_fc1"]
     assert page.tiles["runs"] == "14 of 14"
     assert page.state == "same"
 
@@ -178,6 +184,21 @@ def test_a_sweep_that_goes_on_says_so(tmp_path: Path) -> None:
     (tmp_path / "going" / "results.parquet").unlink()
     with pytest.raises(StorageError, match="no run has finished"):
         sweep_page(tmp_path / "going")
+
+
+def test_damaged_results_are_told(tmp_path: Path) -> None:
+    """A torn file, or one without a part, is named with what writes it anew."""
+    for name in ("results.parquet", "sweep.json"):
+        path = write_sweep(tmp_path / name) / name
+        path.write_bytes(path.read_bytes()[:40])
+        with pytest.raises(StorageError, match=r"damaged.*with the same --out writes it anew"):
+            sweep_page(tmp_path / name)
+    folder = write_sweep(tmp_path / "part")
+    content = json.loads((folder / "sweep.json").read_text())
+    del content["profiles"]
+    (folder / "sweep.json").write_text(json.dumps(content))
+    with pytest.raises(StorageError, match="profiles is missing"):
+        sweep_page(folder)
 
 
 @needs_browser
