@@ -133,8 +133,13 @@ def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) ->
 
 
 def _start(out: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a test that hears Ctrl-C, which it would not where the shell that runs the tests ignores it."""
     argv = [sys.executable, "-m", "megasdc", "stress", "--only", "gemm", "--json", "--out", str(out), *options]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait_for_rounds(process: subprocess.Popen[str], file: Path, rounds: int) -> None:
