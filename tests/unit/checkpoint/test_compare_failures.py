@@ -136,7 +136,7 @@ def test_what_is_no_file_is_not_waited_for(folder: Path) -> None:
         code, output = run(folder / name.partition("/")[0], folder / "one.pt")
         signal.alarm(0)
         assert code == 2
-        assert f"{name} is no file" in output.replace("\n", "")
+        assert f"{name}isnofile" in "".join(output.split())  # a long path is broken anywhere
     signal.signal(signal.SIGALRM, before)
 
 
