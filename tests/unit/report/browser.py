@@ -21,6 +21,17 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 
+_COVERED_AXES = """
+[...document.querySelectorAll('.figure')].filter(figure => {
+  const legend = figure.querySelector('.legend .bg');
+  if (!legend) return false;
+  const axis = [...figure.querySelectorAll('.xtick, .xtitle')].map(one => one.getBoundingClientRect().bottom);
+  const { top, bottom } = legend.getBoundingClientRect();
+  return top < Math.max(...axis) - 2 || bottom > figure.getBoundingClientRect().bottom + 1;
+}).map(figure => figure.id)
+"""
+
+
 class Browser:
     """One browser with one page; leaves nothing behind.
 
@@ -80,6 +91,11 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def covered_axes(self) -> list[str]:
+        """Figures whose legend lies over their horizontal axis, or goes on below their end."""
+        found: list[str] = self.run(_COVERED_AXES)
+        return found
 
     def picture(self, path: Path) -> None:
         """Write the whole page as PNG."""

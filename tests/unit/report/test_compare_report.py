@@ -162,6 +162,7 @@ def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path) -> None:
     """Nothing is wider than the screen, and tables not wider than A4."""
     browser.open(page, width=390, height=800, dark=True)
     assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert browser.covered_axes() == []
     browser.open(page, width=720, media="print")
     assert browser.run("document.documentElement.scrollWidth") <= 720
     assert browser.run("find('runs').getBoundingClientRect().right") <= 720

@@ -314,6 +314,7 @@ def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path) -> None:
     """Nothing is wider than the screen or A4; on paper light colours, no controls, no figure higher than a page."""
     browser.open(page, width=390, height=800)
     assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert browser.covered_axes() == []
     right = "[...document.querySelectorAll('.figure, td, h1')].map(one => one.getBoundingClientRect().right)"
     assert browser.run(f"Math.max(...{right})") <= 390
     browser.open(page, width=720, dark=True, media="print")

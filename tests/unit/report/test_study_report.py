@@ -91,3 +91,27 @@ def test_the_page_is_drawn(browser: Browser, tmp_path: Path) -> None:
     assert browser.run("[...document.querySelectorAll('.figure')].every(f => f.querySelector('.main-svg'))")
     assert browser.run("find('bursts_1').querySelectorAll('.scatterlayer .point').length") == 3
     assert browser.errors == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1200, 390])
+def test_legends_have_room(browser: Browser, tmp_path: Path, width: int) -> None:
+    """A legend of many rows makes its figure higher, and covers no axis; after a change of the window too."""
+    folder = write_study(tmp_path / "study_5", "free_run")
+    log = StudyLog(folder, 1, 1, 0)
+    for place in range(9):
+        name = f"{3 + place}.layer.{QKV}"
+        for step in (1, 20):
+            log.tell("parameters", step, fqn=name, difference_norm=0.5, trusted_norm=1.0, ratio=0.5)
+    log.close()
+    page = Path(json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"]).stdout)["page"])
+    browser.open(page, width=width)
+    height = "find('parameters_apart').offsetHeight"
+    wide, rows = browser.run(height), browser.run("find('parameters_apart').querySelectorAll('.legend .traces').length")
+    assert rows == browser.run("find('parameters_apart').data.length") > 5
+    assert browser.covered_axes() == []
+    browser.call("Emulation.setDeviceMetricsOverride", width=width - 40, height=800, deviceScaleFactor=1, mobile=False)
+    browser.run("new Promise(done => setTimeout(done, 500))")
+    assert browser.covered_axes() == []
+    assert browser.run(height) >= wide
+    assert browser.errors == []

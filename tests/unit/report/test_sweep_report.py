@@ -214,6 +214,7 @@ def test_the_page_is_drawn(browser: Browser, page: Path) -> None:
     assert browser.run("find('all_runs_shown').textContent") == "6 of 14 rows shown"
     browser.open(page, width=390, height=800, dark=True)
     assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert browser.covered_axes() == []
     browser.open(page, width=720, media="print")
     assert browser.run("document.documentElement.scrollWidth") <= 720
     assert browser.errors == []
