@@ -153,4 +153,5 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
     assert drawn == len(data_of(page)["figures"]) == 5
     browser.open(page, width=390, height=800)
     assert browser.run("document.documentElement.scrollWidth <= 390")
+    assert browser.covered_axes() == []
     assert browser.errors == []
