@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import Json, Out, bench_app, print_result, writable
+from megasdc.cli.bench_options import Layers, Sequence
 from megasdc.errors import ConfigError
 
 
@@ -112,8 +113,8 @@ def bench_training_with_drops(
     ] = "0.025,0.05,0.1,0.2",
     replicas: Annotated[int, typer.Option("--replicas", help="Of the simulated job.")] = 64,
     hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 32.")] = 64,
-    layers: Annotated[int, typer.Option("--layers", help="Transformer layers.")] = 2,
-    sequence: Annotated[int, typer.Option("--sequence", help="Tokens of a sample.")] = 64,
+    layers: Layers = 2,
+    sequence: Sequence = 64,
     micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
     learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 2e-3,
     evaluations: Annotated[int, typer.Option("--evaluations", help="Of a run; a divisor of --steps.")] = 6,
