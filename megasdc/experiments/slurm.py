@@ -14,7 +14,7 @@ _SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name={name}
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
-#SBATCH --output={out}/slurm-%A_%a.log
+#SBATCH --output="{out}/slurm-%A_%a.log"
 #
 # One run of the sweep a task; submit.sh gives the range of tasks. Add what your cluster needs: partition, time, memory,
 # --gpus-per-node={ranks} on hosts with GPUs, --cpus-per-task. A task that was cut off is submitted again as it is: it

@@ -13,6 +13,7 @@ import psutil
 
 POLL_S = 0.2
 LOOK_S = 2.0
+SRUN = "srun"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 Say = Callable[[str], None]
@@ -98,7 +99,19 @@ class LauncherProcess:
         """Kill the launcher and everything that it started on this host."""
         for child in psutil.Process(self._process.pid).children(recursive=True):
             try:
-                child.kill()
+                end_launcher(child)
             except psutil.NoSuchProcess:
                 continue
         self._process.kill()
+
+
+def end_launcher(process: psutil.Process) -> None:
+    """Kill what starts ranks; srun with SIGTERM, at which it kills its tasks, which would outlive it else.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    if process.name() == SRUN:
+        process.terminate()
+    else:
+        process.kill()

@@ -3,7 +3,8 @@
 - Over pdsh, interpreter and working folder are quoted, so that paths may hold spaces.
 - Over pdsh, a signal ends this launch, not every DeepSpeed job of that interpreter on the hosts, and pdsh stays until
   the ranks have ended, so that what they say while they save has somewhere to go.
-- Elsewhere SIGINT, SIGTERM and SIGUSR1 are passed on to what was started, which DeepSpeed would leave behind.
+- Elsewhere SIGINT, SIGTERM and SIGUSR1 are passed on to what was started, which DeepSpeed would leave behind; to srun
+  as the one signal that it hands on.
 - Hosts run ``megasdc.launcher.node``, which gives ranks the time to save.
 - The runner ends when the front that started it is killed.
 """
@@ -26,6 +27,7 @@ from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
+from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 
 PR_SET_PDEATHSIG = 1
@@ -80,23 +82,27 @@ def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
 def _pass_on(number: int, _frame: FrameType | None) -> None:
     """Pass a signal on to the process that starts the ranks, and go on waiting for it."""
     children = psutil.Process().children()
+    grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else stop_grace_s(os.environ)
     if children and _remote:
         name = signal.Signals(number).name.removeprefix("SIG")
         subprocess.Popen([*_remote["pdsh"], "pkill", f"-{name}", "-f", _remote["pattern"]], env=_remote["environment"])
-        grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else stop_grace_s(os.environ)
         signal.alarm(math.ceil(grace + LOST_HOST_S))
         return
     for child in children:
-        # srun only tells its state at the first SIGINT.
-        child.send_signal(signal.SIGTERM if number == signal.SIGINT and child.name() == "srun" else number)
+        if child.name() == SRUN:
+            # It hands SIGUSR1 on to its tasks; at SIGINT it only tells its state, at SIGTERM it kills them.
+            child.send_signal(signal.SIGUSR1)
+            signal.alarm(math.ceil(grace))
+        else:
+            child.send_signal(number)
     if not children:
         sys.exit(128 + number)
 
 
 def _give_up(_number: int, _frame: FrameType | None) -> None:
-    """End pdsh, which waits for ever for a host that was lost."""
+    """End pdsh, which waits for ever for a host that was lost, or srun and its tasks, whose time is over."""
     for child in psutil.Process().children():
-        child.kill()
+        end_launcher(child)
 
 
 def main() -> None:

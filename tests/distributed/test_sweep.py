@@ -244,34 +244,6 @@ def test_a_folder_takes_one_sweep_at_a_time(swept: tuple[Path, Path]) -> None:
         run_sweep(open_sweep(swept[0], out=swept[1]), 1, progress=False)
 
 
-def test_an_array_job_runs_its_tasks_and_its_tables(tmp_path: Path, base: Path) -> None:
-    """The scripts pass bash -n, submit donors before the rest, and one task run for real leaves its row."""
-    out = tmp_path / "out folder"
-    cells = [{"name": "a", "start": {"step": 3}}]
-    path = write_sweep(tmp_path, base, set={"megasdc.training.steps": 6}, cells=cells, nodes=[NODE])
-    run = [sys.executable, "-m", "megasdc", "sweep", str(path), "--out", str(out)]
-    subprocess.run([*run, "--slurm"], check=True, capture_output=True)
-    for script in ("sweep.sbatch", "submit.sh"):
-        subprocess.run(["bash", "-n", str(out / script)], check=True)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "sbatch").write_text('#!/bin/sh\necho "$@" >> "$SAID"\necho 7\n')
-    (tools / "sbatch").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
-    subprocess.run(["bash", str(out / "submit.sh"), "--time=9"], check=True, env=environment, capture_output=True)
-    donors, rest, tables = (tmp_path / "said").read_text().splitlines()
-    assert "--array=0-0%" in donors and "--time=9" in donors and "--dependency" not in donors
-    assert "--array=1-2%" in rest and "--dependency=afterany:7" in rest and "--table" in tables
-    environment["SLURM_ARRAY_TASK_ID"] = "0"
-    done = subprocess.run(
-        ["bash", str(out / "sweep.sbatch")], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(one.read_text())["steps"] for one in out.glob("runs/*/result.json")] == [3]
-    table = run_sweep(open_sweep(path, out=out), 2, progress=False)
-    assert table.done == 2 and set(starts_of(out).values()) == {1}
-
-
 def test_a_sweep_of_studies_makes_the_tables_of_nodes(tmp_path: Path, base: Path) -> None:
     """A healthy pair parts nowhere; a node is found in the submodules and gradients that it harms, and nowhere else."""
     faults = [

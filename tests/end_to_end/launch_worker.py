@@ -2,7 +2,8 @@
 
 ``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``sums`` (one after the other until a peer is lost,
 which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the
-others as PeerError), ``sleep`` (until a signal), or ``environment`` (write the environment to the run folder).
+others as PeerError), ``sleep`` (until a signal), ``deaf`` (to every signal that asks), or ``environment`` (write the
+environment to the run folder).
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ def main(run_dir: Path) -> None:
         raise PeerError("another rank has gone")
     elif behaviour == "sleep":
         sleep_until_signal(run_dir)
+    elif behaviour == "deaf":
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        (run_dir / f"asleep_{RANK}").touch()
+        time.sleep(3600)
     elif behaviour == "environment":
         found = {"argv": sys.argv[1:], "cwd": str(Path.cwd()), "environ": dict(os.environ)}
         (run_dir / f"environment_{RANK}.json").write_text(json.dumps(found))

@@ -1,0 +1,133 @@
+"""SLURM on test hosts: a real controller on the first, a real node daemon on each, with munge between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from cluster import SUBNET, Cluster
+
+PROGRAMS = ("munged", "slurmctld", "slurmd")
+_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+_CONF = """
+ClusterName=test
+SlurmctldHost={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+MinJobAge=600
+ReturnToService=2
+KillWait=30
+GresTypes=gpu
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool_%n
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+NodeName={names} NodeAddr={addresses} CPUs=2 Gres=gpu:1 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def slurm_unavailable_reason() -> str | None:
+    """Say why SLURM cannot be started here, or return None when it can."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+    return f"missing Debian package: slurm-wlm ({', '.join(missing)})" if missing else None
+
+
+class SlurmCluster:
+    """Test hosts that SLURM gives jobs to, two CPUs and a GPU that is none each, for the time of a ``with`` block.
+
+    Args:
+        folder: where everything is kept; created if absent.
+        num_hosts: how many hosts.
+        env: environment of every process that starts on a host.
+    """
+
+    def __init__(self, folder: Path, num_hosts: int = 2, env: Mapping[str, str] | None = None) -> None:
+        self.folder = folder.resolve() / "slurm"
+        self._env = {"SLURM_CONF": str(self.folder / "slurm.conf"), **(env or {})}
+        self.hosts = Cluster(folder, num_hosts, env=self._env)
+        self._logs: list[IO[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self._write_files()
+        self.hosts.__enter__()
+        try:
+            for name in self.hosts.names:
+                # Its key lies in a folder of everybody's, which munge would refuse.
+                self._daemon(name, "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key")
+            self._daemon(self.hosts.names[0], "slurmctld", "-D")
+            for name in self.hosts.names:
+                self._daemon(name, "slurmd", "-D", "-N", name)
+            self._wait_until_idle()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Power everything off; safe to call twice."""
+        self.hosts.close()
+        for log in self._logs:
+            log.close()
+        self._logs.clear()
+
+    def run(self, *argv: str, timeout_s: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command of SLURM's on the first host, to its end."""
+        return self.hosts.run(self.hosts.names[0], argv, timeout_s=timeout_s, **options)
+
+    def logs(self) -> str:
+        """What the daemons have said."""
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+    def _daemon(self, name: str, program: str, *arguments: str) -> None:
+        log = open(self.folder / f"{program}_{name}.log", "ab")  # noqa: SIM115 - open as long as the host is on
+        self._logs.append(log)
+        path = shutil.which(program, path=_PATH)
+        assert path is not None, program
+        self.hosts.popen(name, ["mkdir", "-p", "/run/munge"]).wait()
+        self.hosts.popen(name, [path, *arguments], stdout=log, stderr=log)
+
+    def _wait_until_idle(self, timeout_s: float = 30.0) -> None:
+        end = time.monotonic() + timeout_s
+        while True:
+            found = self.run("sinfo", "--noheader", "--Node", "--format=%T")
+            if found.stdout.split() == ["idle"] * len(self.hosts.names):
+                return
+            assert time.monotonic() < end, f"{found.stdout}{found.stderr}\n{self.logs()}"
+            time.sleep(0.2)
+
+    def _write_files(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "state").mkdir(exist_ok=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        count = len(self.hosts.names)
+        (self.folder / "slurm.conf").write_text(
+            _CONF.format(
+                controller=f"node1({SUBNET}.11)",
+                folder=self.folder,
+                names=f"node[1-{count}]",
+                addresses=f"{SUBNET}.[11-{10 + count}]",
+            )
+        )
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -1,0 +1,155 @@
+"""Runs and sweeps under real SLURM between test hosts: what jobs end with, what they say, what a signal does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import unavailable_reason
+from slurm_cluster import SlurmCluster, slurm_unavailable_reason
+from test_launch import ROOT, WORKER, config_dict
+from test_launch_train import folder  # noqa: F401 - a fixture
+
+from megasdc.events import read_events
+from megasdc.experiments.results import read_sweep
+from megasdc.launcher.records import collect
+
+REASON = unavailable_reason() or slurm_unavailable_reason()
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.cluster,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(240),
+]
+SMALL = ("--nodes=2", "--cpus-per-task=1", "--gpus-per-node=1")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two hosts."""
+    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "SCRIPT": str(WORKER)}
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), 2, env=env) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration in a folder with a space; its run folder is ``run`` beside it."""
+    place = tmp_path / "my runs"
+    (place / "data").mkdir(parents=True)
+    path = place / "config.json"
+    path.write_text(json.dumps(config_dict(place / "data", place / "run")))
+    return path
+
+
+def submit(slurm: SlurmCluster, config: Path, behaviour: str) -> subprocess.Popen[str]:
+    """Submit launch/slurm.sbatch from the project's folder and wait in the background for the job's exit code."""
+    log = f"--output={config.parent}/job.log"
+    argv = ["sbatch", "--wait", *SMALL, log, "launch/slurm.sbatch", str(config)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return slurm.hosts.popen("node1", argv, env={"MEGASDC_TEST_BEHAVIOUR": behaviour}, cwd=str(ROOT), **pipes)
+
+
+def wait_for(place: Path, pattern: str, count: int) -> None:
+    """Wait until so many files are there."""
+    end = time.monotonic() + 100
+    while len(list(place.glob(pattern))) < count:
+        assert time.monotonic() < end, f"fewer than {count} files {pattern} in {place}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("sum", 0), ("fail:1", 71)])
+def test_a_job_starts_every_node_and_is_judged(slurm: SlurmCluster, config: Path, behaviour: str, code: int) -> None:
+    """A rank on each host, one world; the job ends with the code of the rank that failed first, and says which."""
+    job = submit(slurm, config, behaviour)
+    said, _ = job.communicate(timeout=200)
+    log = (config.parent / "job.log").read_text()
+    assert job.returncode == code, said + log + slurm.logs()
+    (launch,) = (config.parent / "run" / "done").iterdir()
+    found = collect(config.parent / "run", launch.name)
+    assert {rank: done.exit_code for rank, done in found.done.items()} == {0: 79 if code else 0, 1: code}
+    assert ("rank 1 on node2 failed first with exit code 71 (DataError)" in log) == (code != 0)
+    assert not list(ROOT.glob("hostfile.*"))
+
+
+def test_a_signal_to_the_job_reaches_the_ranks(slurm: SlurmCluster, config: Path) -> None:
+    """SIGTERM to the batch script, as SLURM sends before the time limit: all ranks save and end, and the job with 0."""
+    job = submit(slurm, config, "sleep")
+    wait_for(config.parent / "run", "asleep_*", 2)
+    number = slurm.run("squeue", "--noheader", "--format=%i").stdout.split()[0]
+    slurm.run("scancel", "--batch", "--signal=TERM", number)
+    said, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, said + (config.parent / "job.log").read_text()
+
+
+def launch(slurm: SlurmCluster, config: Path, behaviour: str) -> subprocess.Popen[str]:
+    """Start `megasdc launch --launcher slurm` in an allocation of both hosts; ranks have 3 s after SIGTERM."""
+    chosen = ["--hostfile", str(slurm.hosts.hostfile()), "--config", str(config), "--script", str(WORKER)]
+    argv = ["salloc", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "megasdc", "launch", *chosen]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = {"MEGASDC_TEST_BEHAVIOUR": behaviour, "MEGASDC_STOP_GRACE_S": "3"}
+    return slurm.hosts.popen("node1", [*argv, "--launcher", "slurm"], env=env, cwd=str(config.parent), **pipes)
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [pytest.param("sum", 0, marks=pytest.mark.full), ("fail:1", 71)])
+def test_the_front_in_an_allocation(slurm: SlurmCluster, config: Path, behaviour: str, code: int) -> None:
+    """One srun for all ranks, and the verdict is that of pdsh."""
+    process = launch(slurm, config, behaviour)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == code, said
+    assert ("rank 1 on node2 failed first with exit code 71 (DataError)" in said) == (code != 0)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "number", "code"),
+    [
+        ("sleep", signal.SIGTERM, 0),
+        pytest.param("sleep", signal.SIGINT, 0, marks=pytest.mark.full),
+        pytest.param("deaf", signal.SIGTERM, 143, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_to_the_front_reaches_the_ranks(
+    slurm: SlurmCluster, config: Path, behaviour: str, number: signal.Signals, code: int
+) -> None:
+    """All ranks save and end, though srun would kill them or only tell its state; those that do not are killed."""
+    process = launch(slurm, config, behaviour)
+    wait_for(config.parent / "run", "asleep_*", 2)
+    (front,) = (one for one in psutil.process_iter() if str(config) in one.cmdline() and "launch" in one.cmdline()[:4])
+    front.send_signal(number)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == code, said
+
+
+def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811 - the fixture
+    """Donors run before those that start from them, on any host; then the tables. A second job repeats nothing."""
+    out = folder / "out folder"
+    content = {"name": "study", "base": "config.json", "final_steps": 2, "diverged_above_frequencies": False}
+    content |= {"set": {"megasdc.training.steps": 6}, "cells": [{"name": "a", "start": {"step": 3}}]}
+    content |= {"nodes": [{"name": "n", "profile": "node_11", "seed": 1}]}
+    (folder / "sweep.json").write_text(json.dumps(content))
+    argv = [sys.executable, "-m", "megasdc", "sweep", "sweep.json", "--out", str(out), "--slurm"]
+    written = slurm.run(*argv, cwd=str(folder))
+    assert written.returncode == 0, written.stderr
+    for _ in range(2):
+        submitted = slurm.run("bash", str(out / "submit.sh"), "--time=10", "--cpus-per-task=2")
+        assert submitted.returncode == 0, submitted.stderr
+        end = time.monotonic() + 200
+        while slurm.run("squeue", "--noheader").stdout:
+            assert time.monotonic() < end, slurm.run("squeue").stdout
+            time.sleep(0.2)
+        logs = {path.name: path.read_text() for path in out.glob("slurm-*.log")}
+        found = [(row["node"], row["status"], row["steps"]) for row in read_sweep(out).rows]
+        assert found == [("healthy", "done", 6), ("n", "done", 6)], logs
+    jobs = slurm.run("scontrol", "--oneliner", "show", "job").stdout.split()
+    assert {"BatchHost=node1", "BatchHost=node2"} <= set(jobs)
+    starts = [event for run in (out / "runs").iterdir() for event in read_events(run, kind="start", name="run")]
+    assert len(starts) == 3, "the donor, and two that go on from it"
+    assert "healthy" in logs["slurm-tables.log"]
