@@ -150,7 +150,13 @@ def test_command_is_explicit() -> None:
     assert "--module" not in command_for({"a": [0], "b": [0]}, Path("h"), "slurm")
 
 
-def test_backends() -> None:
+def test_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown backend, a missing program and a filter that a backend cannot express are told."""
     assert "DeepSpeed has pdsh, openmpi" in backend_problems("ssh", filtered=False)[0]
+    for name in ("srun", "mpirun"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert backend_problems("slurm", filtered=True) == backend_problems("openmpi", filtered=False) == []
+    assert "takes neither --include" in backend_problems("openmpi", filtered=True)[0]
+    (tmp_path / "srun").unlink()
     assert "srun is not on PATH" in backend_problems("slurm", filtered=False)[0]
