@@ -133,6 +133,32 @@ def test_each_fault_is_found_in_its_place_and_goes_no_further(tmp_path: Path, da
     assert metrics_of(tmp_path / "study" / "replica_0") == metrics_of(tmp_path / "plain")
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"deepspeed__bf16": {"enabled": True}},
+    "dropout": {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
+    "recompute": {"deepspeed__pipeline": {"activation_checkpoint_interval": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param("bf16"), *(pytest.param(s, marks=pytest.mark.full) for s in ("dropout", "recompute"))]
+)
+def test_other_settings_are_compared_too(tmp_path: Path, data: Path, setting: str) -> None:
+    """A healthy replica differs nowhere, a harmed one where it is harmed alone, and all end as without a study."""
+    fault = {"submodule": "*.mlp.linear_fc2", "replica": 2, "kind": "scale", "factor": 2.0, "elements": 5}
+    options = {**SETTINGS[setting], "training__eval_interval": 0}
+    _train(
+        _config(tmp_path, data, "study", "computation_sync", 3, faults=[{**fault, "phase": "forward"}], **options), 3
+    )
+    _train(_config(tmp_path, data, "plain", **options), 1)
+    rows = _rows(summarize_study(tmp_path / "study"))
+    assert {key[:1] + key[2:] for key in rows} == {(2, "ffn", "forward")}
+    (row,) = rows.values()
+    assert row.mismatches == 5 * 2 * 4 * STEPS and row.severity_mean == 1.0
+    plain = _state(tmp_path / "plain")
+    assert all(_state(tmp_path / "study" / f"replica_{replica}") == plain for replica in range(3))
+
+
 RATES = {
     ("2.layer.self_attention.linear_proj", "forward"): (1e-2, 1e-6),
     ("3.layer.self_attention.linear_proj", "forward"): (1e-2, 1e-3),
