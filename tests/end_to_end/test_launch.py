@@ -37,11 +37,8 @@ class Launches:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
+        self.config = write_small_config(folder)
         self.run_dir = folder / "run dir"
-        self.run_dir.mkdir(parents=True)
-        (folder / "data").mkdir()
-        self.config = folder / "config with space.json"
-        self.config.write_text(json.dumps(config_dict(folder / "data", self.run_dir)))
 
     def command(self, *options: str, names: Sequence[str] = HOSTS[:2], python: str = sys.executable) -> list[str]:
         """Return a launch command for the named hosts."""
@@ -75,13 +72,22 @@ class Launches:
         return {rank: done.exit_code for rank, done in collect(self.run_dir, launch_dir.name).done.items()}
 
 
-def config_dict(data: Path, run_dir: Path) -> dict[str, Any]:
-    """Return the smallest configuration that the front accepts."""
-    return {
+def write_small_config(folder: Path) -> Path:
+    """Write the smallest configuration that the front accepts into a folder; its run folder is ``run dir`` there."""
+    for name in ("data", "run dir"):
+        (folder / name).mkdir(parents=True)
+    path = folder / "config with space.json"
+    content = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "megasdc": {"data": {"path": str(data)}, "training": {"steps": 4}, "logging": {"run_dir": str(run_dir)}},
+        "megasdc": {
+            "data": {"path": str(folder / "data")},
+            "training": {"steps": 4},
+            "logging": {"run_dir": str(folder / "run dir")},
+        },
     }
+    path.write_text(json.dumps(content))
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, unavailable_reason
-from test_launch import ROOT, WORKER, config_dict
+from test_launch import ROOT, WORKER, write_small_config
 
 from megasdc.launcher import gather
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
@@ -33,12 +32,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A configuration in a folder with a space; its run folder is ``run`` beside it."""
-    folder = tmp_path / "my runs"
-    (folder / "data").mkdir(parents=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(config_dict(folder / "data", folder / "run")))
-    return path
+    """A configuration in a folder with a space; its run folder is ``run dir`` beside it."""
+    return write_small_config(tmp_path / "my runs")
 
 
 def start_by_hand(cluster: Cluster, config: Path, behaviour: str) -> list[int]:
@@ -68,7 +63,7 @@ def test_no_ssh_gives_each_host_its_code(
 ) -> None:
     """Ranks of both hosts meet, every host returns its own code, and the records give one verdict."""
     assert start_by_hand(cluster, config, behaviour) == codes
-    assert sorted(collect(config.parent / "run", LAUNCH_ID).done) == [0, 1]
+    assert sorted(collect(config.parent / "run dir", LAUNCH_ID).done) == [0, 1]
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, LAUNCH_ID)
     argv = ["--hostfile", str(cluster.hostfile()), "--launcher-code", str(max(codes)), "--config", str(config)]
     assert gather.main(argv) == verdict

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch import WORKER, config_dict
+from test_launch import WORKER, write_small_config
 
 from megasdc.launcher.records import collect
 
@@ -26,11 +25,8 @@ class LocalLaunch:
     """One launch of two ranks on this host."""
 
     def __init__(self, folder: Path) -> None:
-        (folder / "data").mkdir()
-        self.run_dir = folder / "run"
-        self.run_dir.mkdir()
-        self.config = folder / "config.json"
-        self.config.write_text(json.dumps(config_dict(folder / "data", self.run_dir)))
+        self.config = write_small_config(folder)
+        self.run_dir = folder / "run dir"
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, behaviour: str, *launcher_args: str) -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from cluster import unavailable_reason
 from slurm_cluster import SlurmCluster, slurm_unavailable_reason
-from test_launch import ROOT, WORKER, config_dict
+from test_launch import ROOT, WORKER, write_small_config
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import read_events
@@ -42,12 +42,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A configuration in a folder with a space; its run folder is ``run`` beside it."""
-    place = tmp_path / "my runs"
-    (place / "data").mkdir(parents=True)
-    path = place / "config.json"
-    path.write_text(json.dumps(config_dict(place / "data", place / "run")))
-    return path
+    """A configuration in a folder with a space; its run folder is ``run dir`` beside it."""
+    return write_small_config(tmp_path / "my runs")
 
 
 def submit(slurm: SlurmCluster, config: Path, behaviour: str) -> subprocess.Popen[str]:
@@ -73,8 +69,8 @@ def test_a_job_starts_every_node_and_is_judged(slurm: SlurmCluster, config: Path
     said, _ = job.communicate(timeout=200)
     log = (config.parent / "job.log").read_text()
     assert job.returncode == code, said + log + slurm.logs()
-    (launch,) = (config.parent / "run" / "done").iterdir()
-    found = collect(config.parent / "run", launch.name)
+    (launch,) = (config.parent / "run dir" / "done").iterdir()
+    found = collect(config.parent / "run dir", launch.name)
     assert {rank: done.exit_code for rank, done in found.done.items()} == {0: 79 if code else 0, 1: code}
     assert ("rank 1 on node2 failed first with exit code 71 (DataError)" in log) == (code != 0)
     assert not list(ROOT.glob("hostfile.*"))
@@ -83,7 +79,7 @@ def test_a_job_starts_every_node_and_is_judged(slurm: SlurmCluster, config: Path
 def test_a_signal_to_the_job_reaches_the_ranks(slurm: SlurmCluster, config: Path) -> None:
     """SIGTERM to the batch script, as SLURM sends before the time limit: all ranks save and end, and the job with 0."""
     job = submit(slurm, config, "sleep")
-    wait_for(config.parent / "run", "asleep_*", 2)
+    wait_for(config.parent / "run dir", "asleep_*", 2)
     number = slurm.run("squeue", "--noheader", "--format=%i").stdout.split()[0]
     slurm.run("scancel", "--batch", "--signal=TERM", number)
     said, _ = job.communicate(timeout=200)
@@ -121,7 +117,7 @@ def test_a_signal_to_the_front_reaches_the_ranks(
 ) -> None:
     """All ranks save and end, though srun would kill them or only tell its state; those that do not are killed."""
     process = launch(slurm, config, behaviour)
-    wait_for(config.parent / "run", "asleep_*", 2)
+    wait_for(config.parent / "run dir", "asleep_*", 2)
     (front,) = (one for one in psutil.process_iter() if str(config) in one.cmdline() and "launch" in one.cmdline()[:4])
     front.send_signal(number)
     said, _ = process.communicate(timeout=200)
