@@ -41,7 +41,7 @@ def kind_of(paths: Sequence[Path]) -> Kind:
     for path in paths:
         if not any(test(path) for test in (is_sweep, is_study, is_run)):
             raise DataError(
-                f"{path} {'holds' if path.is_dir() else 'is no folder that holds'} neither a run ({CONFIG_FILE}, "
+                f"{path} {'' if path.is_dir() else 'is no folder, and '}holds neither a run ({CONFIG_FILE}, "
                 f"{METRICS_FILE} or events/) nor a sweep ({SWEEP_FILES[0]}); give a folder that "
                 "megasdc.logging.run_dir or megasdc sweep --out names"
             )

@@ -56,7 +56,7 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     return Page(
         kind="run",
         title=title or f"Run {run.name}",
-        verdict=f"{title or 'Run ' + run.name}: {status.text}",
+        verdict=f"{title or 'Run ' + run.name}: {status.text}{_of_incidents(counts.get(INCIDENT, 0))}",
         state=state_of(status, counts),
         sentences=[f"Run folder {run.path}."],
         tiles=_tiles(run, status, counts),
@@ -64,6 +64,10 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
         sections=[one for one in sections if one is not None and _says_something(one)],
         summary=summary_of(run, status, marks),
     )
+
+
+def _of_incidents(count: int) -> str:
+    return f" {count:,} incident{'' if count == 1 else 's'}." if count else ""
 
 
 def state_of(status: Status, counts: dict[str, int]) -> State:

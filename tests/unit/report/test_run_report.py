@@ -306,6 +306,7 @@ def test_the_link_holds_from_another_folder(folder: Path, tmp_path: Path) -> Non
     """A relative address, so that both can be moved together."""
     page = run_page(load_run(folder), tmp_path / "deep" / "er" / "report.html", now=0)
     (cell,) = (cell for row in page.tables[0].rows for cell in row if cell.link)
+    assert page.state == "different" and page.verdict.endswith(" 1 incident.")
     assert (tmp_path / "deep" / "er" / cell.link).resolve() == folder / "reports" / "incident_step_00000060.html"
 
 
