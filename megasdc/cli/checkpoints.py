@@ -51,8 +51,8 @@ def inspect_checkpoint(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint of any format: of a layout, universal, a Hugging Face model, a .pt or .safetensors "
-            "file; or a folder of several."
+            help="A checkpoint of any format: of a layout, universal, of DeepSpeed with ZeRO-1 or 2, of torch DCP, a "
+            "Hugging Face model, a .pt or .safetensors file; or a folder of several."
         ),
     ],
     as_json: Json = False,

@@ -49,7 +49,8 @@ def report(
     needs no network.
 
     Works while a run is going. Exit code 0: the page is written, and so is all that --figures asks for; 1: the page is,
-    but PNG and SVG could not be drawn; 71: a path holds neither run nor sweep.
+    but PNG and SVG could not be drawn; 71: a path holds no run, study, sweep or result of DropCompute,
+    or they do not go together; 77: the page cannot be written, or a sweep has no tables yet.
     """
     from rich.console import Console
 

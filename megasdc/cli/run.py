@@ -96,7 +96,7 @@ def check_determinism(
     result, optimizer state and parameter bit by bit.
 
     Exit code 0: nothing was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
-    are equal, but something was found that can make others differ.
+    are equal, or were not made (--lint-only), but something was found that can make others differ.
     """
     from rich.console import Console
 

@@ -51,7 +51,9 @@ def stress(
 
     tests = _tests(only)
     if record and (golden is None or hostfile is not None or drill is not None or resume):
-        raise typer.BadParameter("--record needs --golden DIR, and works on this host, without drill or --resume")
+        raise typer.BadParameter(
+            "--record needs --golden DIR, and works on this host alone: leave out --hostfile, --drill and --resume"
+        )
     if resume and out is None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
     with stdout_kept_clean():

@@ -95,15 +95,17 @@ def read_sweep(folder: Path | str) -> SweepResults:
     """Read the results of a sweep, also while it is going on.
 
     Raises:
-        StorageError: the folder is none of a sweep or is damaged, or no run has finished.
+        StorageError: the folder is none of a sweep or is damaged, or has no tables yet.
     """
     root = Path(folder)
     try:
         sweep = json.loads((root / SWEEP_FILE).read_text(encoding="utf-8"))
         rows = pq.read_table(root / RESULTS_FILE).to_pylist()
-    except FileNotFoundError as error:
+    except FileNotFoundError as error:  # pyarrow's has no name
+        missing_file = root / (RESULTS_FILE if (root / SWEEP_FILE).exists() else SWEEP_FILE)
         raise StorageError(
-            f"{error.filename} is missing: {root} is no folder of `megasdc sweep`, or no run has finished there"
+            f"{missing_file} is missing: {root} is no folder of `megasdc sweep`, or its tables are not "
+            "written yet, as `megasdc sweep --table` does for an array job"
         ) from error
     except (OSError, ValueError) as error:
         raise StorageError(f"{root}: damaged ({error}); `megasdc sweep` with the same --out writes it anew") from error

@@ -109,6 +109,7 @@ def run_sweep(
         prepare_missing(find_missing_data(sweep.plan.runs.values()), progress)
         store = _open_store(sweep, retry_failed)
         left = [run for run in sweep.chosen.values() if run.run_id not in store.outcomes]
+        store.write_tables()
         workers = workers or default_workers(sweep.plan)
         if len(left) > workers:
             _estimate(sweep, store, left, workers, on_estimate)

@@ -82,6 +82,8 @@ def tabulate(results: SweepResults) -> SweepTable:
 
 def render_table(table: SweepTable, console: Console) -> None:
     """Print it."""
+    if not table.done:
+        console.print(f"no run has finished yet; there will be {table.planned:,} rows")
     for studied in node_tables(table.nodes):
         render_node_table(studied, console)
     kept_equal = {one.cell for one in table.nodes if one.mode != FREE_RUN}

@@ -40,7 +40,7 @@ FRONT_OPTIONS = {
     "--node_rank": "use launch/no_ssh.sh, once on every host",
     "--module": "megasdc launch starts ranks through a module of its own",
     "--no_python": "ranks are Python processes",
-    "--no_local_rank": "the training script needs it no more and no less",
+    "--no_local_rank": "leave it out; the training script takes --local_rank and does without",
     "--save_pid": "DeepSpeed 0.19.8 fails with it where hosts share /tmp",
     "--autotuning": "megasdc has no autotuning",
 }

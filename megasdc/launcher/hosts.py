@@ -179,5 +179,6 @@ def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None)
             raise LaunchError(f"got --num-ranks {num_gpus} with CUDA_VISIBLE_DEVICES={visible_devices}")
         return Placement({LOCAL_HOST: [int(device) for device in devices[:num_gpus]]}, remote=False)
     if num_gpus is None or num_gpus < 1:
-        raise LaunchError(f"got --num-ranks {num_gpus}; without a hostfile say how many ranks this host runs, from 1")
+        given = "--num-ranks is missing" if num_gpus is None else f"got --num-ranks {num_gpus}"
+        raise LaunchError(f"{given}; without a hostfile say how many ranks this host runs, at least 1")
     return Placement({LOCAL_HOST: list(range(num_gpus))}, remote=False)

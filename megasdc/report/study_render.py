@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megasdc.study.log import WHOLE
-from megasdc.study.tables import MismatchRow, StudySummary
+from megasdc.study.tables import MismatchRow, StudySummary, torn_note
 
 
 def render_study(summary: StudySummary, console: Console, limit: int = 12) -> None:
@@ -27,6 +27,8 @@ def render_study(summary: StudySummary, console: Console, limit: int = 12) -> No
         highlight=False,
         soft_wrap=True,
     )
+    if note := torn_note(summary):
+        console.print(note, highlight=False, soft_wrap=True)
     if summary.mismatches:
         _mismatches(summary.mismatches, console)
     for row in summary.bursts:

@@ -103,9 +103,10 @@ def render(summary: RunSummary) -> str:
         lines.append(f"validation loss   {summary.eval_loss:.3f} nats per token")
     if summary.unigram_entropy is not None:
         reached = summary.eval_loss if summary.eval_loss is not None else summary.last_loss
+        better = summary.unigram_entropy - reached
         lines.append(
-            f"against frequency {summary.unigram_entropy - reached:+.3f} nats better than knowing token frequencies "
-            f"alone ({summary.unigram_entropy:.3f})"
+            f"against frequency {abs(better):.3f} nats {'better' if better >= 0 else 'worse'} than knowing token "
+            f"frequencies alone ({summary.unigram_entropy:.3f})"
         )
     lines.append(f"speed             {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in all")
     if summary.resumed_from:

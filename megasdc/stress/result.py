@@ -111,7 +111,8 @@ def render_result(result: StressResult, console: Console) -> None:
             console.print(Text(f"{verdict.host}: {note}"))
     _render_drill(result.drill_report(), console)
     counts = ", ".join(f"{sum(v.status == status for v in result.verdicts)} {status}" for status in _STYLES)
-    console.print(f"{len(result.verdicts)} hosts: {counts}{', interrupted' if result.interrupted else ''}")
+    hosts = "1 host" if len(result.verdicts) == 1 else f"{len(result.verdicts)} hosts"
+    console.print(f"{hosts}: {counts}{', interrupted' if result.interrupted else ''}")
 
 
 def _by_evidence(verdicts: Sequence[HostVerdict]) -> dict[str, str]:

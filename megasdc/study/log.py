@@ -72,10 +72,20 @@ class StudyLog:
         self._file.close()
 
 
+def torn_files(run_dir: Path | str) -> list[Path]:
+    """Files of a study that end within a line: one is being written, or its process was killed."""
+    found = []
+    for path in sorted((Path(run_dir) / STUDY_FOLDER).glob("rank_*.jsonl")):
+        with open(path, "rb") as file:
+            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                found.append(path)
+    return found
+
+
 def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
     """Yield the lines of a study, file by file in rank order.
 
-    A last line without an end, left by a killed process, is passed over.
+    A last line without an end is passed over; ``torn_files`` says where there is one.
 
     Args:
         run_dir: folder of the launch.

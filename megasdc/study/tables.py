@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from megasdc.errors import DataError
 from megasdc.model.kinds import ACTIVATION, CORE_ATTENTION, FC1, FC2, PROJECTION, QKV, kind_of
-from megasdc.study.log import WHOLE, Line, read_study
+from megasdc.study.log import WHOLE, Line, read_study, torn_files
 from megasdc.study.losses import LossRow, loss_rows
 
 By = Literal["part", "kind", "submodule", "rank"]
@@ -108,6 +109,8 @@ class StudySummary:
     distances: list[DistanceRow] = field(default_factory=list)
     losses: list[LossRow] = field(default_factory=list)
     evaluations: list[Line] = field(default_factory=list)
+    torn: int = 0
+    """Files that end within a line, which is left out."""
 
     def as_dict(self) -> dict[str, Any]:
         """In plain values."""
@@ -123,9 +126,11 @@ def summarize_study(run_dir: Any, by: By = "part") -> StudySummary:
             the parts of each rank apart.
 
     Raises:
-        DataError: the folder holds no study, or a file of it is damaged.
+        DataError: the folder holds no study, no rank of it has begun, or a file of it is damaged.
     """
     starts = list(read_study(run_dir, "start"))
+    if not starts:
+        raise DataError(f"{run_dir}: no rank of the study has begun to compare yet; try again in a moment")
     losses = list(read_study(run_dir, "loss"))
     return StudySummary(
         run_dir=str(run_dir),
@@ -141,6 +146,7 @@ def summarize_study(run_dir: Any, by: By = "part") -> StudySummary:
             {**line, "disagreement": line["disagreeing"] / line["tokens"], "accuracy": line["correct"] / line["tokens"]}
             for line in read_study(run_dir, "evaluation")
         ],
+        torn=len(torn_files(run_dir)),
     )
 
 
@@ -212,6 +218,14 @@ def distance_rows(lines: Iterable[Line]) -> list[DistanceRow]:
         missing = len(points) - len(finite)
         found.append(DistanceRow(replica, quantity, fqn, len(points), worst, worst_step, points[-1][1], missing))
     return found
+
+
+def torn_note(summary: StudySummary) -> str | None:
+    """That lines are left out, and why; null where none is."""
+    if not summary.torn:
+        return None
+    count = "1 file ends" if summary.torn == 1 else f"{summary.torn:,} files end"
+    return f"{count} within a line, which is left out: it is being written, or its process was killed"
 
 
 def describe(summary: StudySummary) -> list[str]:

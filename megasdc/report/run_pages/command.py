@@ -104,7 +104,7 @@ def _build(
     if kind == "drops":
         return drop_result_page(paths, title)
     if kind == "study":
-        return study_page(paths[0], title)
+        return study_page(paths[0], now, title)
     runs = [load_run(path, on_progress) for path in paths]
     return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, now, title)
 

@@ -41,9 +41,9 @@ def kind_of(paths: Sequence[Path]) -> Kind:
     for path in paths:
         if not any(test(path) for test in (is_sweep, is_study, is_run)):
             raise DataError(
-                f"{path} {'' if path.is_dir() else 'is no folder, and '}holds neither a run ({CONFIG_FILE}, "
-                f"{METRICS_FILE} or events/) nor a sweep ({SWEEP_FILES[0]}); give a folder that "
-                "megasdc.logging.run_dir or megasdc sweep --out names"
+                f"{path} {'' if path.is_dir() else 'is no folder, and '}holds no run ({CONFIG_FILE}, {METRICS_FILE} or "
+                f"events/), no study (study/) and no sweep ({SWEEP_FILES[0]}); give a folder that "
+                "megasdc.logging.run_dir or megasdc sweep --out names, or JSON results of DropCompute"
             )
     kinds: dict[Kind, list[Path]] = {"sweep": [*filter(is_sweep, paths)], "study": [*filter(is_study, paths)]}
     for kind, found in kinds.items():

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasdc.config.replica import replica_folder
 from megasdc.report.run_pages.figure import Figure
 from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, plain_values
+from megasdc.report.run_pages.record import load_run
+from megasdc.report.run_pages.status import status_of
 from megasdc.report.run_pages.study_figures import (
     bits_figure,
     burst_figure,
@@ -16,7 +19,7 @@ from megasdc.report.run_pages.study_figures import (
     severity_figure,
 )
 from megasdc.study.log import WHOLE, Line, read_study
-from megasdc.study.tables import StudySummary, describe, mismatch_rows, summarize_study
+from megasdc.study.tables import StudySummary, describe, mismatch_rows, summarize_study, torn_note
 
 MODES = {
     "computation_sync": "each submodule's own result is compared element by element and overwritten by the trusted one",
@@ -26,11 +29,12 @@ MODES = {
 }
 
 
-def study_page(folder: Path, title: str | None = None) -> Page:
+def study_page(folder: Path, now: float, title: str | None = None) -> Page:
     """Build the page, also of a study that is under way.
 
     Args:
         folder: of the launch.
+        now: seconds since the epoch.
         title: of the page; null: the folder's name.
 
     Raises:
@@ -38,11 +42,14 @@ def study_page(folder: Path, title: str | None = None) -> Page:
     """
     summary = summarize_study(folder)
     told = describe(summary)
+    trusted = load_run(replica_folder(folder, summary.trusted))
+    status = status_of(trusted, now)
     name = title or f"Study {folder.resolve().name}"
     wrong = sum(row.mismatches for row in summary.mismatches)
     apart = any(row.worst or row.not_finite for row in summary.distances)
     equal = not wrong and not apart
-    tiles = {"replicas": str(summary.replicas), "trusted": str(summary.trusted), "steps": f"{summary.steps:,}"}
+    steps = f"{summary.steps:,}" if status.planned is None else f"{summary.steps:,} of {status.planned:,}"
+    tiles = {"replicas": str(summary.replicas), "trusted": str(summary.trusted), "steps": steps}
     if summary.mismatches:
         compared = sum(row.elements for row in summary.mismatches)
         tiles |= {"elements compared": f"{compared:,}", "mismatches": f"{wrong:,}"}
@@ -51,9 +58,13 @@ def study_page(folder: Path, title: str | None = None) -> Page:
         title=name,
         verdict=f"{name}: {'no difference in any bit of what was compared' if equal else told[0]}.",
         state="same" if equal else "different",
-        sentences=[f"Mode {summary.mode}: {MODES[summary.mode]}. Ma et al. 2025, arXiv 2502.12340.", *told[1:]],
+        sentences=[
+            f"Replica {summary.trusted}: {status.text}",
+            f"Mode {summary.mode}: {MODES[summary.mode]}. Ma et al. 2025, arXiv 2502.12340.",
+            *told[1:],
+        ],
         tiles=tiles,
-        notes=[],
+        notes=[*filter(None, [torn_note(summary)]), *trusted.notes],
         sections=[
             Section("Tables", tables=_tables(summary)),
             Section("Figures", figures=_figures(folder, summary)),

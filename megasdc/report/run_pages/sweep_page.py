@@ -40,7 +40,7 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         title: of the page; null: the sweep's name.
 
     Raises:
-        StorageError: no run has finished yet.
+        StorageError: it is no folder of a sweep, or its tables are not written yet.
     """
     results = read_sweep(folder)
     table = tabulate(results)
@@ -72,12 +72,12 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
 
 
 def _verdict(table: SweepTable) -> str:
-    harmed = [cell for cell, score in table.scores.items() if score.worse or score.diverged or score.nan]
-    going = "" if table.done == table.planned else f"{table.done:,} of {table.planned:,} runs are there. "
+    if not table.done:
+        return f"no run has finished yet; there will be {table.planned:,} rows."
+    going = "" if table.done == table.planned else f"{table.done:,} of {table.planned:,} rows are there; "
     bad = f"worse than healthy by more than {EPSILON:.1%}, diverges or ends with NaN"
-    if not harmed:
-        return f"{going}in none of {len(table.scores)} cells a node is {bad}."
-    return f"{going}in {len(harmed)} of {len(table.scores)} cells a node is {bad}."
+    harmed = sum(bool(score.worse or score.diverged or score.nan) for score in table.scores.values())
+    return f"{going}in {harmed or 'none'} of {len(table.scores)} cells a node is {bad}."
 
 
 def _state(table: SweepTable) -> State:
@@ -90,7 +90,7 @@ def _tiles(results: SweepResults) -> dict[str, str]:
     counts = {status: sum(row["status"] == status for row in results.rows) for status in STATUSES}
     seconds = {row["run_id"]: row["seconds"] for row in results.rows}
     return {
-        "runs": f"{len(results.rows):,} of {results.places:,}",
+        "rows": f"{len(results.rows):,} of {results.places:,}",
         **{status if status != "nan" else "NaN": f"{count:,}" for status, count in counts.items()},
         "seeds": str(len({row["seed"] for row in results.rows})),
         "time of all runs": ago(sum(seconds.values())),
@@ -101,7 +101,7 @@ def _notes(results: SweepResults) -> list[str]:
     missing = results.places - len(results.rows)
     if not missing:
         return []
-    return [f"{missing:,} of {results.places:,} runs have not finished; numbers of their cells will change"]
+    return [f"{missing:,} of {results.places:,} rows are not there yet; numbers of their cells will change"]
 
 
 def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:

@@ -13,6 +13,7 @@ from browser import Browser, needs_browser
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.errors import DataError
 from megasdc.report.run_pages.study_page import study_page
 from megasdc.study.log import StudyLog
 
@@ -48,7 +49,7 @@ def write_study(folder: Path, mode: str) -> Path:
 
 def test_mismatches_are_those_of_the_lines(tmp_path: Path) -> None:
     """Frequency in the cell of its layer and submodule, zero elsewhere; bursts, severities and bits by hand."""
-    page = study_page(write_study(tmp_path / "study_1", "computation_sync"))
+    page = study_page(write_study(tmp_path / "study_1", "computation_sync"), now=0)
     figures = {one.name: one for one in page.figures}
     for one in figures.values():
         go.Figure(one.traces, one.layout)
@@ -67,14 +68,33 @@ def test_mismatches_are_those_of_the_lines(tmp_path: Path) -> None:
 
 def test_distances_and_losses_are_those_of_the_lines(tmp_path: Path) -> None:
     """The whole and each submodule over the steps; the difference of losses; equal studies are said to be."""
-    figures = {one.name: one for one in study_page(write_study(tmp_path / "study_2", "free_run")).figures}
+    figures = {one.name: one for one in study_page(write_study(tmp_path / "study_2", "free_run"), now=0).figures}
     columns = figures["parameters_apart"].columns
     assert columns["replica 1, whole"][:3] == [0.0, pytest.approx(2e-4), pytest.approx(3e-4)]
     assert figures["parameters_apart"].traces[0]["y"][0] is None, "zero has no place on a logarithmic axis"
     np.testing.assert_allclose(figures["study_loss_difference"].columns["replica 1"], 0.01)
-    equal = study_page(write_study(tmp_path / "study_3", "parameter_sync"))
+    equal = study_page(write_study(tmp_path / "study_3", "parameter_sync"), now=0)
     assert equal.state == "same"
     assert "no difference in any bit" in equal.verdict
+
+
+def test_how_far_it_is_and_what_is_left_out(tmp_path: Path) -> None:
+    """Steps of those planned and where the trusted replica is; a torn last line is counted; nothing yet is an error."""
+    folder = write_study(tmp_path / "study_6", "computation_sync")
+    (folder / "replica_0").mkdir()
+    (folder / "replica_0" / "resolved.json").write_text('{"megasdc": {"training": {"steps": 50}}}')
+    (folder / "replica_0" / "metrics.jsonl").write_text('{"step": 20, "time": 90.0, "train/loss": 2.0}\n')
+    page = study_page(folder, now=100.0)
+    assert page.tiles["steps"] == "20 of 50"
+    assert page.sentences[0].startswith("Replica 0: under way at step 20 of 50")
+    with open(folder / "study" / "rank_00001.jsonl", "a") as file:
+        file.write('{"kind": "mismatch", "st')
+    torn = "1 file ends within a line, which is left out: it is being written, or its process was killed"
+    assert study_page(folder, now=100.0).notes == [torn, *page.notes]
+    for path in (folder / "study").iterdir():
+        path.write_text("")
+    with pytest.raises(DataError, match="no rank of the study has begun"):
+        study_page(folder, now=100.0)
 
 
 @needs_browser

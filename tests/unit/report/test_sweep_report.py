@@ -155,7 +155,7 @@ def test_limits_settings_and_reasons_are_told(folder: Path) -> None:
     assert tables["nodes"][0][1] == node.description and tables["nodes"][0][3] == " ".join(node.assumed)
     assert "mismatch frequency forward attention 0.00478" in tables["nodes"][0][2]
     assert tables["nodes"][2][1:5] == ["-", "-", "-", "bit_flip in forward of 2.layer.mlp.linear_fc1"]
-    assert page.tiles["runs"] == "14 of 14"
+    assert page.tiles["rows"] == "14 of 14"
     assert page.state == "same"
 
 
@@ -176,13 +176,16 @@ def test_figures_hold_every_run(folder: Path) -> None:
 
 
 def test_a_sweep_that_goes_on_says_so(tmp_path: Path) -> None:
-    """How many runs lack; one of which none has finished is refused with what to wait for."""
+    """How many rows lack, also when no run has finished; tables that are not there are told, with what writes them."""
     page = sweep_page(write_sweep(tmp_path / "going", left_out=3))
-    assert "11 of 14 runs are there" in page.verdict
-    assert page.notes == ["3 of 14 runs have not finished; numbers of their cells will change"]
+    assert "11 of 14 rows are there" in page.verdict
+    assert page.notes == ["3 of 14 rows are not there yet; numbers of their cells will change"]
     assert page.state == "unsure"
-    (tmp_path / "going" / "results.parquet").unlink()
-    with pytest.raises(StorageError, match="no run has finished"):
+    results = tmp_path / "going" / "results.parquet"
+    pq.write_table(pq.read_table(results).slice(0, 0), results)
+    assert "no run has finished yet; there will be 14 rows" in sweep_page(tmp_path / "going").verdict
+    results.unlink()
+    with pytest.raises(StorageError, match=r"results.parquet is missing.*megasdc sweep --table"):
         sweep_page(tmp_path / "going")
 
 
