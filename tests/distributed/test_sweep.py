@@ -91,8 +91,10 @@ def test_a_killed_sweep_goes_on_without_repeating_finished_runs(tmp_path: Path, 
     def kill_one(what: str, done: int, total: int) -> None:
         """Before the first run starts: have it killed as soon as it writes metrics."""
         if what == "runs" and not killed:
-            killed.append(0)
-            subprocess.Popen([sys.executable, "-c", _KILL, str(out), str(os.getpid())])
+            command = [sys.executable, "-c", _KILL, str(out), str(os.getpid())]
+            killer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert killer.stdout is not None
+            killed.append(len(killer.stdout.readline()))  # it looks for the run from now on
 
     table = run_sweep(open_sweep(path, out=out), 1, progress=False, on_progress=kill_one)
     assert table.done == table.planned == 4
@@ -111,7 +113,8 @@ _KILL = """
 import os, signal, sys, time
 from pathlib import Path
 out, runner = sys.argv[1:]
-end = time.monotonic() + 60
+print("ready", flush=True)
+end = time.monotonic() + 200
 while time.monotonic() < end:
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
