@@ -51,12 +51,25 @@ def config(tmp_path: Path) -> Path:
     return write_small_config(tmp_path / "my runs")
 
 
-def submit(slurm: SlurmCluster, config: Path, behaviour: str) -> subprocess.Popen[str]:
-    """Submit launch/slurm.sbatch from the project's folder and wait in the background for the job's exit code."""
+def submit(slurm: SlurmCluster, config: Path, behaviour: str) -> str:
+    """Submit launch/slurm.sbatch from the project's folder, and return the job's number."""
     log = f"--output={config.parent}/job.log"
-    argv = ["sbatch", "--wait", *SMALL, log, "launch/slurm.sbatch", str(config)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return slurm.hosts.popen("node1", argv, env={"MEGASDC_TEST_BEHAVIOUR": behaviour}, cwd=str(ROOT), **pipes)
+    argv = ["sbatch", "--parsable", *SMALL, log, "launch/slurm.sbatch", str(config)]
+    done = slurm.run(*argv, env={"MEGASDC_TEST_BEHAVIOUR": behaviour}, cwd=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def code_of(slurm: SlurmCluster, job: str) -> int:
+    """The exit code of a job, when it has ended."""
+    end = time.monotonic() + 200
+    while True:
+        shown = slurm.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
+        said = dict(word.split("=", 1) for word in shown if "=" in word)
+        if said["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"):
+            return int(said["ExitCode"].split(":")[0])
+        assert time.monotonic() < end, said
+        time.sleep(0.3)
 
 
 def wait_for(place: Path, pattern: str, count: int) -> None:
@@ -71,9 +84,9 @@ def wait_for(place: Path, pattern: str, count: int) -> None:
 def test_a_job_starts_every_node_and_is_judged(slurm: SlurmCluster, config: Path, behaviour: str, code: int) -> None:
     """A rank on each host, one world; the job ends with the code of the rank that failed first, and says which."""
     job = submit(slurm, config, behaviour)
-    said, _ = job.communicate(timeout=200)
+    found_code = code_of(slurm, job)
     log = (config.parent / "job.log").read_text()
-    assert job.returncode == code, said + log + slurm.logs()
+    assert found_code == code, log + slurm.logs()
     (launch,) = (config.parent / "run dir" / "done").iterdir()
     found = collect(config.parent / "run dir", launch.name)
     assert {rank: done.exit_code for rank, done in found.done.items()} == {0: 79 if code else 0, 1: code}
@@ -85,10 +98,8 @@ def test_a_signal_to_the_job_reaches_the_ranks(slurm: SlurmCluster, config: Path
     """SIGTERM to the batch script, as SLURM sends before the time limit: all ranks save and end, and the job with 0."""
     job = submit(slurm, config, "sleep")
     wait_for(config.parent / "run dir", "asleep_*", 2)
-    number = slurm.run("squeue", "--noheader", "--format=%i").stdout.split()[0]
-    slurm.run("scancel", "--batch", "--signal=TERM", number)
-    said, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, said + (config.parent / "job.log").read_text()
+    slurm.run("scancel", "--batch", "--signal=TERM", job)
+    assert code_of(slurm, job) == 0, (config.parent / "job.log").read_text()
 
 
 def launch(slurm: SlurmCluster, config: Path, behaviour: str) -> subprocess.Popen[str]:
@@ -129,7 +140,8 @@ def test_a_signal_to_the_front_reaches_the_ranks(
     assert process.returncode == code, said
 
 
-def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811 - the fixture
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, times: int) -> None:  # noqa: F811 - the fixture
     """Donors run before those that start from them, on any host; then the tables. A second job repeats nothing."""
     out = folder / "out folder"
     content = {"name": "study", "base": "config.json", "final_steps": 2, "diverged_above_frequencies": False}
@@ -139,7 +151,7 @@ def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path) -> None:  # 
     argv = [sys.executable, "-m", "megasdc", "sweep", "sweep.json", "--out", str(out), "--slurm"]
     written = slurm.run(*argv, cwd=str(folder))
     assert written.returncode == 0, written.stderr
-    for _ in range(2):
+    for _ in range(times):
         submitted = slurm.run("bash", str(out / "submit.sh"), "--time=10", "--cpus-per-task=2")
         assert submitted.returncode == 0, submitted.stderr
         end = time.monotonic() + 200
