@@ -66,7 +66,7 @@ def code_of(slurm: SlurmCluster, job: str) -> int:
     while True:
         shown = slurm.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
         said = dict(word.split("=", 1) for word in shown if "=" in word)
-        if said["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"):
+        if said.get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"):
             return int(said["ExitCode"].split(":")[0])
         assert time.monotonic() < end, said
         time.sleep(0.3)
@@ -74,7 +74,7 @@ def code_of(slurm: SlurmCluster, job: str) -> int:
 
 def wait_for(place: Path, pattern: str, count: int) -> None:
     """Wait until so many files are there."""
-    end = time.monotonic() + 100
+    end = time.monotonic() + 180
     while len(list(place.glob(pattern))) < count:
         assert time.monotonic() < end, f"fewer than {count} files {pattern} in {place}"
         time.sleep(0.05)
