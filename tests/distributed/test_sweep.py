@@ -235,8 +235,13 @@ def test_runs_of_several_ranks(tmp_path: Path, base: Path) -> None:
     cells = [{"name": "two"}, {"name": "broken", "set": broken}]
     settings = {"megasdc.training.steps": 4, "megasdc.training.eval_interval": 0}
     path = write_sweep(tmp_path, base, ranks=2, set=settings, cells=cells)
-    run_sweep(open_sweep(path, out=tmp_path / "out"), 2, progress=False)
-    rows = {row["cell"]: row for row in read_sweep(tmp_path / "out").rows}
+    there: list[int] = []
+    out = tmp_path / "out"
+    run_sweep(
+        open_sweep(path, out=out), 2, progress=False, on_progress=lambda *_: there.append(len(read_sweep(out).rows))
+    )
+    assert there[0] == 0, "before a run has finished it can be read too"
+    rows = {row["cell"]: row for row in read_sweep(out).rows}
     assert (rows["two"]["status"], rows["two"]["steps"]) == ("done", 4)
     assert rows["broken"]["status"] == "failed" and "exit code 5" in rows["broken"]["reason"]
 

@@ -105,7 +105,7 @@ class SlurmCluster:
         self.hosts.popen(name, ["mkdir", "-p", "/run/munge"]).wait()
         self.hosts.popen(name, [path, *arguments], stdout=log, stderr=log)
 
-    def _wait_until_idle(self, timeout_s: float = 30.0) -> None:
+    def _wait_until_idle(self, timeout_s: float = 120.0) -> None:
         end = time.monotonic() + timeout_s
         while True:
             found = self.run("sinfo", "--noheader", "--Node", "--format=%T")
