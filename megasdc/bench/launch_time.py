@@ -8,7 +8,6 @@ start of the last rank's process, both on the clock that counts from the machine
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +20,7 @@ from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.config import DataSection
 from megasdc.errors import MegasdcError
 from megasdc.events import read_events
-from megasdc.parallel.local_ranks import TAIL_CHARACTERS, base_environment, build_operator
+from megasdc.parallel.local_ranks import TAIL_CHARACTERS, base_environment, build_operator, free_port
 
 TIMEOUT_S = 600.0
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
@@ -111,7 +110,7 @@ def _launch_once(folder: Path, name: str, data: Path, ranks: int, threads: int) 
         "--num_gpus",
         str(ranks),
         "--master_port",
-        str(_free_port()),
+        str(free_port()),
         str(SCRIPT),
         "--config",
         str(config),
@@ -166,9 +165,3 @@ def _config(data: Path, run_dir: Path, ranks: int, threads: int) -> dict[str, An
             "logging": {"run_dir": str(run_dir)},
         },
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("", 0))
-        return int(server.getsockname()[1])

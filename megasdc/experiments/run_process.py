@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megasdc.parallel.local_ranks import base_environment, rank_environment
+from megasdc.parallel.local_ranks import base_environment, hold_store, rank_environment
 
 PRELOAD = (
     "numpy",
@@ -122,16 +122,13 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
         ranks: how many.
         slot: place among the runs side by side; with GPUs, decides on which.
     """
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hold_store()
     logs = folder / LOG_FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     devices = ",".join(str(slot * ranks + rank) for rank in range(ranks))
     processes, lifelines = [], []
     for rank in range(ranks):
         settings = rank_environment(rank, ranks, 0, "127.0.0.1", store.port) | {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "CUDA_VISIBLE_DEVICES": _visible(devices),
         }
         ours, theirs = context.Pipe()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -183,13 +182,6 @@ class WatchedRank:
     def _tail(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "end of its output: " + " | ".join(lines[-LOG_LINES:]) if lines else "without output"
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:

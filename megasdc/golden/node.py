@@ -18,12 +18,12 @@ from typing import Any
 
 from megasdc.errors import ConfigError, LaunchError, MegasdcError, TraceError
 from megasdc.golden.board import GRACE_S, START_S, Board
-from megasdc.golden.cells import REPORT_S, RankReport, WatchedRank, free_port, watch
+from megasdc.golden.cells import REPORT_S, RankReport, WatchedRank, watch
 from megasdc.golden.drill import load_drill
 from megasdc.golden.library import choose_golden
 from megasdc.golden.result import VerifyResult, judge_reports
 from megasdc.golden.verify import Progress, golden_threads, layout_size
-from megasdc.parallel.local_ranks import rank_environment
+from megasdc.parallel.local_ranks import hold_store, rank_environment
 from megasdc.sdc.golden import header_digest, load_header
 
 
@@ -125,8 +125,9 @@ def _watch_rank(
         board.sign(len(report.runs))
         on_look()
 
+    store = hold_store() if report.cell_rank == 0 else None  # where the cell's ranks meet
     try:
-        file, environment = _join_cell(board, report, golden, plan)
+        file, environment = _join_cell(board, report, golden, plan, store)
         with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
             asked = {**request, "golden": str(file.resolve()), "folder": scratch}
             watch([WatchedRank(asked, environment, report, request["timeout_s"])], look)
@@ -134,14 +135,16 @@ def _watch_rank(
         report.ended, report.code, report.detail = "failed", error.exit_code, str(error)
 
 
-def _join_cell(board: Board, report: RankReport, golden: Path, plan: dict[str, Any]) -> tuple[Path, dict[str, str]]:
+def _join_cell(
+    board: Board, report: RankReport, golden: Path, plan: dict[str, Any], store: Any
+) -> tuple[Path, dict[str, str]]:
     """This host's golden file, and the environment of a rank that meets the others on the host of the cell's first.
 
     Raises:
         TraceError: there is no such file, here or for another rank of the cell, or they are not the same.
         PeerError: another rank of the cell did not start.
     """
-    seat = {"host": report.host, "digest": None, "address": [_own_address(), free_port()]}
+    seat = {"host": report.host, "digest": None, "address": [_own_address(), store.port] if store else None}
     try:
         file = choose_golden(golden, layout=plan["layout"]) if golden.is_dir() else golden
         header = load_header(file)

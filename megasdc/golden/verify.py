@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import ConfigError, TraceError
-from megasdc.golden.cells import RankReport, WatchedRank, free_port, watch
+from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.golden.result import VerifyResult, judge_reports
-from megasdc.parallel.local_ranks import build_operator, rank_environment
+from megasdc.parallel.local_ranks import build_operator, hold_store, rank_environment
 from megasdc.sdc.golden import load_header
 
 Progress = Callable[[int, int | None], None]
@@ -53,6 +53,7 @@ def verify_here(
     cells = devices or 1
     total = None if minutes is not None else cells * size * repeats * len(header["cases"])
     ranks: list[WatchedRank] = []
+    stores: list[Any] = []  # a rendezvous each cell
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         for cell in range(cells):
             request = {
@@ -63,10 +64,10 @@ def verify_here(
                 "timeout_s": timeout_s,
                 "drill": drill,
             }
-            port = free_port()
+            stores.append(hold_store())
             for rank in range(size):
                 report = RankReport(socket.gethostname(), cell * size + rank, cell, rank)
-                environment = rank_environment(rank, size, threads, "127.0.0.1", port)
+                environment = rank_environment(rank, size, threads, "127.0.0.1", stores[cell].port)
                 environment["LOCAL_RANK"] = str(cell * size + rank)
                 ranks.append(WatchedRank(request, environment, report, timeout_s))
         watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks), total))

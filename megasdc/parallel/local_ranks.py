@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
+from typing import Any
 
 from megasdc.errors import MegasdcError
 
 TAIL_CHARACTERS = 3000
+UNASSIGNED_PORTS = range(20_000, 32_768)
+"""Ports that Linux gives to no connection by itself (``net.ipv4.ip_local_port_range`` starts above them)."""
 
 
 def base_environment(threads: int) -> dict[str, str]:
@@ -32,14 +37,14 @@ def base_environment(threads: int) -> dict[str, str]:
 
 
 def rank_environment(rank: int, ranks: int, threads: int, host: str, port: int) -> dict[str, str]:
-    """What a launcher would set for a rank, on top of ``base_environment``.
+    """What a launcher would set for a rank, on top of ``base_environment``; the ranks meet at a ``hold_store``.
 
     Args:
         rank: in the world.
         ranks: size of the world.
         threads: CPU threads of the rank; 0 leaves the choice.
-        host: of the rendezvous.
-        port: of the rendezvous.
+        host: of whoever holds the store.
+        port: of the store.
     """
     return {
         **base_environment(threads),
@@ -48,7 +53,35 @@ def rank_environment(rank: int, ranks: int, threads: int, host: str, port: int) 
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 too only connects to the store
     }
+
+
+def hold_store() -> Any:
+    """The rendezvous of ranks that this process starts, a ``torch.distributed.TCPStore``; kept until they have ended.
+
+    It takes a port that is free at this moment. A port looked up for rank 0 could be taken by any connection in the
+    seconds until rank 0 has imported everything and listens there.
+    """
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def free_port() -> int:
+    """A port for a launcher that must be told one: nobody listens there, and no connection is given it by itself.
+
+    Raises:
+        MegasdcError: all are taken.
+    """
+    for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise MegasdcError(f"no port from {UNASSIGNED_PORTS.start} to {UNASSIGNED_PORTS.stop - 1} is free on this host")
 
 
 def extensions_dir() -> str:

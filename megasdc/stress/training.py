@@ -9,9 +9,9 @@ from megasdc.addresses import Address
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.determinism import set_deterministic
 from megasdc.engine.observer import Listener
-from megasdc.golden.cells import free_port
 from megasdc.golden.drill import Drill
 from megasdc.parallel import groups
+from megasdc.parallel.local_ranks import hold_store
 from megasdc.sdc.golden import key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
@@ -71,9 +71,8 @@ class SmallRun:
         loaded = workload_of({"config": config})
         set_deterministic_environment(loaded.megasdc.determinism, os.environ)
         set_threads(loaded.megasdc.parallel.threads)
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        os.environ.update(alone)
-        groups.init_process_group(timeout_s)
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
+        groups.init_process_group(timeout_s, hold_store())
         set_deterministic(loaded.megasdc.determinism)
         dims = groups.init_model_parallel(1, 1, timeout_s)
         self._workload = Workload(loaded, dims)

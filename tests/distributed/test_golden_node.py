@@ -13,9 +13,10 @@ import pytest
 
 from megasdc.config import parse_config
 from megasdc.golden.board import Board
-from megasdc.golden.cells import RankReport, free_port
+from megasdc.golden.cells import RankReport
 from megasdc.golden.node import Collector
 from megasdc.golden.record import record
+from megasdc.parallel.local_ranks import free_port
 from megasdc.sdc.golden import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]

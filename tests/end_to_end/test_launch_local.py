@@ -17,6 +17,7 @@ import pytest
 from test_launch import WORKER, write_small_config
 
 from megasdc.launcher.records import collect
+from megasdc.parallel.local_ranks import free_port
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
 
@@ -31,11 +32,8 @@ class LocalLaunch:
 
     def start(self, behaviour: str, *launcher_args: str) -> subprocess.Popen[str]:
         """Start it on a free port."""
-        with socket.socket() as server:
-            server.bind(("", 0))
-            port = server.getsockname()[1]
         argv = [sys.executable, "-m", "megasdc", "launch", "--num-gpus", "2", "--config", str(self.config)]
-        argv += ["--script", str(WORKER), "--", "--master_port", str(port), *launcher_args]
+        argv += ["--script", str(WORKER), "--", "--master_port", str(free_port()), *launcher_args]
         env = {**os.environ, "MEGASDC_TEST_BEHAVIOUR": behaviour, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return self.process

@@ -101,6 +101,21 @@ def test_visible_devices_choose_the_slots_of_this_host() -> None:
     assert place_on_this_host(1, "2,3").slots == {"localhost": [2]}
     assert place_on_this_host(None, "2,3").slots == {"localhost": [2, 3]}
     assert place_on_this_host(2).slots == {"localhost": [0, 1]}
-    for options in [(None, None), (3, "0,1"), (1, "GPU-8a")]:
-        with pytest.raises(LaunchError):
-            place_on_this_host(*options)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible_devices", "problem"),
+    [
+        (None, None, "--num-ranks is missing; without a hostfile say how many ranks"),
+        (0, None, "got --num-ranks 0; without a hostfile"),
+        (3, "0,1", "got --num-ranks 3 with CUDA_VISIBLE_DEVICES=0,1"),
+        (1, "GPU-8a", "got CUDA_VISIBLE_DEVICES=GPU-8a; DeepSpeed needs plain device numbers"),
+    ],
+)
+def test_a_number_of_ranks_that_this_host_cannot_have(
+    num_gpus: int | None, visible_devices: str | None, problem: str
+) -> None:
+    """The message says what was given, and what is missing."""
+    with pytest.raises(LaunchError) as caught:
+        place_on_this_host(num_gpus, visible_devices)
+    assert problem in str(caught.value)
