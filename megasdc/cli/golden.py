@@ -98,7 +98,8 @@ def golden_verify(
         from megasdc.golden.library import choose_golden
         from megasdc.golden.progress import run_progress
         from megasdc.golden.result import render_result
-        from megasdc.golden.verify import count_accelerators, verify_here
+        from megasdc.golden.verify import verify_here
+        from megasdc.parallel.local_ranks import count_accelerators
         from megasdc.sdc.golden import load_header
 
         devices = None if local is None else local or count_accelerators() or 1

@@ -24,7 +24,7 @@ def sweep(
         list[str] | None, typer.Option("--only", metavar="CELL", help="Only this cell; repeatable.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Runs side by side; left out: as the cores allow.")
+        int | None, typer.Option("--workers", min=1, help="Runs side by side; left out: as cores and devices allow.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and list the runs; start none.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the table of what has finished; start nothing.")] = False,

@@ -98,6 +98,11 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
             "megasdc.training.eval_interval",
             "0; the models are evaluated at the end, on eval_samples; set an interval",
         )
+    if study.mode == COMPUTATION_SYNC:
+        again = "; micro-batches that one replica computes again are compared with nothing; set it false"
+        for path, section in (("sdc.always_on", file.sdc.always_on), ("audit", file.audit)):
+            if section.enabled:
+                yield _against(study, f"megasdc.{path}.enabled", f"true{again}")
     if study.mode == PARAMETER_SYNC and file.sdc.always_on.enabled and file.sdc.always_on.toleranced:
         yield _against(
             study,

@@ -19,6 +19,7 @@ from megasdc.experiments.runner import Runner, alone, judge_again
 from megasdc.experiments.slurm import write_job
 from megasdc.experiments.sweep_file import SweepFile, load_sweep
 from megasdc.experiments.table import SweepTable, tabulate
+from megasdc.parallel.local_ranks import count_accelerators
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def run_sweep(
 
     Args:
         sweep: checked.
-        workers: runs side by side; null: as the cores allow.
+        workers: runs side by side; null: as cores and devices allow.
         progress: show the bar of data preparation.
         retry_failed: run those again that ended as failed.
         on_progress: told (what, done, total).
@@ -103,14 +104,15 @@ def run_sweep(
         The table.
 
     Raises:
+        ConfigError: there are too few devices.
         MegasdcError: data cannot be prepared, the first steps of a run fail, or the folder cannot be written.
     """
+    workers = choose_workers(sweep.plan, workers)
     with alone(sweep.out):
         prepare_missing(find_missing_data(sweep.plan.runs.values()), progress)
         store = _open_store(sweep, retry_failed)
         left = [run for run in sweep.chosen.values() if run.run_id not in store.outcomes]
         store.write_tables()
-        workers = workers or default_workers(sweep.plan)
         if len(left) > workers:
             _estimate(sweep, store, left, workers, on_estimate)
         total = len(sweep.chosen)
@@ -134,11 +136,12 @@ def run_task(sweep: Sweep, number: int) -> PlannedRun:
         number: the run's place in the plan.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run, or there are too few devices.
     """
     runs = list(sweep.plan.runs.values())
     if not 0 <= number < len(runs):
         raise ConfigError(f"--task: {number}; the sweep's runs are 0 to {len(runs) - 1}.")
+    choose_workers(sweep.plan, 1)
     run = runs[number]
     store = ResultStore(sweep.out, sweep.plan)
     if run.start is not None:
@@ -168,10 +171,29 @@ def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
         return write_job(sweep.plan, arguments, sweep.out, ARRAY_AT_ONCE)
 
 
-def default_workers(plan: Plan) -> int:
-    """As many runs side by side as this process has cores for their ranks and threads."""
+def choose_workers(plan: Plan, asked: int | None = None) -> int:
+    """How many runs are made side by side.
+
+    Args:
+        plan: of the sweep.
+        asked: by the user; null: as many as this process has cores for their ranks and threads, and devices for their
+            ranks where it has any.
+
+    Raises:
+        ConfigError: the devices do not suffice, for one run or for so many.
+    """
+    ranks, devices = plan.sweep.ranks, count_accelerators()
+    if devices and devices < ranks * (asked or 1):
+        wanted = f"{asked} runs of {ranks} ranks side by side need" if asked else f"a run of {ranks} ranks needs"
+        raise ConfigError(
+            f"--workers: {wanted} a device for each rank, and there are {devices}; ask for fewer, give more in "
+            'CUDA_VISIBLE_DEVICES, or set it to "" to compute on the processor.'
+        )
+    if asked:
+        return asked
     threads = max(run.config["megasdc"]["parallel"]["threads"] or 1 for run in plan.runs.values())
-    return max(1, len(os.sched_getaffinity(0)) // (plan.sweep.ranks * threads))
+    at_once = max(1, len(os.sched_getaffinity(0)) // (ranks * threads))
+    return min(at_once, devices // ranks) if devices else at_once
 
 
 def _open_store(sweep: Sweep, retry_failed: bool) -> ResultStore:

@@ -11,7 +11,7 @@ from typing import Any
 from megasdc.errors import ConfigError, TraceError
 from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.golden.result import VerifyResult, judge_reports
-from megasdc.parallel.local_ranks import build_operator, hold_store, rank_environment
+from megasdc.parallel.local_ranks import build_operator, count_accelerators, hold_store, rank_environment
 from megasdc.sdc.golden import load_header
 
 Progress = Callable[[int, int | None], None]
@@ -101,10 +101,3 @@ def layout_size(header: dict[str, Any]) -> int:
     if size < 1:
         raise TraceError(f"the golden trace's layout {layout} has no ranks")
     return size
-
-
-def count_accelerators() -> int:
-    """Accelerators of this host; 0 where ranks compute on its processor."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -84,6 +84,13 @@ def free_port() -> int:
     raise MegasdcError(f"no port from {UNASSIGNED_PORTS.start} to {UNASSIGNED_PORTS.stop - 1} is free on this host")
 
 
+def count_accelerators() -> int:
+    """Accelerators of this host that this process may use; 0 where ranks compute on its processor."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def extensions_dir() -> str:
     """The folder of DeepSpeed's compiled operators: the user's choice, else one for each Python environment."""
     return os.environ.get("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))

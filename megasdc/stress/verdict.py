@@ -226,9 +226,14 @@ def _untested(state: HostState) -> list[Reason]:
         text = f"{state.lost['how']} after {state.rounds:,} whole rounds: {state.lost['detail']}"
         return [Reason(NOT_TESTED, "all", "no answer", text)]
     missing = [test for test in state.plan["only"] if not state.tests.get(test) or not state.tests[test].compared]
-    if not missing:
+    if not missing or (_has_nobody_to_meet(state) and missing == [COLLECTIVES] != state.plan["only"]):
         return []
     return [Reason(NOT_TESTED, test, "no answer", f"nothing was compared in {test}") for test in missing]
+
+
+def _has_nobody_to_meet(state: HostState) -> bool:
+    """Whether it is tested alone, with one device, so that there are no collectives."""
+    return len(state.plan["hosts"]) == 1 and state.rounds > 0 and not state.meetings
 
 
 def _add(reasons: Mapping[str, list[Reason]], given: Mapping[str, Reason]) -> None:
@@ -247,6 +252,11 @@ def _verdict(state: HostState, given: list[Reason], states: Sequence[HostState])
     for test, count in state.tests.items():
         at_most = None if count.wrong or not count.compared else rate_bound(count.compared)
         rates[test] = {"compared": count.compared, "wrong": count.wrong, "at_most": at_most}
+    notes = [*state.notes]
+    if COLLECTIVES in state.plan["only"] and _has_nobody_to_meet(state):
+        notes.append("no collectives: one device, and no other host; name two hosts to test them")
+    if state.dropped:
+        notes.append(f"{state.dropped:,} more findings were not kept")
     return HostVerdict(
         host=state.host,
         status=_worst(given),
@@ -255,7 +265,7 @@ def _verdict(state: HostState, given: list[Reason], states: Sequence[HostState])
         reasons=sorted(given, key=lambda reason: order.index(reason.status)),
         rates=rates,
         findings=state.findings,
-        notes=[*state.notes, *([f"{state.dropped:,} more findings were not kept"] if state.dropped else [])],
+        notes=notes,
     )
 
 

@@ -43,6 +43,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (FREE, {"training": {"eval_interval": 0}}, "with megasdc.training.eval_interval 0"),
     (FREE, {"drop_compute": {"enabled": True}}, "with megasdc.drop_compute.enabled true"),
     (FREE, {"checkpoint": {"keep_last": 1}}, "with megasdc.checkpoint.keep_last 1"),
+    (SYNC, {"sdc": {"always_on": {"enabled": True}}}, "with megasdc.sdc.always_on.enabled true; micro-batches that"),
+    (
+        {**SYNC, "replicas": 4},
+        {"audit": {"enabled": True}},
+        "with megasdc.audit.enabled true; micro-batches that one replica computes again",
+    ),
     (
         FREE,
         {"delay": [{"kind": "slow_rank", "replica": 1, "delay_s": 0.1}]},

@@ -161,6 +161,19 @@ def test_lost_hosts_are_not_tested() -> None:
     assert statuses([HostState("c", PLAN)]) == [NOT_TESTED]
 
 
+def test_one_device_without_another_host_has_no_collectives() -> None:
+    """It says so, and the rest decides; asked for nothing else, or beside a host that gave none, it is not tested."""
+    plan = {**PLAN, "hosts": ["a"]}
+    counts = {name: Count(100, 0) for name in ("gemm", "training")}
+    (alone,) = judge([state("a", plan=plan, meetings={}, tests=counts)])
+    assert (alone.status, alone.reasons) == (HEALTHY, [])
+    assert alone.notes == ["no collectives: one device, and no other host; name two hosts to test them"]
+    assert statuses([state("a", plan=plan, meetings={}, tests={"gemm": Count(100, 0)})]) == [NOT_TESTED]
+    assert statuses([state("a", plan={**plan, "only": ["collectives"]}, meetings={}, tests={})]) == [NOT_TESTED]
+    pair = {**PLAN, "hosts": ["a", "b"]}
+    assert statuses([state("a", plan=pair, meetings={}, tests=counts)]) == [NOT_TESTED]
+
+
 def test_exit_codes() -> None:
     """0 if all are healthy; 73 if one is unhealthy or inconclusive, whatever else; 78 if one could not be tested."""
     bad = state("b", tests={**state("b").tests, "gemm": Count(9, 1)}, findings=[wrong("gemm", "first")])
