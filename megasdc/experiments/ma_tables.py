@@ -31,6 +31,7 @@ class StudiedNode:
 
     Args:
         cell: of the sweep.
+        run_id: of the study.
         node: its name, with the seed of the run where there are several.
         control: whether it stands for chance.
         published: figures of its profile by name.
@@ -47,6 +48,7 @@ class StudiedNode:
     """
 
     cell: str
+    run_id: str
     node: str
     control: bool
     published: Mapping[str, float]
@@ -95,6 +97,7 @@ def _node(
     parameters = _distance(study, "parameters", replica)
     return StudiedNode(
         cell=row["cell"],
+        run_id=row["run_id"],
         node=f"{row['node']}, seed {row['seed']}" if several_seeds else row["node"],
         control=row["control"],
         published=published,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +42,12 @@ class SweepTable:
     papers: dict[str, PaperRow | None]
     tables: Sequence[str]
     nodes: Sequence[StudiedNode]
+
+    @property
+    def trained_scores(self) -> dict[str, CellScore]:
+        """Scores without cells of studies that keep replicas equal, where no node can be better or worse."""
+        kept_equal = {one.cell for one in self.nodes if one.mode != FREE_RUN}
+        return {cell: score for cell, score in self.scores.items() if cell not in kept_equal}
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -86,20 +92,18 @@ def render_table(table: SweepTable, console: Console) -> None:
         console.print(f"no run has finished yet; there will be {table.planned:,} rows")
     for studied in node_tables(table.nodes):
         render_node_table(studied, console)
-    kept_equal = {one.cell for one in table.nodes if one.mode != FREE_RUN}
-    scores = {cell: score for cell, score in table.scores.items() if cell not in kept_equal}
-    if scores:
-        _render_scores(table, scores, console)
+    if table.trained_scores:
+        _render_scores(table, console)
 
 
-def _render_scores(table: SweepTable, scores: Mapping[str, CellScore], console: Console) -> None:
+def _render_scores(table: SweepTable, console: Console) -> None:
     size = f", size {table.size}" if table.size else ""
     whole = "" if table.done == table.planned else f"; {table.done} of {table.planned} rows are there"
     shown = Table(title=f"{table.name}{size}: final training loss{whole}")
     shown.add_column("cell")
     for column in ("healthy", "worst case", "worse", "lost"):
         shown.add_column(column, justify="right")
-    for cell, score in scores.items():
+    for cell, score in table.trained_scores.items():
         paper = table.papers[cell]
         shown.add_row(cell, *_ours(score), end_section=paper is None)
         if paper is not None:

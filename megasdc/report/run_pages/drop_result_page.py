@@ -177,5 +177,5 @@ def _training_row(one: Mapping[str, Any]) -> tuple[Cell, ...]:
 
 
 def _made(result: Mapping[str, Any]) -> str:
-    machine = result["machine"]
+    machine = {**result["machine"], **result["machine"].get("versions", {})}
     return "; ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str | int | float)) + "."

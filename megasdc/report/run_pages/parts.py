@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megasdc.report.run_pages.figure import Figure, number_or_none
 
+_NUMBER_ALONE = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?\s*%?|[-+]?(nan|inf)%?")
 State = Literal["same", "different", "unsure"]
 """Colour of the first line: good, bad, in between; as the pages of comparisons call it."""
 
@@ -30,6 +32,11 @@ class Cell:
     value: float | None = None
     link: str = ""
     look: str = ""
+
+    @property
+    def says_more(self) -> bool:
+        """Whether the text has more than its number."""
+        return self.value is not None and _NUMBER_ALONE.fullmatch(self.text) is None
 
     @property
     def sort_key(self) -> str:
@@ -80,11 +87,18 @@ class Table:
         return found
 
     def as_csv(self) -> str:
-        """All rows; numbers as they are, not as they are shown."""
+        """All rows; numbers as they are, and beside them as they are shown where that says more."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.headings)
-        writer.writerows([one.text if one.value is None else one.value for one in row] for row in self.rows)
+        twice = {place for row in self.rows for place, one in enumerate(row) if one.says_more}
+        told = [
+            (place, shown) for place in range(len(self.headings)) for shown in (False, True)[: 1 + (place in twice)]
+        ]
+        writer.writerow(f"{self.headings[place]}, shown" if shown else self.headings[place] for place, shown in told)
+        for row in self.rows:
+            writer.writerow(
+                row[place].text if shown or row[place].value is None else row[place].value for place, shown in told
+            )
         return out.getvalue()
 
 

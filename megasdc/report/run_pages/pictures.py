@@ -26,7 +26,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 """What the program may be called, in the order of looking."""
 TIMEOUT_S = 300
 WIDTH, HEIGHT, SCALE = 900, 420, 2
-"""Pixels of a picture, and how many dots of a PNG one has."""
+"""Pixels of a picture, higher where its rows or its legend need it, and how many dots of a PNG one has."""
 _DONE = re.compile(r'<script type="application/json" id="pictures">(.*?)</script>', re.DOTALL)
 
 

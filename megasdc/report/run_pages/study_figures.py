@@ -26,7 +26,7 @@ TALLEST = 820
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
 """In execution order."""
 DRAWN = 6
-"""Submodules of which a curve is drawn, those that end farthest apart."""
+"""Submodules of which a curve is drawn, those that are farthest apart at their worst."""
 _SAID = {
     "gradient": ("Gradient difference (noise-to-signal)", "reduced gradients, before they are bounded or clipped"),
     "parameters": ("Parameter difference", "fp32 weights"),
@@ -200,7 +200,7 @@ def _sum(counts: Any) -> Counter[int]:
 
 
 def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
-    """How far gradients or parameters are apart, step by step: whole, and submodules that end farthest.
+    """How far gradients or parameters are apart, step by step: whole, and submodules that are farthest at their worst.
 
     Args:
         quantity: gradient or parameters.
@@ -211,8 +211,8 @@ def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
         ratio = math.nan if line["ratio"] is None else float(line["ratio"])
         points.setdefault((line["replica"], line["fqn"]), []).append((line["step"], ratio))
     wholes = [key for key in points if key[1] == WHOLE]
-    others = [key for key in points if key[1] != WHOLE and points[key][-1][1] > 0]
-    others.sort(key=lambda key: -points[key][-1][1])
+    worst = {key: max((ratio for _, ratio in own if ratio > 0), default=0.0) for key, own in points.items()}
+    others = sorted((key for key in points if key[1] != WHOLE and worst[key]), key=lambda key: -worst[key])
     series = {
         f"replica {replica}, {'whole' if fqn == WHOLE else fqn}": _of(own) for (replica, fqn), own in points.items()
     }
@@ -226,7 +226,7 @@ def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
     title, what = _SAID[quantity]
     caption = f"||u - h|| / ||h|| of {what}. Zero has no place on the axis: it is a gap."
     if left := len(points) - len(shown):
-        caption += f" {left:,} submodules that end less far apart are in the CSV alone."
+        caption += f" {left:,} submodules that are never as far apart are in the CSV alone."
     values = np.concatenate([one.values for one in series.values()])
     layout = {"height": HEIGHT + 60, "showlegend": True, "yaxis": log_axis(values)}
     return Figure(f"{quantity}_apart", title, caption, traces, layout, columns_of(series), on_steps=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasdc.config.replica import replica_folder
+from megasdc.report.run_pages.facts import highlights, versions
 from megasdc.report.run_pages.figure import Figure
 from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, plain_values
 from megasdc.report.run_pages.record import load_run
@@ -27,6 +28,8 @@ MODES = {
     "the trusted ones",
     "free_run": "nothing is overwritten",
 }
+SPIKES = 20
+"""Steps with a spike of the loss that are named, at most; the JSON has all."""
 
 
 def study_page(folder: Path, now: float, title: str | None = None) -> Page:
@@ -68,6 +71,7 @@ def study_page(folder: Path, now: float, title: str | None = None) -> Page:
         sections=[
             Section("Tables", tables=_tables(summary)),
             Section("Figures", figures=_figures(folder, summary)),
+            Section("Settings of the trusted replica", facts={**highlights(trusted), **versions(trusted)}),
         ],
         summary=plain_values(summary.as_dict()),
     )
@@ -92,7 +96,7 @@ def _figures(folder: Path, summary: StudySummary) -> list[Figure]:
 
 
 def _tables(summary: StudySummary) -> list[Table]:
-    found = [_mismatches(summary), _distances(summary), _evaluations(summary)]
+    found = [_mismatches(summary), _distances(summary), _losses(summary), _evaluations(summary)]
     return [one for one in found if one.rows]
 
 
@@ -132,6 +136,24 @@ def _distances(summary: StudySummary) -> Table:
     )
     headings = ("replica", "of", "submodule", "worst", "at step", "last", "comparisons", "not finite")
     return Table("distances", headings, rows, ("replica", "of"))
+
+
+def _losses(summary: StudySummary) -> Table:
+    rows = tuple(
+        (
+            number(row.replica, "d"),
+            number(row.last, ".5g"),
+            number(row.last_difference, "+.3g"),
+            number(row.largest_difference, "+.3g"),
+            number(row.largest_step, ",d"),
+            number(len(row.spikes), ",d", look="bad" if row.spikes else ""),
+            Cell(f"{', '.join(map(str, row.spikes[:SPIKES]))}{', ...' if len(row.spikes) > SPIKES else ''}" or "-"),
+            number(row.not_finite, ",d", look="bad" if row.not_finite else ""),
+        )
+        for row in summary.losses
+    )
+    headings = ("replica", "last loss", "difference", "largest difference", "at step", "spikes", "spikes at steps")
+    return Table("losses", (*headings, "not finite"), rows, searched=False)
 
 
 def _evaluations(summary: StudySummary) -> Table:

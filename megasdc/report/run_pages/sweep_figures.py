@@ -12,6 +12,7 @@ from megasdc.experiments.outcome import DIVERGED, DONE
 from megasdc.experiments.pei_metrics import relative_increase
 from megasdc.experiments.results import SweepResults
 from megasdc.experiments.sweep_file import HEALTHY
+from megasdc.experiments.table import SweepTable
 from megasdc.report.run_pages.compare_figures import look
 from megasdc.report.run_pages.figure import Figure, clean, curve
 from megasdc.report.run_pages.record import Series
@@ -24,17 +25,20 @@ TOP = 1.5
 """Losses of a cell are drawn up to so many times the first one; a run that diverged is cut there."""
 
 
-def sweep_figures(results: SweepResults) -> list[Figure]:
+def sweep_figures(results: SweepResults, scored: SweepTable) -> list[Figure]:
     """Figures of a sweep, also of one that is going on.
 
     Args:
         results: its folder as it was read.
+        scored: its table.
     """
     cells = list(dict.fromkeys(row["cell"] for row in results.rows))
     nodes = [HEALTHY, *(node for node in dict.fromkeys(row["node"] for row in results.rows) if node != HEALTHY)]
-    found = [_final_losses(results.rows, cells)] if any(map(_done, results.rows)) else []
-    if len(nodes) > 1:
-        found.append(_increases(results.rows, cells, nodes[1:]))
+    trained = [cell for cell in cells if cell in scored.trained_scores]
+    rows = [row for row in results.rows if row["cell"] in trained]
+    found = [_final_losses(rows, trained)] if any(map(_done, rows)) else []
+    if len(nodes) > 1 and rows:
+        found.append(_increases(rows, trained, nodes[1:]))
     table = results.series(names=[LOSS])
     series = _series_of(table.to_pydict())
     return found + [_curves(number, cell, results.rows, nodes, series) for number, cell in enumerate(cells)]

@@ -14,6 +14,7 @@ from megasdc.experiments.pei_metrics import EPSILON, CellScore
 from megasdc.experiments.results import SweepResults, read_sweep
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable, tabulate
+from megasdc.report.run_pages.node_figures import node_figures
 from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.status import ago
 from megasdc.report.run_pages.sweep_figures import increases, sweep_figures
@@ -57,13 +58,13 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         tiles=_tiles(results),
         notes=_notes(results),
         sections=[
-            Section(*_paper_heading(table), tables=[_scores(table)]),
+            *([Section(*_paper_heading(table), tables=[_scores(table)])] if table.trained_scores else []),
             *_studies(table),
             Section("What simulated faults cannot tell", LIMITS),
             Section("Runs that are not done", tables=[_lost(lost)])
             if lost
             else Section("Runs that are not done", ["None."]),
-            Section("Figures", figures=sweep_figures(results)),
+            Section("Figures", figures=[*node_figures(results, table.nodes), *sweep_figures(results, table)]),
             Section("Settings", _how(results), _facts(results), tables=[_settings(results), _nodes(results.sweep)]),
             Section("All runs", tables=[_runs(results)]),
         ],
@@ -74,10 +75,13 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
 def _verdict(table: SweepTable) -> str:
     if not table.done:
         return f"no run has finished yet; there will be {table.planned:,} rows."
+    scores = table.trained_scores.values()
     going = "" if table.done == table.planned else f"{table.done:,} of {table.planned:,} rows are there; "
     bad = f"worse than healthy by more than {EPSILON:.1%}, diverges or ends with NaN"
-    harmed = sum(bool(score.worse or score.diverged or score.nan) for score in table.scores.values())
-    return f"{going}in {harmed or 'none'} of {len(table.scores)} cells a node is {bad}."
+    harmed = sum(bool(score.worse or score.diverged or score.nan) for score in scores)
+    if not scores:
+        return f"{going}{len(table.nodes):,} studies of nodes, each kept equal to its trusted replica."
+    return f"{going}in {harmed or 'none'} of {len(scores)} cells a node is {bad}."
 
 
 def _state(table: SweepTable) -> State:
@@ -137,7 +141,7 @@ def _studies(table: SweepTable) -> list[Section]:
 
 def _scores(table: SweepTable) -> Table:
     rows = []
-    for cell, score in table.scores.items():
+    for cell, score in table.trained_scores.items():
         paper = _theirs(table.papers[cell]) if table.tables else ()
         rows.append((Cell(cell), *_ours(score), *paper))
     headings = _OURS + (_PAPER if table.tables else ())

@@ -14,7 +14,9 @@ from run_folder import columns, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.report.run_pages.pictures import HEIGHT, SCALE, WIDTH
+from megasdc.report.run_pages.figure import Figure, curve
+from megasdc.report.run_pages.pictures import HEIGHT, SCALE, WIDTH, write_pictures
+from megasdc.report.run_pages.record import Series
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -48,6 +50,26 @@ def test_every_figure_has_three_files(tmp_path: Path) -> None:
     assert [step for step, value in zip(table["step"], table["evaluation"], strict=True) if value] == [
         "10", "20", "30", "40", "50",
     ]  # fmt: skip
+
+
+@needs_browser
+def test_a_legend_covers_no_axis(tmp_path: Path) -> None:
+    """A legend of many rows begins below the axis and its title, and all of it is in the picture."""
+    curves = [
+        curve(f"a curve with a long name, {place}", Series(np.arange(9), np.arange(9.0)), "red") for place in range(30)
+    ]
+    figure = Figure("many", "Many", "", curves, {"height": 300, "showlegend": True}, on_steps=True)
+    write_pictures(tmp_path, [figure], (0, 9))
+    _, height = struct.unpack(">II", (tmp_path / "many.png").read_bytes()[16:24])
+    drawn = ElementTree.parse(tmp_path / "many.svg").getroot()
+    title = next(one for one in drawn.iter(f"{SVG}text") if one.get("class") == "xtitle")
+    legend = next(one for one in drawn.iter(f"{SVG}g") if one.get("class") == "legend")
+    top = float(str(legend.get("transform")).split(",")[1].rstrip(")"))
+    assert float(str(title.get("y"))) < top
+    names = [one.text for one in legend.iter(f"{SVG}text")]
+    assert len(names) == 30
+    box = next(one for one in legend.iter(f"{SVG}rect") if one.get("class") == "bg")
+    assert top + float(str(box.get("height"))) <= height / SCALE + 1
 
 
 def test_without_chromium_all_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

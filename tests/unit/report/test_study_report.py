@@ -78,6 +78,32 @@ def test_distances_and_losses_are_those_of_the_lines(tmp_path: Path) -> None:
     assert "no difference in any bit" in equal.verdict
 
 
+def test_the_worst_step_decides_what_is_drawn(tmp_path: Path) -> None:
+    """A submodule that was apart in one step alone is drawn, and one whose last ratio is NaN too."""
+    folder = write_study(tmp_path / "study_7", "parameter_sync")
+    log = StudyLog(folder, 1, 1, 20)
+    for step, ratios in ((21, (0.5, 0.5, 0.0)), (22, (0.0, 0.0, 0.1)), (23, (0.0, 0.0, float("nan")))):
+        for name, ratio in zip(("*", f"2.layer.{QKV}", f"2.layer.{FC1}"), ratios, strict=True):
+            log.tell("gradient", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
+    log.close()
+    figures = {one.name: one for one in study_page(folder, now=0).figures}
+    drawn = [trace["name"] for trace in figures["gradient_apart"].traces]
+    assert drawn == ["replica 1, whole", f"replica 1, 2.layer.{QKV}", f"replica 1, 2.layer.{FC1}"]
+
+
+def test_losses_and_their_spikes_have_a_table(tmp_path: Path) -> None:
+    """Last loss, differences to the trusted one, and the steps of spikes by number."""
+    folder = write_study(tmp_path / "study_8", "free_run")
+    log = StudyLog(folder, 1, 1, 20)
+    for step in range(21, 31):
+        log.tell("loss", step, loss=9.0 if step == 28 else 2.0, trusted_loss=2.0)
+    log.close()
+    table = next(table for table in study_page(folder, now=0).tables if table.name == "losses")
+    row = dict(zip(table.headings, table.rows[-1], strict=True))
+    assert (row["replica"].value, row["largest difference"].value, row["at step"].value) == (1, 7.0, 28)
+    assert (row["spikes"].value, row["spikes at steps"].text) == (1, "28")
+
+
 def test_how_far_it_is_and_what_is_left_out(tmp_path: Path) -> None:
     """Steps of those planned and where the trusted replica is; a torn last line is counted; nothing yet is an error."""
     folder = write_study(tmp_path / "study_6", "computation_sync")
