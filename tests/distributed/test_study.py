@@ -137,20 +137,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"deepspeed__bf16": {"enabled": True}},
     "dropout": {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
     "recompute": {"deepspeed__pipeline": {"activation_checkpoint_interval": 1}},
+    "pipeline": {"parallel__pipeline": 2},
+    "data": {},
 }
+RANKS = {"pipeline": 2, "data": 2}
+"""Of a replica, where it is not one."""
 
 
 @pytest.mark.parametrize(
-    "setting", [pytest.param("bf16"), *(pytest.param(s, marks=pytest.mark.full) for s in ("dropout", "recompute"))]
+    "setting", [pytest.param(name, marks=[] if name in ("bf16", "pipeline") else pytest.mark.full) for name in SETTINGS]
 )
 def test_other_settings_are_compared_too(tmp_path: Path, data: Path, setting: str) -> None:
     """A healthy replica differs nowhere, a harmed one where it is harmed alone, and all end as without a study."""
     fault = {"submodule": "*.mlp.linear_fc2", "replica": 2, "kind": "scale", "factor": 2.0, "elements": 5}
     options = {**SETTINGS[setting], "training__eval_interval": 0}
-    _train(
-        _config(tmp_path, data, "study", "computation_sync", 3, faults=[{**fault, "phase": "forward"}], **options), 3
-    )
-    _train(_config(tmp_path, data, "plain", **options), 1)
+    ranks = RANKS.get(setting, 1)
+    faults = [{**fault, "phase": "forward"}]
+    _train(_config(tmp_path, data, "study", "computation_sync", 3, faults=faults, **options), 3 * ranks)
+    _train(_config(tmp_path, data, "plain", **options), ranks)
     rows = _rows(summarize_study(tmp_path / "study"))
     assert {key[:1] + key[2:] for key in rows} == {(2, "ffn", "forward")}
     (row,) = rows.values()
@@ -220,7 +224,8 @@ def test_what_happens_between_the_passes_is_found_too(tmp_path: Path, data: Path
     assert _state(tmp_path / "study" / "replica_0") == _state(tmp_path / "study" / "replica_1")
 
 
-def test_noise_in_gradients(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_noise_in_gradients(tmp_path: Path, data: Path, shards: int) -> None:
     """A submodule's reduced gradient times 1.5 is half its norm away, others are not; the trusted norm is the one that
     DeepSpeed reports, with tied embeddings on two stages and data parallel shards; and the state is taken over.
     """
@@ -234,8 +239,8 @@ def test_noise_in_gradients(tmp_path: Path, data: Path) -> None:
         "steps": [2, 2],
     }
     options = {"parallel__pipeline": 2, "training__eval_interval": 0}
-    _train(_config(tmp_path, data, "study", "parameter_sync", faults=[fault], **options), 4)
-    _train(_config(tmp_path, data, "plain", **options), 2)
+    _train(_config(tmp_path, data, "study", "parameter_sync", faults=[fault], **options), 4 * shards)
+    _train(_config(tmp_path, data, "plain", **options), 2 * shards)
     lines = {(line["step"], line["fqn"]): line for line in read_study(tmp_path / "study", "gradient")}
     harmed = lines[2, "3.layer.mlp.linear_fc1"]
     assert harmed["ratio"] == pytest.approx(0.5, rel=1e-6)

@@ -30,6 +30,8 @@ MODES = {
 }
 SPIKES = 20
 """Steps with a spike of the loss that are named, at most; the JSON has all."""
+SAMPLES = 200
+"""Single elements that the page has, at most; the CSV has all."""
 
 
 def study_page(folder: Path, now: float, title: str | None = None) -> Page:
@@ -69,7 +71,7 @@ def study_page(folder: Path, now: float, title: str | None = None) -> Page:
         tiles=tiles,
         notes=[*filter(None, [torn_note(summary)]), *trusted.notes],
         sections=[
-            Section("Tables", tables=_tables(summary)),
+            *_tables(summary, list(read_study(folder, "mismatch"))),
             Section("Figures", figures=_figures(folder, summary)),
             Section("Settings of the trusted replica", facts={**highlights(trusted), **versions(trusted)}),
         ],
@@ -95,9 +97,15 @@ def _figures(folder: Path, summary: StudySummary) -> list[Figure]:
     return [one for one in found if one is not None]
 
 
-def _tables(summary: StudySummary) -> list[Table]:
-    found = [_mismatches(summary), _distances(summary), _losses(summary), _evaluations(summary)]
-    return [one for one in found if one.rows]
+def _tables(summary: StudySummary, mismatches: Sequence[Line]) -> list[Section]:
+    found = {
+        "Results compared": _mismatches(summary),
+        "Gradients and parameters compared": _distances(summary),
+        "Losses": _losses(summary),
+        "Evaluation of the end models": _evaluations(summary),
+        "Single wrong elements": _samples(mismatches),
+    }
+    return [Section(heading, tables=[table]) for heading, table in found.items() if table.rows]
 
 
 def _mismatches(summary: StudySummary) -> Table:
@@ -163,3 +171,24 @@ def _evaluations(summary: StudySummary) -> Table:
         for one in summary.evaluations
     )
     return Table("evaluations", tuple(name.replace("_", " ") for name in names), rows)
+
+
+def _samples(mismatches: Sequence[Line]) -> Table:
+    """The elements that were written one by one, ``megasdc.study.sampled_elements`` of each wrong result at most."""
+    rows = tuple(
+        (
+            number(line["replica"], "d"),
+            number(line["rank"], "d"),
+            number(line["step"], ",d"),
+            number(line["micro_batch"], "d"),
+            Cell(line["fqn"]),
+            Cell(line["phase"]),
+            number(place, ",d"),
+            Cell(trusted),
+            Cell(value),
+        )
+        for line in mismatches
+        for place, trusted, value in line["samples"]
+    )
+    headings = ("replica", "rank", "step", "micro-batch", "of", "phase", "element", "trusted value", "value")
+    return Table("samples", headings, rows, ("replica", "rank", "phase"), shown=SAMPLES)

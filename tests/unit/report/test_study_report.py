@@ -37,7 +37,7 @@ def write_study(folder: Path, mode: str) -> Path:
             wrong = {"mismatches": 4, "severity_count": 3, "severity_sum": 0.6, "severity_max": 0.5, "from_zero": 1}
             wrong |= {"non_finite": 0, "flips": {"3": 2, "22": 2}, "decades": {"-3": 1, "-1": 2}, "elements": 1000}
             where = {"micro_batch": 0, "fqn": f"2.layer.{QKV}", "phase": "forward", "slot": "output"}
-            log.tell("mismatch", step, dtype="float32", shape=[1000], samples=[], **where, **wrong)
+            log.tell("mismatch", step, dtype="float32", shape=[1000], samples=[[7, "0.5", "0.75"]], **where, **wrong)
         if mode == "free_run":
             for place, name in enumerate(("*", f"2.layer.{QKV}", f"2.layer.{FC1}")):
                 ratio = 0.0 if step == 1 else 1e-4 * step * (place + 1)
@@ -62,6 +62,19 @@ def test_mismatches_are_those_of_the_lines(tmp_path: Path) -> None:
     assert "3 whose trusted value is 0" in figures["severity_1"].caption
     counts = dict(zip(figures["bits_1"].columns["bit"], figures["bits_1"].columns["float32"], strict=True))
     assert {bit: count for bit, count in counts.items() if count} == {3: 6, 22: 6}
+    samples = next(table for table in page.tables if table.name == "samples")
+    assert [cell.text for cell in samples.rows[0]] == [
+        "1",
+        "1",
+        "5",
+        "0",
+        f"2.layer.{QKV}",
+        "forward",
+        "7",
+        "0.5",
+        "0.75",
+    ]
+    assert len(samples.rows) == 3
     assert page.state == "different"
     assert "12 of 60,000 elements differ" in page.verdict
 
