@@ -63,6 +63,11 @@ class StudiedNode:
     spikes: int = 0
     disagreement: float | None = None
 
+    @property
+    def label(self) -> str:
+        """Its name, with what it stands for."""
+        return f"{self.node} (chance)" if self.control else self.node
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         rows = {f"{phase} {part}": row.as_dict() for (part, phase), row in self.mismatches.items()}
@@ -163,7 +168,9 @@ def _submodules(nodes: Sequence[StudiedNode]) -> NodeTable:
         "Mismatch frequency; in brackets what was published of the node that is imitated; then the mean severity, and "
         "the largest in brackets."
     )
-    rows = tuple((_name(one), *(_place(one, *place) for place in PLACES), _count(one.wrong_steps)) for one in nodes)
+    rows = tuple(
+        (Value(one.label), *(_place(one, *place) for place in PLACES), _count(one.wrong_steps)) for one in nodes
+    )
     return NodeTable("rq1_submodules", "RQ1, submodules", note, columns, rows)
 
 
@@ -172,7 +179,7 @@ def _gradients(nodes: Sequence[StudiedNode]) -> NodeTable:
     note = "Worst ||g_u - g_h|| / ||g_h|| of a step, with what was published; largest difference of loss."
     rows = tuple(
         (
-            _name(one),
+            Value(one.label),
             _number(one.noise, one.published.get(NOISE)),
             _count(one.noise_step),
             _number(one.largest_loss_difference),
@@ -190,7 +197,7 @@ def _trainings(nodes: Sequence[StudiedNode]) -> NodeTable:
     )
     rows = tuple(
         (
-            _name(one),
+            Value(one.label),
             _number(one.parameters),
             _number(one.loss_difference),
             _count(one.spikes),
@@ -207,10 +214,6 @@ def _place(one: StudiedNode, part: str, phase: str) -> Value:
     if row is None or row.severity_mean is None or row.severity_max is None:
         return frequency
     return Value(f"{frequency.text}; {row.severity_mean:.2g} ({row.severity_max:.2g})", frequency.number)
-
-
-def _name(one: StudiedNode) -> Value:
-    return Value(one.node + (" (chance)" if one.control else ""))
 
 
 def _count(value: int | None) -> Value:

@@ -91,7 +91,7 @@ def _by_node(
     name: str, title: str, caption: str, nodes: Sequence[StudiedNode], measured: Points, published: Points | None = None
 ) -> Figure | None:
     """A point for each node and name, hollow where it is what was published; null where nothing is above zero."""
-    labels = [f"{one.node} (chance)" if one.control else one.node for one in nodes]
+    labels = [one.label for one in nodes]
     published = {name: own for name, own in (published or {}).items() if any(map(math.isfinite, own))}
     drawn = [
         *((name, own, place, "") for place, (name, own) in enumerate(measured.items())),
@@ -140,8 +140,7 @@ def _distances(results: SweepResults, nodes: Sequence[StudiedNode]) -> Figure | 
     for one in nodes:
         lines = [line for line in read_study(results.run_folder(one.run_id), "parameters") if line["fqn"] == WHOLE]
         ratios = [math.nan if line["ratio"] is None else float(line["ratio"]) for line in lines]
-        label = f"{one.node} (chance)" if one.control else one.node
-        series[label] = Series(np.array([line["step"] for line in lines]), np.array(ratios, dtype=np.float64))
+        series[one.label] = Series(np.array([line["step"] for line in lines]), np.array(ratios, dtype=np.float64))
     apart = {name: own for name, own in series.items() if (own.values > 0).any()}
     if not apart:
         return None
