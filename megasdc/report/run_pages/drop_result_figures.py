@@ -133,6 +133,52 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
     return Figure(f"drop_measured_{number}", "Measured effective speed-up", caption, [band, points], layout, columns)
 
 
+def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Measured effective speed-up by number of replicas, each threshold rule a line; null with one number alone.
+
+    Args:
+        results: of ``bench drop-speedup``.
+    """
+    rows = sorted(
+        (result["options"]["replicas"], _rule(result, place), one["speedup"], one["predicted"], one["rate"])
+        for result in results
+        for place, one in enumerate(result["thresholds"])
+    )
+    replicas = sorted({row[0] for row in rows})
+    if len(replicas) < 2:
+        return None
+    traces = []
+    for place, rule in enumerate(dict.fromkeys(row[1] for row in rows)):
+        own = [row for row in rows if row[1] == rule]
+        counts, measured, predicted = [row[0] for row in own], [row[2] for row in own], [row[3] for row in own]
+        colour = COLOURS[place % len(COLOURS)]
+        hover = "%{x} replicas: %{y:.4f}"
+        traces.append(_line(rule, counts, measured, colour, "solid", hover))
+        traces.append(_line(f"{rule}, predicted", counts, predicted, colour, "dot", hover, mode="lines"))
+    layout = {
+        "height": HEIGHT,
+        "showlegend": True,
+        "xaxis": {
+            "type": "log",
+            "title": {"text": "replicas"},
+            "tickvals": replicas,
+            "ticktext": [*map(str, replicas)],
+        },
+        "yaxis": {"nticks": 6, "title": {"text": "effective speed-up"}},
+    }
+    names = ("replicas", "threshold", "measured", "predicted", "drop_rate")
+    columns: dict[str, Sequence[Any]] = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+    caption = "Real replicas whose micro-batches sleep as long as drawn; predicted from other steps."
+    return Figure("drop_measured_scaling", "Measured speed-up by replicas", caption, traces, layout, columns)
+
+
+def _rule(result: Mapping[str, Any], place: int) -> str:
+    """How a threshold was chosen; those for a share come first, in the order of the options."""
+    if result["thresholds"][place]["own"]:
+        return "chosen by the run"
+    return f"for {result['options']['drop_rates'][place]:.1%} left out"
+
+
 def loss_figures(number: int, result: Mapping[str, Any]) -> list[Figure]:
     """Validation loss against steps, and against simulated time.
 

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasdc.report.run_pages.drop_result_figures import loss_figures, scaling_figure, speedup_figure, threshold_figure
+from megasdc.report.run_pages.drop_result_figures import (
+    loss_figures,
+    measured_scaling_figure,
+    scaling_figure,
+    speedup_figure,
+    threshold_figure,
+)
 from megasdc.report.run_pages.drop_results import DropResults, Scaling, read_drop_results
 from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, percent
 
@@ -47,6 +53,7 @@ def drop_result_page(paths: Sequence[Path], title: str | None = None) -> Page:
         notes=[],
         sections=[
             *_scaling(results),
+            *_measured_scaling(results),
             *(_measured(place, one) for place, one in enumerate(results.speedups)),
             *(_training(place, one) for place, one in enumerate(results.trainings)),
             Section("Files", facts={str(path): kind for kind, path in results.files}),
@@ -123,6 +130,11 @@ def _scaling_row(one: Scaling) -> tuple[Cell, ...]:
         number(one.speedup, ".4f"),
         number(one.drop_rate, ".1%"),
     )
+
+
+def _measured_scaling(results: DropResults) -> list[Section]:
+    figure = measured_scaling_figure(results.speedups)
+    return [] if figure is None else [Section("Measured with several numbers of replicas", figures=[figure])]
 
 
 def _measured(place: int, result: Mapping[str, Any]) -> Section:

@@ -116,6 +116,30 @@ def test_measured_and_trained_are_shown_as_found(files: list[Path], tmp_path: Pa
     assert [float(row["largest"]) for row in table] == pytest.approx([0.0, *[0.075] * (len(scores) - 1)])
 
 
+@needs_browser
+def test_several_numbers_of_replicas_make_a_curve(files: list[Path], tmp_path: Path, browser: Browser) -> None:
+    """Each rule for a threshold is a line over the numbers of replicas, measured and predicted; one number has none."""
+    more = json.loads(files[1].read_text())
+    more["options"]["replicas"] = 2
+    for one in more["thresholds"]:
+        one["speedup"], one["predicted"] = one["speedup"] - 0.05, one["predicted"] - 0.06
+    (tmp_path / "two.json").write_text(json.dumps(more))
+    told(files[1], tmp_path / "two.json", "--out", tmp_path / "page.html")
+    lines = {one["name"]: one for one in figure(tmp_path / "page.html", "drop_measured_scaling")["traces"]}
+    assert sorted(lines) == [
+        "chosen by the run", "chosen by the run, predicted", "for 2.5% left out", "for 2.5% left out, predicted",
+    ]  # fmt: skip
+    assert lines["for 2.5% left out"]["x"] == [2, 8]
+    assert lines["for 2.5% left out"]["y"] == pytest.approx([1.07, 1.12])
+    assert lines["chosen by the run, predicted"]["y"] == pytest.approx([1.14, 1.20])
+    told(files[1], "--out", tmp_path / "one.html")
+    assert "drop_measured_scaling" not in [one["name"] for one in data_of(tmp_path / "one.html")["figures"]]
+    browser.open(tmp_path / "page.html")
+    assert browser.run("find('drop_measured_scaling').querySelectorAll('.scatterlayer .trace').length") == 4
+    assert browser.covered_axes() == []
+    assert browser.errors == []
+
+
 def test_files_that_are_no_results_are_refused(files: list[Path], tmp_path: Path) -> None:
     """Another JSON file, a broken one, two simulations, files beside folders: named, with what to give."""
     other, broken = tmp_path / "other.json", tmp_path / "broken.json"
