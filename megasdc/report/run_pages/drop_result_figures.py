@@ -139,11 +139,11 @@ def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | No
     Args:
         results: of ``bench drop-speedup``.
     """
-    rows = sorted(
+    rows = [
         (result["options"]["replicas"], _rule(result, place), one["speedup"], one["predicted"], one["rate"])
-        for result in results
+        for result in sorted(results, key=lambda one: one["options"]["replicas"])
         for place, one in enumerate(result["thresholds"])
-    )
+    ]
     replicas = sorted({row[0] for row in rows})
     if len(replicas) < 2:
         return None
