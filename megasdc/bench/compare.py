@@ -9,6 +9,7 @@ is that four times the size takes at most 16 MiB more.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -34,6 +35,8 @@ BAR = 1.25
 """Largest median of our time over that of ``cat``."""
 MEMORY_SLACK_MIB = 16.0
 """How much more the larger size may take than the smaller one."""
+M_ARENA_MAX = -8
+"""glibc's name for the number of heaps, mallopt(3)."""
 _MIB = 1 << 20
 _TENSOR_MIB = 16
 _SMALL = 4
@@ -208,10 +211,7 @@ def _measure(run: Block) -> Cost:
 
 
 def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, content: str, on_progress: Any) -> PeakMemory:
-    """Compare at a quarter of the size and at the whole, each in two fresh processes, of which the least counts.
-
-    What threads' heaps happen to keep differs by up to 18 MiB between processes that do the same.
-    """
+    """Compare at a quarter of the size and at the whole, each in two fresh processes, of which the least counts."""
     sizes, growth = (options.size_mib // 4, options.size_mib), []
     for number, size in enumerate(sizes):
         one = large if size == options.size_mib else write_checkpoint(folder / "small.pt", size)
@@ -223,7 +223,12 @@ def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, conten
 
 
 def _peak_growth(one: Path, other: Path, jobs: int | None, content: str) -> float:
-    """MiB by which the most that this process holds exceeds what it holds before; tensors' files are not mapped."""
+    """MiB by which the most that this process holds exceeds what it holds before; tensors' files are not mapped.
+
+    All threads share one heap: what heaps of their own happen to keep differs by up to 20 MiB between processes that do
+    the same, whatever the size.
+    """
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     views = [open_view(file) for file in (one, other)]
     compare_checkpoints([open_view(one)] * 2, jobs=jobs)  # loads what is loaded at the first use
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew, proc(5)
