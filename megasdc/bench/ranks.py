@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import error_of_rank
-from megasdc.parallel.local_ranks import TAIL_CHARACTERS, rank_environment
+from megasdc.parallel.local_ranks import TAIL_CHARACTERS, hold_store, rank_environment
 
 GRACE_S = 5.0
 
@@ -60,10 +60,7 @@ def run_ranks(
     Raises:
         MegasdcError: a rank failed, with the end of its output; of the class of its exit code, else a LaunchError.
     """
-    import torch.distributed as dist
-
-    # The store lives here: no port is guessed, and it outlives every rank.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hold_store()
     master, terminal = os.openpty()
     reading, writing = os.pipe()
     processes: list[subprocess.Popen[bytes]] = []
@@ -102,10 +99,9 @@ def run_ranks(
 
 
 def _bench_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
-    """A rank's environment; the store is the parent's, the terminal one that shows a progress bar."""
+    """A rank's environment, with a terminal that shows a progress bar."""
     return {
         **rank_environment(rank, ranks, threads, "127.0.0.1", port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TERM": "xterm",
         "COLUMNS": "120",
     }

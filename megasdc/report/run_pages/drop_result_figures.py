@@ -33,17 +33,7 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
         _line(name, replicas, values, COLOURS[place], DASHES[place // 2], "%{x:,} replicas: %{y:.1%}")
         for place, (name, values) in enumerate(shown.items())
     ]
-    layout = {
-        "height": HEIGHT,
-        "showlegend": True,
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "replicas"},
-            "tickvals": replicas,
-            "ticktext": [*map(str, replicas)],
-        },
-        "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "nticks": 6, "title": {"text": "of linear scaling"}},
-    }
+    yaxis = {"tickformat": ".0%", "rangemode": "tozero", "nticks": 6, "title": {"text": "of linear scaling"}}
     columns: dict[str, Sequence[Any]] = {
         "replicas": replicas,
         **{name.replace(" ", "_").replace(",", "").replace(".", ""): values for name, values in shown.items()},
@@ -54,7 +44,7 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
         "Simulated: micro-batches per second of all replicas, over as many replicas that never wait for each other. "
         "What is lost to waiting grows with the number of replicas; the best threshold gives a part of it back."
     )
-    return Figure("drop_scaling", "Scaling", caption, traces, layout, columns)
+    return Figure("drop_scaling", "Scaling", caption, traces, _by_replicas(replicas, yaxis), columns)
 
 
 def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
@@ -155,21 +145,18 @@ def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | No
         hover = "%{x} replicas: %{y:.4f}"
         traces.append(_line(rule, counts, measured, colour, "solid", hover))
         traces.append(_line(f"{rule}, predicted", counts, predicted, colour, "dot", hover, mode="lines"))
-    layout = {
-        "height": HEIGHT,
-        "showlegend": True,
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "replicas"},
-            "tickvals": replicas,
-            "ticktext": [*map(str, replicas)],
-        },
-        "yaxis": {"nticks": 6, "title": {"text": "effective speed-up"}},
-    }
+    yaxis = {"nticks": 6, "title": {"text": "effective speed-up"}}
     names = ("replicas", "threshold", "measured", "predicted", "drop_rate")
     columns: dict[str, Sequence[Any]] = {name: [row[at] for row in rows] for at, name in enumerate(names)}
     caption = "Real replicas whose micro-batches sleep as long as drawn; predicted from other steps."
-    return Figure("drop_measured_scaling", "Measured speed-up by replicas", caption, traces, layout, columns)
+    return Figure(
+        "drop_measured_scaling",
+        "Measured speed-up by replicas",
+        caption,
+        traces,
+        _by_replicas(replicas, yaxis),
+        columns,
+    )
 
 
 def _rule(result: Mapping[str, Any], place: int) -> str:
@@ -220,6 +207,13 @@ def _losses(name: str, title: str, caption: str, unit: str, place: int, result: 
         "yaxis": {"nticks": 8, "title": {"text": "nats per token"}},
     }
     return Figure(name, title, caption.strip(), traces, layout, columns)
+
+
+def _by_replicas(replicas: Sequence[int], yaxis: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout of a figure over numbers of replicas."""
+    ticks = {"tickvals": list(replicas), "ticktext": [*map(str, replicas)]}
+    xaxis = {"type": "log", "title": {"text": "replicas"}, **ticks}
+    return {"height": HEIGHT, "showlegend": True, "xaxis": xaxis, "yaxis": yaxis}
 
 
 def _line(
