@@ -30,7 +30,7 @@ from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.data.manifest import Manifest
 from megasdc.data.prepare import prepare
-from megasdc.parallel.local_ranks import build_operator
+from megasdc.launcher.operator_build import build_operator_here
 
 RUNS = "runs"
 
@@ -94,7 +94,7 @@ def bench_bound_training(
     """
     machine = describe_machine()
     on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator()
+    build_operator_here()
     runs: list[BoundRun] = []
     sizes: dict[str, dict[str, float]] = {}
 

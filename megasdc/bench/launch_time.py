@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megasdc.bench.ranks import TAIL_CHARACTERS
 from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.config import DataSection
 from megasdc.errors import MegasdcError
 from megasdc.events import read_events
-from megasdc.parallel.local_ranks import TAIL_CHARACTERS, base_environment, build_operator, free_port
+from megasdc.launcher.operator_build import build_operator_here
+from megasdc.parallel.local_ranks import base_environment, free_port
 
 TIMEOUT_S = 600.0
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
@@ -81,7 +83,7 @@ def measure_launches(
     Raises:
         MegasdcError: a launch failed.
     """
-    build_operator()
+    build_operator_here()
     data = prepare_text(folder)
     samples = []
     for repeat in range(repeats + 1):

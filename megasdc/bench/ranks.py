@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import error_of_rank
-from megasdc.parallel.local_ranks import TAIL_CHARACTERS, hold_store, rank_environment
+from megasdc.parallel.local_ranks import hold_store, rank_environment
 
 GRACE_S = 5.0
+TAIL_CHARACTERS = 3000
 
 
 class Messages:

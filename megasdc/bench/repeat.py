@@ -21,8 +21,8 @@ from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.repeatability import Cause, find_causes, find_startup_modules
 from megasdc.data.manifest import MANIFEST_FILE
 from megasdc.errors import ConfigError
+from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.local_ranks import build_operator
 from megasdc.sdc.compare import compare_traces
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import read_trace, trace_path
@@ -171,7 +171,7 @@ def check_determinism(
     data = config.megasdc.data
     prepared = all((Path(folder) / MANIFEST_FILE).is_file() for folder in data.folders)
     on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator()
+    build_operator_here()
     runs = []
     for name in ("first run", "second run"):
         with tempfile.TemporaryDirectory(prefix="megasdc_repeat_") as scratch:

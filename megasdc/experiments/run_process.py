@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.local_ranks import base_environment, hold_store, rank_environment
 
 PRELOAD = (
@@ -42,6 +43,9 @@ def server() -> Any:
     """The multiprocessing context that ranks are started with; its server starts with the first rank.
 
     Its environment is this process's when it starts, so what torch reads once is set here.
+
+    Raises:
+        LaunchError: what the ranks need cannot be compiled.
     """
     import torch
 
@@ -50,6 +54,7 @@ def server() -> Any:
     if torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     os.environ["DS_ACCELERATOR"] = "cpu"
+    build_operator_here()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context

@@ -17,7 +17,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
     Args:
         request: ``environment`` (set first), ``python_path`` (list), ``path`` (list, put before PATH), ``folder`` of
-            the operator, ``key`` (versions and tools that the result depends on).
+            the operator, ``stamp`` (its name in there), ``key`` (versions and tools that the result depends on).
 
     Returns:
         ``state``: ``ready``, ``built``, ``not needed`` (an accelerator is used) or ``failed``; ``message``: why.
@@ -26,7 +26,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     os.environ["PATH"] = os.pathsep.join([*request["path"], os.environ.get("PATH", os.defpath)])
     sys.path[:0] = request["python_path"]
     folder = pathlib.Path(request["folder"])
-    stamp = folder / "megasdc_built.json"
+    stamp = folder / request["stamp"]
     library = folder / f"{folder.name}.so"
     if stamp.is_file() and library.is_file() and _same(stamp, {**request["key"], "library": library.stat().st_size}):
         return {"state": "ready", "message": ""}

@@ -13,6 +13,7 @@ from typing import Any
 from megasdc.launcher import probe
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.remote import Transport
+from megasdc.parallel.cpu_operator import OPERATOR
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
@@ -29,7 +30,7 @@ class HostNeeds:
         path: folders put before PATH.
         readable: files and folders that ranks read.
         writable: folders that ranks write to.
-        master_port: port that rank 0 listens on.
+        master_port: port that rank 0 listens on; null: not looked at.
         extensions_dir: folder of compiled operators.
         cpu_only: DeepSpeed is told to use no accelerator.
         gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.
@@ -40,7 +41,7 @@ class HostNeeds:
     path: list[str]
     readable: list[str]
     writable: list[str]
-    master_port: int
+    master_port: int | None
     extensions_dir: str
     cpu_only: bool
     gloo_interface: bool
@@ -48,7 +49,7 @@ class HostNeeds:
     @property
     def operator_dir(self) -> Path:
         """Folder where PyTorch builds DeepSpeed's shared-memory operator."""
-        return Path(self.extensions_dir) / "deepspeed_shm_comm"
+        return Path(self.extensions_dir) / OPERATOR
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ argument of ``megasdc.launcher.rank``, which no shell can misread.
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from megasdc.errors import LaunchError
+from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, default_extensions_dir
 
 SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 EXPANDED_IN_DOUBLE_QUOTES = re.compile(r"[\"$`\\\n]")
@@ -50,7 +49,6 @@ FORWARDED_NAMES = (
     "TOKENIZERS_PARALLELISM",
 )
 FRONT_PID_VARIABLE = "MEGASDC_FRONT_PID"
-EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 STOP_GRACE_VARIABLE = "MEGASDC_STOP_GRACE_S"
 DEFAULT_STOP_GRACE_S = 600.0
 DEEPSPEED_GRACE_S = 30.0
@@ -133,14 +131,6 @@ def stop_grace_s(environ: Mapping[str, str]) -> float:
     if not 0 < seconds < math.inf:
         raise LaunchError(f"environment variable {STOP_GRACE_VARIABLE}={text}: need seconds, more than 0")
     return seconds
-
-
-def default_extensions_dir() -> str:
-    """Return the folder of compiled operators that belongs to this Python environment alone.
-
-    PyTorch's own default is shared by all environments of a user, whose different ninja versions rebuild it in turn.
-    """
-    return os.path.join(sys.prefix, "torch_extensions")
 
 
 def exported_variable_problems(environ: Mapping[str, str]) -> list[str]:

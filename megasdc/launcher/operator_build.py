@@ -6,15 +6,19 @@ meanwhile leaves PyTorch's ``lock`` file behind, on which every later process wa
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megasdc.errors import LaunchError
 from megasdc.launcher import build_on_host, remove_on_host
-from megasdc.launcher.checks import DISTRIBUTIONS, HostNeeds, HostReport
-from megasdc.launcher.environment import EXTENSIONS_VARIABLE
+from megasdc.launcher.checks import DISTRIBUTIONS, HostNeeds, HostReport, inspect_hosts
+from megasdc.launcher.hosts import LOCAL_HOST, Placement
 from megasdc.launcher.remote import Answer, Transport
+from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, STAMP, extensions_dir
 
 BUILD_TIMEOUT_S = 600.0
 REMOVE_TIMEOUT_S = 60.0
@@ -22,6 +26,31 @@ REMOVE_TIMEOUT_S = 60.0
 NETWORK_IDLE_S = 600.0
 
 Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
+
+def build_operator_here() -> None:
+    """Make the operator ready on this host, for ranks that this process starts itself; ready before, it takes 0.3 s.
+
+    Raises:
+        LaunchError: it cannot be built; with the remedy.
+    """
+    needs = HostNeeds(
+        cwd=os.getcwd(),
+        python_path=[],
+        path=[os.path.dirname(sys.executable)],
+        readable=[],
+        writable=[],
+        master_port=None,
+        extensions_dir=extensions_dir(),
+        cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
+        gloo_interface=False,
+    )
+    transport = Transport(remote=False)
+    report = inspect_hosts(Placement({LOCAL_HOST: [0]}, remote=False), transport, needs)
+    if report.problems:
+        raise LaunchError("\n".join(report.problems))
+    build_operators(report, transport, needs, logger.info)
 
 
 def build_operators(report: HostReport, transport: Transport, needs: HostNeeds, say: Say) -> None:
@@ -99,6 +128,7 @@ def _build_on(hosts: Sequence[str], report: HostReport, transport: Transport, ne
         "python_path": needs.python_path,
         "path": needs.path,
         "folder": str(needs.operator_dir),
+        "stamp": STAMP,
         "key": {
             "python": found["python"],
             "tools": found["tool_versions"],

@@ -19,6 +19,7 @@ from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
+from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, default_extensions_dir
 
 DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
@@ -179,7 +180,7 @@ def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_
     sections = config.megasdc
     folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
     inherited = os.environ.get("PYTHONPATH", "")
-    extensions = rank.environment.get(environment.EXTENSIONS_VARIABLE, environment.default_extensions_dir())
+    extensions = rank.environment.get(EXTENSIONS_VARIABLE, default_extensions_dir())
     return HostNeeds(
         cwd=rank.cwd,
         python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],

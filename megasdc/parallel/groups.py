@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasdc.parallel.cpu_operator import load_built_operator
 from megasdc.parallel.dims import ParallelDims
 
 
@@ -51,6 +52,8 @@ def init_process_group(timeout_s: float, store: dist.Store | None = None) -> Non
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before Megatron-core asks for the current device
+    else:
+        load_built_operator()
     backend = get_accelerator().communication_backend_name() if on_cuda else "gloo"
     if store is not None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

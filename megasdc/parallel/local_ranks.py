@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
 import sys
 from typing import Any
 
 from megasdc.errors import MegasdcError
+from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, extensions_dir
 
-TAIL_CHARACTERS = 3000
 UNASSIGNED_PORTS = range(20_000, 32_768)
 """Ports that Linux gives to no connection by itself (``net.ipv4.ip_local_port_range`` starts above them)."""
 
@@ -28,7 +27,7 @@ def base_environment(threads: int) -> dict[str, str]:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
-        "TORCH_EXTENSIONS_DIR": extensions_dir(),
+        EXTENSIONS_VARIABLE: extensions_dir(),
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # as launch/pretrain_gpt.py sets it
     }
     if threads:
@@ -89,21 +88,3 @@ def count_accelerators() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def extensions_dir() -> str:
-    """The folder of DeepSpeed's compiled operators: the user's choice, else one for each Python environment."""
-    return os.environ.get("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
-
-
-def build_operator() -> None:
-    """Compile DeepSpeed's CPU operator if need be, in a process of its own; done before, it takes some seconds.
-
-    Raises:
-        MegasdcError: it cannot be compiled.
-    """
-    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=base_environment(1), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MegasdcError(f"DeepSpeed's CPU operator could not be compiled:\n{done.stderr[-TAIL_CHARACTERS:]}")

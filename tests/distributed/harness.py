@@ -259,6 +259,9 @@ def _rank_main(
         if init:
             import deepspeed
 
+            from megasdc.parallel.cpu_operator import load_built_operator
+
+            load_built_operator()  # so that no rank waits for a lock that a killed one has left
             deepspeed.init_distributed("gloo", verbose=False)
         message = ("result", fn(*args, **kwargs), time.time())
     except BaseException:

@@ -11,7 +11,6 @@ import pytest
 from megasdc.errors import LaunchError
 from megasdc.launcher.command import backend_problems, parse_launcher_args, runner_command
 from megasdc.launcher.environment import (
-    default_extensions_dir,
     env_file_names,
     env_file_problems,
     env_files,
@@ -20,6 +19,7 @@ from megasdc.launcher.environment import (
 )
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.rank import RankCommand, main, rank_environment
+from megasdc.parallel.cpu_operator import default_extensions_dir
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
 COMMAND = RankCommand("/w d", "/s.py", ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})

@@ -1,0 +1,68 @@
+"""Does a killed process stop those that come after it? DeepSpeed's operator and the lock it is built under."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import extensions_dir, run_distributed
+
+from megasdc.launcher.operator_build import build_operator_here
+from megasdc.parallel import groups
+from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, OPERATOR, STAMP, load_built_operator
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own with the built operator, and a lock that nobody holds."""
+    folder = tmp_path / "torch_extensions" / OPERATOR
+    shutil.copytree(Path(extensions_dir()) / OPERATOR, folder)
+    (folder / "lock").touch()
+    monkeypatch.setenv(EXTENSIONS_VARIABLE, str(folder.parent))
+    return folder
+
+
+def _join_and_sum() -> tuple[float, bool]:
+    import torch
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    groups.init_process_group(60.0)
+    value = torch.ones(1)
+    torch.distributed.all_reduce(value)
+    return value.item(), OPERATOR in OpBuilder._loaded_ops
+
+
+def test_ranks_wait_for_no_lock(own: Path) -> None:
+    """The operator is built, so they load it and leave the lock alone."""
+    environment = {EXTENSIONS_VARIABLE: str(own.parent)}
+    assert run_distributed(_join_and_sum, 2, init=False, env=environment, timeout_s=60.0) == [(2.0, True)] * 2
+    assert (own / "lock").exists()
+
+
+def test_the_lock_is_removed_before_ranks_start(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a word; what is built stays as it is."""
+    before = (own / f"{OPERATOR}.so").stat().st_mtime_ns
+    with caplog.at_level(logging.INFO):
+        build_operator_here()
+    assert not (own / "lock").exists()
+    assert f"removed stale build lock {own / 'lock'}" in caplog.text
+    assert (own / f"{OPERATOR}.so").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("what", ["python", "torch", "deepspeed", "library", "torn", "none"])
+def test_only_what_this_environment_built_is_loaded(own: Path, what: str) -> None:
+    """Anything else is left to DeepSpeed, which builds."""
+    stamp = json.loads((own / STAMP).read_text())
+    if what in ("torch", "deepspeed"):
+        stamp["versions"][what] = "0.1"
+    else:
+        stamp[what] = "0.1"
+    (own / STAMP).write_text(json.dumps(stamp)[: 20 if what == "torn" else None])
+    if what == "none":
+        (own / STAMP).unlink()
+    assert not load_built_operator()
