@@ -33,6 +33,7 @@ PRELOAD = (
     "megatron.core",
     "megasdc.train.build",
     "megasdc.train.main",
+    "megasdc.imports.frozen",
 )
 LOG_FOLDER = "logs"
 ORPHANED = 79

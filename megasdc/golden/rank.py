@@ -16,25 +16,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from megasdc.imports import imports_kept
 
-from megasdc.addresses import Address
-from megasdc.config import RunConfig, parse_config
-from megasdc.config.environment import set_deterministic_environment
-from megasdc.determinism import set_deterministic
-from megasdc.errors import ConfigError, MegasdcError, TraceError
-from megasdc.golden.drill import Drill
-from megasdc.parallel import groups
-from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import load_golden, load_header
-from megasdc.sdc.trace_file import TraceWriter
-from megasdc.sdc.verdict import find
-from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.build import set_threads
-from megasdc.train.golden_key import compare_key, golden_key, workload_of
-from megasdc.train.main import as_known_error, set_up_logging
-from megasdc.train.workload import Workload, workload_cases
+with imports_kept():
+    import torch
+    import torch.distributed as dist
+
+    from megasdc.addresses import Address
+    from megasdc.config import RunConfig, parse_config
+    from megasdc.config.environment import set_deterministic_environment
+    from megasdc.determinism import set_deterministic
+    from megasdc.errors import ConfigError, MegasdcError, TraceError
+    from megasdc.golden.drill import Drill
+    from megasdc.parallel import groups
+    from megasdc.parallel.dims import ParallelDims
+    from megasdc.sdc.golden import load_golden, load_header
+    from megasdc.sdc.trace_file import TraceWriter
+    from megasdc.sdc.verdict import find
+    from megasdc.tensors.checksum import default_algorithm
+    from megasdc.train.build import set_threads
+    from megasdc.train.golden_key import compare_key, golden_key, workload_of
+    from megasdc.train.main import as_known_error, set_up_logging
+    from megasdc.train.workload import Workload, workload_cases
 
 PULSE_S = 1.0
 """Seconds between signs of life."""

@@ -13,6 +13,7 @@ from collections.abc import MutableMapping, Sequence
 from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, StorageError
+from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.train.signals import StopSignals
 
@@ -114,10 +115,11 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
 
 
 def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals) -> None:
-    from megasdc.parallel import groups
-    from megasdc.train.build import build_run
-    from megasdc.train.run import train
-    from megasdc.train.startup import StartClock
+    with imports_kept():
+        from megasdc.parallel import groups
+        from megasdc.train.build import build_run
+        from megasdc.train.run import train
+        from megasdc.train.startup import StartClock
 
     run = build_run(config, StartClock(started_at), signals, cut)
     if run.dims.rank == 0:

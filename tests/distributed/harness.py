@@ -44,8 +44,9 @@ PRELOAD = (
     "pydantic",
     "rich.progress",
     "xxhash",
+    "megasdc.imports.frozen",
 )
-"""Imported once by the fork server; a name that cannot be imported is passed over there and fails in the test."""
+"""Imported once by the fork server, in this order; a name that cannot be imported is passed over and fails later."""
 
 STACK_SIGNAL = signal.SIGUSR2
 _TAIL_BYTES = 6000

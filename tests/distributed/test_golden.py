@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megasdc.cli import app
+from megasdc.errors import ConfigError
 from megasdc.sdc.golden import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -191,6 +194,7 @@ def test_a_long_drill(golden: Path) -> None:
 
 def test_bad_drills_and_wrong_use(golden: Path, tmp_path: Path) -> None:
     """A field that is no field, a probability above 1 and devices alone of a two-rank trace are named."""
+    runner = CliRunner()
     for faults, words in (
         ({"fault": []}, "fault: Extra inputs"),
         ({"faults": [{"probability": 2.0}]}, "faults.0.probability"),
@@ -204,10 +208,12 @@ def test_bad_drills_and_wrong_use(golden: Path, tmp_path: Path) -> None:
     ):
         file = tmp_path / "faults.json"
         file.write_text(json.dumps(faults))
-        code, _, error = _megasdc("golden", "verify", str(golden), "--faults", str(file))
-        assert code == 70 and words in error
-    code, _, error = _megasdc("golden", "verify", str(golden), "--local", "1")
-    assert code == 70 and "--replicas 1" in error
+        problem = runner.invoke(app, ["golden", "verify", str(golden), "--faults", str(file)]).exception
+        assert isinstance(problem, ConfigError) and words in str(problem)
+    problem = runner.invoke(app, ["golden", "verify", str(golden), "--local", "1"]).exception
+    assert isinstance(problem, ConfigError) and "--replicas 1" in str(problem)
+    code, _, error = _megasdc("golden", "verify", str(golden), "--faults", str(file))
+    assert code == 70 and words in error
     code, _, error = _megasdc("golden", "verify", str(tmp_path / "none.golden"))
     assert code == 80 and "golden record" in error
 

@@ -227,7 +227,7 @@ def _write_with_change(folder: str, model: dict[str, Any], phase: str | None, fq
     writer.close()
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.full)], ids=["gpt", "llama"])
 def test_a_changed_result_of_one_tensor_rank_is_named(tmp_path: Path, model: dict[str, Any]) -> None:
     """Forward, recomputation, backward and weight gradient: rank, submodule and direction are those of the change.
 

@@ -13,6 +13,7 @@ PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
     "errors": 0,
     "addresses": 0,
+    "imports": 0,
     "events": 1,
     "config": 1,
     "tensors": 2,
@@ -41,7 +42,7 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
-NO_TORCH = {"errors", "addresses", "events", "config"}
+NO_TORCH = {"errors", "addresses", "imports", "events", "config"}
 
 
 def part_of(file):
