@@ -37,6 +37,8 @@ MEMORY_SLACK_MIB = 16.0
 """How much more the larger size may take than the smaller one."""
 M_ARENA_MAX = -8
 """glibc's name for the number of heaps, mallopt(3)."""
+_PROCESSES = 5
+"""Most processes in which the larger size is compared; all must exceed the bar for it to be missed."""
 _MIB = 1 << 20
 _TENSOR_MIB = 16
 _SMALL = 4
@@ -211,13 +213,20 @@ def _measure(run: Block) -> Cost:
 
 
 def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, content: str, on_progress: Any) -> PeakMemory:
-    """Compare at a quarter of the size and at the whole, each in two fresh processes, of which the least counts."""
-    sizes, growth = (options.size_mib // 4, options.size_mib), []
+    """Compare at a quarter of the size and at the whole, each in fresh processes of which the least counts.
+
+    One process in eight holds up to 18 MiB more than the others, at either size; memory that grows does so in each.
+    """
+    sizes = (options.size_mib // 4, options.size_mib)
+    growth: list[float] = []
     for number, size in enumerate(sizes):
         one = large if size == options.size_mib else write_checkpoint(folder / "small.pt", size)
         other = one if content == "equal" else write_checkpoint(folder / "flipped.pt", size, flipped=True)
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            growth.append(min(pool.apply(_peak_growth, (one, other, options.jobs, content)) for _ in range(2)))
+            found: list[float] = []
+            while len(found) < 2 or (growth and len(found) < _PROCESSES and min(found) > growth[0] + MEMORY_SLACK_MIB):
+                found.append(pool.apply(_peak_growth, (one, other, options.jobs, content)))
+            growth.append(min(found))
         on_progress(number + 1 + 2 * (content == "different"))
     return PeakMemory(content, sizes, (growth[0], growth[1]))
 

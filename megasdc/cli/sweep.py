@@ -46,7 +46,7 @@ def sweep(
 
     if only and (slurm or table or task is not None):
         raise typer.BadParameter("--only chooses what is run here; leave it out with --slurm, --task and --table")
-    opened = sweeps.open_sweep(file, size, out, only or ())
+    opened = sweeps.open_sweep(file, size, out, only or (), to_run=not table)
     console = Console(stderr=True, quiet=as_json)
     if dry_run:
         _print(_plan_dict(opened), _plan_text(opened), as_json)

@@ -46,7 +46,9 @@ class Sweep:
     out: Path
 
 
-def open_sweep(path: Path, size: str | None = None, out: Path | None = None, only: Sequence[str] = ()) -> Sweep:
+def open_sweep(
+    path: Path, size: str | None = None, out: Path | None = None, only: Sequence[str] = (), *, to_run: bool = True
+) -> Sweep:
     """Read a sweep file and check every run of it; nothing is written.
 
     Args:
@@ -54,6 +56,7 @@ def open_sweep(path: Path, size: str | None = None, out: Path | None = None, onl
         size: one of its sizes; null: its first.
         out: folder of the results; null: ``runs/sweeps/NAME-SIZE``.
         only: names of the cells to run; empty: all.
+        to_run: check also that data are there or can be prepared.
 
     Raises:
         ConfigError: with every problem; also if the folder holds another sweep.
@@ -64,7 +67,8 @@ def open_sweep(path: Path, size: str | None = None, out: Path | None = None, onl
     chosen = runs_of(plan, only)
     folder = out or Path("runs/sweeps") / (sweep.name if size is None else f"{sweep.name}-{size}")
     _check_folder(folder, sweep, size)
-    find_missing_data(plan.runs.values())
+    if to_run:
+        find_missing_data(plan.runs.values())
     return Sweep(plan, chosen, size, folder.absolute())
 
 

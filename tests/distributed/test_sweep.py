@@ -14,9 +14,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 from whole_runs import events_of, prepare_text, write_config
 
-from megasdc.errors import StorageError
+from megasdc.cli import app
+from megasdc.errors import ConfigError, StorageError
 from megasdc.experiments.ma_tables import node_tables
 from megasdc.experiments.results import read_sweep
 from megasdc.experiments.runner import alone
@@ -209,6 +211,20 @@ def test_tables_follow_from_what_the_runs_wrote(swept: tuple[Path, Path]) -> Non
     assert {"torch", "megasdc"} <= set(json.loads(row["versions"]))
     assert next(one for one in read_sweep(out).rows if one["cell"] == "wild")[LR] == 30.0
     assert not list(out.glob("runs/*/checkpoints/step_*8"))
+
+
+def test_the_table_needs_no_data(swept: tuple[Path, Path], base: Path) -> None:
+    """It is shown where the text was never prepared and has no source; a start is refused there."""
+    path, out = swept
+    data = Path(json.loads(base.read_text())["megasdc"]["data"]["path"])
+    data.rename(data.with_name("elsewhere"))
+    try:
+        done = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--table", "--json"])
+        assert done.exit_code == 0 and json.loads(done.stdout)["rows"] > 0
+        refused = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out)]).exception
+        assert isinstance(refused, ConfigError) and "megasdc.data" in str(refused)
+    finally:
+        data.with_name("elsewhere").rename(data)
 
 
 def test_another_yardstick_judges_finished_runs_again_without_running_them(swept: tuple[Path, Path]) -> None:
