@@ -214,17 +214,17 @@ def test_tables_follow_from_what_the_runs_wrote(swept: tuple[Path, Path]) -> Non
 
 
 def test_the_table_needs_no_data(swept: tuple[Path, Path], base: Path) -> None:
-    """It is shown where the text was never prepared and has no source; a start is refused there."""
+    """It is shown where prepared text is damaged; a start is refused there."""
     path, out = swept
-    data = Path(json.loads(base.read_text())["megasdc"]["data"]["path"])
-    data.rename(data.with_name("elsewhere"))
+    tokens = next(Path(json.loads(base.read_text())["megasdc"]["data"]["path"]).glob("*.bin"))
+    tokens.rename(tokens.with_suffix(".away"))
     try:
         done = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--table", "--json"])
         assert done.exit_code == 0 and json.loads(done.stdout)["rows"] > 0
         refused = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out)]).exception
         assert isinstance(refused, ConfigError) and "megasdc.data" in str(refused)
     finally:
-        data.with_name("elsewhere").rename(data)
+        tokens.with_suffix(".away").rename(tokens)
 
 
 def test_another_yardstick_judges_finished_runs_again_without_running_them(swept: tuple[Path, Path]) -> None:
