@@ -7,6 +7,7 @@ parameter synchronization; RQ3, a whole training, with neither. Published figure
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ class StudiedNode:
     Args:
         cell: of the sweep.
         run_id: of the study.
-        node: its name, with the seed of the run where there are several.
+        node: its name, with the seed of the run where its cell has several.
         control: whether it stands for chance.
         published: figures of its profile by name.
         mode: of the study.
@@ -83,19 +84,29 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
     Raises:
         DataError: a study's files are damaged.
     """
-    several_seeds = len({row["seed"] for row in results.rows}) > 1
     found = []
-    for row in results.rows:
+    for row, name in zip(results.rows, name_runs(results.rows), strict=True):
         folder = results.run_folder(row["run_id"])
         if row["steps"] and (folder / "study").is_dir():
             profile = results.sweep["profiles"].get(row["profile"], {})
-            found.append(_node(row, summarize_study(folder), profile.get("published", {}), several_seeds))
+            found.append(_node(row, name, summarize_study(folder), profile.get("published", {})))
     return found
 
 
-def _node(
-    row: Mapping[str, Any], study: StudySummary, published: Mapping[str, float], several_seeds: bool
-) -> StudiedNode:
+def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the node of each row is called: with the seed where its cell has several.
+
+    Args:
+        rows: of results, with ``cell``, ``node`` and ``seed``.
+    """
+    seeds: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        seeds[row["cell"]].add(row["seed"])
+    several = {cell for cell, found in seeds.items() if len(found) > 1}
+    return [f"{row['node']}, seed {row['seed']}" if row["cell"] in several else row["node"] for row in rows]
+
+
+def _node(row: Mapping[str, Any], name: str, study: StudySummary, published: Mapping[str, float]) -> StudiedNode:
     replica = next(number for number in range(study.replicas) if number != study.trusted)
     losses = next(one for one in study.losses if one.replica == replica)
     noise = _distance(study, "gradient", replica)
@@ -103,7 +114,7 @@ def _node(
     return StudiedNode(
         cell=row["cell"],
         run_id=row["run_id"],
-        node=f"{row['node']}, seed {row['seed']}" if several_seeds else row["node"],
+        node=name,
         control=row["control"],
         published=published,
         mode=study.mode,
