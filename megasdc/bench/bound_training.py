@@ -30,7 +30,6 @@ from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.data.manifest import Manifest
 from megasdc.data.prepare import prepare
-from megasdc.launcher.operator_build import build_operator_here
 
 RUNS = "runs"
 
@@ -93,8 +92,6 @@ def bench_bound_training(
         MegasdcError: the data cannot be used, or a rank failed.
     """
     machine = describe_machine()
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     runs: list[BoundRun] = []
     sizes: dict[str, dict[str, float]] = {}
 

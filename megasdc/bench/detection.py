@@ -19,7 +19,6 @@ from megasdc.bench.machine import describe_machine
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.errors import ConfigError
-from megasdc.launcher.operator_build import build_operator_here
 
 LAYOUTS = ((1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2))
 """(tensor, pipeline, data)."""
@@ -188,8 +187,6 @@ def bench_detection(
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     share = -(-options.faults // len(options.cells))
     clean = -(-options.clean // len(options.cells))
     trials: list[Trial] = []

@@ -19,7 +19,6 @@ from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.dropcompute.gate import MESSAGE_BYTES
-from megasdc.launcher.operator_build import build_operator_here
 
 GPT = SmallGpt(hidden=128, layers=2, sequence=64, vocab=512, micro_batches=4)
 LAYOUTS = ((1, 1, 2), (2, 2, 1))
@@ -182,8 +181,6 @@ def bench_drop_cost(options: DropCostOptions, on_progress: Progress = lambda wha
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     return DropCostResult(machine, options, [_measure(options, layout, on_progress) for layout in options.layouts])
 
 

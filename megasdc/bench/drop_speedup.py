@@ -23,7 +23,6 @@ from megasdc.bench.machine import describe_machine
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.config.drop_sections import PREDICTIVE
-from megasdc.launcher.operator_build import build_operator_here
 
 GPT = SmallGpt()
 BAR = 0.05
@@ -161,8 +160,6 @@ def bench_drop_speedup(
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     runs: list[tuple[Path, list[float]]] = []
     taus: list[float | None] = []
 

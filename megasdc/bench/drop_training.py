@@ -22,7 +22,6 @@ from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.data.prepare import prepare
 from megasdc.errors import ConfigError, StorageError
-from megasdc.launcher.operator_build import build_operator_here
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,6 @@ def bench_drop_training(
 
 
 def _train(options: DropTrainOptions, left: Sequence[tuple[Setting, int]], kept: RunLog, on_progress: Progress) -> None:
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     waiting = iter(left)
 
     def take(message: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from megasdc.bench.machine import describe_machine
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import Progress
 from megasdc.errors import ConfigError
-from megasdc.launcher.operator_build import build_operator_here
 
 LAYOUTS = ((1, 1, 3), (1, 1, 4), (2, 1, 3), (1, 2, 3), (1, 1, 2), (2, 2, 2))
 """(tensor, pipeline, data)."""
@@ -163,8 +162,6 @@ def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, 
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     faults = -(-options.faults // len(options.cells))
     clean = -(-options.clean // (len(options.cells) * LONG))
     toleranced = -(-options.toleranced // len(options.cells))

@@ -21,7 +21,6 @@ from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.repeatability import Cause, find_causes, find_startup_modules
 from megasdc.data.manifest import MANIFEST_FILE
 from megasdc.errors import ConfigError
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_traces
 from megasdc.sdc.trace import Trace
@@ -170,8 +169,6 @@ def check_determinism(
     layout = smallest_layout(config) if ranks is None else check_layout(config, ranks)
     data = config.megasdc.data
     prepared = all((Path(folder) / MANIFEST_FILE).is_file() for folder in data.folders)
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     runs = []
     for name in ("first run", "second run"):
         with tempfile.TemporaryDirectory(prefix="megasdc_repeat_") as scratch:

@@ -21,7 +21,6 @@ from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import BenchResult, Comparison, Progress
 from megasdc.bench.statistics import Cost, estimate_median, ratios
-from megasdc.launcher.operator_build import build_operator_here
 
 AGAINST = ("plain", "hf", "determinism", "bounds", "launch")
 BARS = {"plain": 1.01, "hf": 1.0, "bounds": 1.01}
@@ -81,8 +80,6 @@ def bench_train(
         MegasdcError: a rank or a launch failed.
     """
     machine = describe_machine()
-    on_progress("DeepSpeed's CPU operator", 0, 1)
-    build_operator_here()
     comparisons = []
     launch = None
     for what in against:

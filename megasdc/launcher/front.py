@@ -101,6 +101,8 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
     if dry_run:
         say(f"would run: {shlex.join(plan.command())}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
+    if report.hosts_without_gpu(plan.needs):
+        say(f"DeepSpeed's CPU operator: checking {plan.needs.operator_dir}")
     build_operators(report, plan.transport, plan.needs, say)
     verdict, launcher_code = _run(plan, quiet)
     result = _result(plan, verdict, launcher_code)

@@ -71,7 +71,6 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
         )
 
     monkeypatch.setattr(train, "run_ranks", answer)
-    monkeypatch.setattr(train, "build_operator_here", lambda: None)
     out = tmp_path / "result.json"
     done = CliRunner().invoke(
         app, ["bench", "train", "--against", "plain", "--blocks", "1", "--json", "--out", str(out)]

@@ -7,7 +7,9 @@ import signal
 import time
 
 import pytest
-from harness import run_distributed
+from harness import PRELOAD, run_distributed
+
+from megasdc.experiments import run_process
 
 pytestmark = pytest.mark.distributed
 
@@ -37,6 +39,12 @@ def _kill_self(rank: int) -> str:
     return "survived"
 
 
+def _count_frozen() -> int:
+    import gc
+
+    return gc.get_freeze_count()
+
+
 def _hang_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         _wait_for_ever()
@@ -45,6 +53,12 @@ def _hang_on(rank: int) -> None:
 def _wait_for_ever() -> None:
     while True:
         time.sleep(0.1)
+
+
+def test_what_was_preloaded_is_frozen() -> None:
+    """What cannot be imported is passed over without a word, so the last must have been imported; for sweeps too."""
+    assert PRELOAD[-1] == run_process.PRELOAD[-1]
+    assert run_distributed(_count_frozen, 1, init=False)[0] > 100_000
 
 
 def test_returns_the_result_of_each_rank() -> None:
