@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import socket
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megasdc.checkpoint.logical import load_weights
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
+from megasdc.errors import ConfigError
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
@@ -37,8 +39,12 @@ def build_training_engine(
         vocab_size: entries of the tokenizer's vocabulary.
         clock: told when the model and when the engine is built.
 
+    Raises:
+        ConfigError: this rank's device does not compute in the configuration's precision.
+
     Collective: all ranks of the world.
     """
+    check_precision(config.precision)
     sections = config.megasdc
     pipeline, streams = build_pipeline(
         effective_model(sections),
@@ -63,6 +69,27 @@ def build_training_engine(
     )
     clock.mark("engine")
     return engine
+
+
+def check_precision(precision: str) -> None:
+    """Refuse a type that DeepSpeed's accelerator cannot compute in, before DeepSpeed does with a traceback.
+
+    Args:
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+
+    Raises:
+        ConfigError: this host's device has no such type.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if precision in supported and not supported[precision]():
+        needs = " (a CPU needs AVX512-FP16)" if precision == "fp16" and accelerator.device_name() == "cpu" else ""
+        raise ConfigError(
+            f"{precision}.enabled: got true, but DeepSpeed does not train in {precision} on "
+            f"{accelerator.device_name()} of {socket.gethostname()}{needs}; use another precision or host."
+        )
 
 
 def effective_model(sections: MegasdcSection) -> ModelSection:

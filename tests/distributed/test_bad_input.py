@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from whole_runs import prepare_text, train_run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -68,8 +70,6 @@ def test_damaged_data_end_with_the_data_code(
 
 
 def _matches(results: list[Any], code: int, message: str) -> None:
-    import re
-
     texts = [text for got, text in results if got == code]
     assert texts, results
     assert all(re.search(message, text, re.DOTALL) for text in texts), texts
@@ -96,6 +96,17 @@ def test_wrong_config_ends_with_the_config_code(
     assert {code for code, _ in results} == {70}
     _matches(results, 70, message)
     assert not (tmp_path / "run").exists()
+
+
+def test_fp16_is_refused_where_the_processor_has_none(tmp_path: Path, data: Path) -> None:
+    """fp16 trains on a CPU that oneDNN computes it on; elsewhere it ends with code 70, the host and a remedy."""
+    changes = {"deepspeed__fp16": {"enabled": True, "initial_scale_power": 8}, "training__steps": 1}
+    (code, message), *_ = train_run(write_config(tmp_path / "c.json", data, tmp_path / "run", **changes), 1)
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        assert (code, message) == (0, None)
+        return
+    assert code == 70
+    assert re.search(r"fp16.enabled: got true.*AVX512-FP16.*another precision", message, re.DOTALL)
 
 
 def test_a_tokenizer_that_the_data_were_not_made_with(tmp_path: Path, data: Path) -> None:
