@@ -1,0 +1,211 @@
+"""The README's commands: their options exist, the first ones run in every test run, all of them behind ``--all``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import typer.main
+
+from megasdc.cli import app
+from megasdc.report import checkpoint_command, trace_command
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = {"tools/compare_checkpoints.py": checkpoint_command.app, "tools/compare_traces.py": trace_command.app}
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(2400)]
+
+RUN_ELSEWHERE = {
+    "bash launch/quickstart.sh": (".ci/run", "bash launch/quickstart.sh"),
+    "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
+    "megasdc launch --hostfile": ("tests/end_to_end/test_launch.py", "--hostfile"),
+    "launch/compare_nodes.sh": ("tests/end_to_end/test_compare_nodes.py", "compare_nodes.sh"),
+    "deepspeed --hostfile hosts launch/golden_verify.py": (
+        "tests/end_to_end/test_golden_launch.py",
+        "golden_verify.py",
+    ),
+    "megasdc stress --hostfile": ("tests/end_to_end/test_stress_hosts.py", "--hostfile"),
+    "kill -USR2": ("tests/distributed/test_detection_runs.py", "SIGUSR2"),
+    "for n in 2 4 8; do megasdc bench drop-speedup": ("tests/distributed/test_bench_dropcompute.py", "speedup"),
+    "megasdc bench drop-training": ("tests/distributed/test_bench_dropcompute.py", "training"),
+    "megasdc report scaling.json": ("tests/unit/report/test_drop_report.py", "drop_scaling"),
+    "python tools/compare_checkpoints.py node1.manifest": ("tests/unit/checkpoint/test_digests.py", ".manifest"),
+    "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000800 node2.manifest": (
+        "tests/unit/checkpoint/test_digests.py",
+        "--extract",
+    ),
+    "python tools/compare_checkpoints.py blocks/": ("tests/unit/checkpoint/test_digests.py", "extract"),
+}
+"""Commands that need other hosts, hours or files of the reader's own, and the test that runs each."""
+
+SHORTER = (
+    (r"--minutes \d+", "--minutes 0.3"),
+    (r"--rounds \d+", "--rounds 1"),
+    (r"--local 8", "--local 2"),
+    (r"--size cpu$", "--size smoke"),
+)
+"""What is made shorter where the README's own numbers take hours."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of shell commands under a heading of the README."""
+
+    heading: str
+    line: int
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """One text a command, without comments and optional arguments; a loop is one command."""
+        text = re.sub(r"\\\n\s*", "", self.text)
+        text = re.sub(r"\s\[[^\]]*\.\.\.\]", "", text)
+        text = re.sub(r"\s+#.*", "", text)
+        text = re.sub(r"; do\n\s*(.*)\ndone", r"; do \1; done", text)
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def read_blocks() -> list[Block]:
+    """The README's blocks of shell commands, in order."""
+    blocks, heading, start = [], "", 0
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#") and not start:
+            heading = line.strip("# ")
+        elif line == "```bash":
+            start = number
+        elif line == "```" and start:
+            blocks.append(Block(heading, start, "\n".join(lines[start : number - 1])))
+            start = 0
+    return blocks
+
+
+BLOCKS = read_blocks()
+
+
+def elsewhere(command: str) -> str | None:
+    """The entry of ``RUN_ELSEWHERE`` that a command belongs to."""
+    return next((start for start in RUN_ELSEWHERE if command.startswith(start)), None)
+
+
+def test_every_option_of_the_readme_exists() -> None:
+    """Each ``megasdc`` and ``tools`` command of the README is one that the command line takes."""
+    parsed = 0
+    for block in BLOCKS:
+        for command in block.commands:
+            for words in _invocations(command):
+                try:
+                    _parse(words)
+                except click.UsageError as error:
+                    pytest.fail(f"README.md, block at line {block.line}: {command}: {error.message}")
+                parsed += 1
+    assert parsed > 50
+
+
+def _invocations(command: str) -> Iterator[list[str]]:
+    """The words of each ``megasdc`` or ``tools`` call in a command, those of a loop's body too."""
+    for part in re.split(r";\s*(?:do\s+)?", command):
+        words = shlex.split(part)
+        if words[:1] == ["megasdc"] or (words[:1] == ["python"] and words[1] in TOOLS):
+            yield words[1:]
+
+
+def _parse(words: list[str]) -> None:
+    """Raise click's error for a subcommand or an option that does not exist; no callback is called."""
+    command = typer.main.get_command(TOOLS.get(words[0], app))
+    words = words[1:] if words[0] in TOOLS else words
+    while isinstance(command, click.Group):
+        _, found, words = command.resolve_command(click.Context(command), words)
+        assert found is not None
+        command = found
+    command.make_parser(click.Context(command)).parse_args(list(words))
+
+
+@pytest.mark.parametrize(("start", "place"), RUN_ELSEWHERE.items(), ids=list(RUN_ELSEWHERE))
+def test_what_runs_elsewhere_does(start: str, place: tuple[str, str]) -> None:
+    """A command that no test here runs stands in the README, and in the file that is named for it."""
+    assert any(command.startswith(start) for block in BLOCKS for command in block.commands)
+    file, text = place
+    assert text in (ROOT / file).read_text(encoding="utf-8")
+
+
+def make_sandbox(folder: Path) -> Path:
+    """A folder that looks like a fresh clone; what commands write stays in it."""
+    for name in ("configs", "launch", "tools", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run(folder: Path, command: str) -> str:
+    """Run a command of the README in the sandbox and return what it printed; it must end with 0."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def test_train_your_own_model(tmp_path: Path) -> None:
+    """The commands under "Train your own model", as printed, train the copied file after a user's edits."""
+    sandbox = make_sandbox(tmp_path)
+    (block,) = [block for block in BLOCKS if block.heading == "Train your own model"]
+    outputs = []
+    for number, command in enumerate(block.commands):
+        if not elsewhere(command):
+            outputs.append(run(sandbox, command))
+        if number == 0:
+            _edit_as_a_user_would(sandbox / "my.json")
+    assert re.search(r"steps\s+4 of 4", outputs[-1])
+    assert (sandbox / "runs" / "my" / "checkpoints" / "step_00000004").is_dir()
+
+
+def _edit_as_a_user_would(config: Path) -> None:
+    """Four steps on three modules of the standard library."""
+    edited = json.loads(config.read_text(encoding="utf-8"))
+    edited["scheduler"]["params"].update(warmup_num_steps=2, total_num_steps=4)
+    sections = edited["megasdc"]
+    sections["training"].update(steps=4, eval_interval=4, eval_samples=4)
+    sections["data"]["sources"] = [{"pattern": "argparse.py"}, {"pattern": "ast.py"}, {"pattern": "inspect.py"}]
+    sections["data"]["tokenizer"].update(vocab_size=500, train_characters=100_000)
+    sections["data"]["split"] = [8, 1, 1]
+    config.write_text(json.dumps(edited), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sandbox with what the quick start makes - prepared text, the finished run ``runs/smoke`` - and latencies."""
+    sandbox = make_sandbox(tmp_path_factory.mktemp("readme"))
+    run(sandbox, "megasdc prepare-data --config configs/smoke.json")
+    run(sandbox, "megasdc launch --num-ranks 2 --config configs/smoke.json")
+    np.save(sandbox / "recorded.npy", np.random.default_rng(1).gamma(4.0, 0.1, (4, 20, 12)))
+    return sandbox
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.heading}, line {block.line}")
+def test_every_command_of_the_readme_runs(smoke_run: Path, block: Block) -> None:
+    """Blocks run in order in one folder: each command ends with 0, later ones use what earlier ones made."""
+    for command in block.commands:
+        if not elsewhere(command):
+            run(smoke_run, shortened(command))
+
+
+def shortened(command: str) -> str:
+    """The command with less to do, where the README's own numbers take hours."""
+    for pattern, short in SHORTER:
+        command = re.sub(pattern, short, command)
+    return command
