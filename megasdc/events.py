@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _BLOCK_BYTES = 1 << 16
+_LAST_SECOND = 253402300800.0
+"""After year 9999, which no calendar shows."""
 
 
 @dataclass(frozen=True)
@@ -104,28 +106,55 @@ def open_lines(path: Path) -> TextIO:
 
 
 def read_events(
-    run_dir: Path | str, *, kind: str | None = None, name: str | None = None, rank: int | None = None
+    run_dir: Path | str,
+    *,
+    kind: str | None = None,
+    name: str | None = None,
+    rank: int | None = None,
+    broken: list[str] | None = None,
 ) -> Iterator[Event]:
     """Yield the events of a run folder, file by file in rank order.
 
-    A last line without an end, left by a killed process, is passed over; a broken line elsewhere raises.
+    A last line without an end, left by a killed process, is passed over.
 
     Args:
         run_dir: the run folder.
         kind: only events of this kind; null means all.
         name: only events of this name; null means all.
         rank: only events of this rank, whose file alone is read; null means all.
+        broken: gets a sentence for each line and file that would raise, which is then passed over; null: they raise.
 
     Raises:
         ValueError: a complete line is not an event; the message names file and line.
+        OSError: a file cannot be read.
     """
     for path in sorted((Path(run_dir) / "events").glob("rank_*.jsonl" if rank is None else f"rank_{rank:05d}.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-            if not line.endswith("\n"):
+        try:
+            lines = path.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            if broken is None:
+                raise
+            broken.append(f"{path} cannot be read: {error}")
+            continue
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
                 continue
             try:
-                event = Event(**json.loads(line))
-            except (json.JSONDecodeError, TypeError) as error:
-                raise ValueError(f"{path}:{number} is not an event: {error}") from error
+                event = _parse(line)
+            except (ValueError, TypeError, RecursionError) as error:
+                message = f"{path}:{number} is not an event: {error}"
+                if broken is None:
+                    raise ValueError(message) from error
+                broken.append(message)
+                continue
             if (kind is None or event.kind == kind) and (name is None or event.name == name):
                 yield event
+
+
+def _parse(line: bytes) -> Event:
+    event = Event(**json.loads(line))
+    if not isinstance(event.time, int | float) or not 0 <= event.time < _LAST_SECOND:
+        raise ValueError(f"time must be seconds since the epoch, got {event.time!r}")
+    if not isinstance(event.fields, dict):
+        raise TypeError(f"fields must be an object, got {event.fields!r}")
+    return event

@@ -159,7 +159,12 @@ def mark_verified(
     if not place.leader:
         return []
     marked = []
-    for step in list_steps(folder):
+    try:
+        steps = list_steps(folder)
+    except OSError as error:
+        logger.warning("the checkpoints in %s stay candidates, they cannot be listed: %s", folder, error)
+        return []
+    for step in steps:
         if step > up_to_step or step in passed_over:
             continue
         path = Path(folder) / step_folder(step)

@@ -144,6 +144,7 @@ class Incident:
         golden: golden trace file to verify hosts with; null: there is none.
         verified_checkpoint: folder of the newest verified checkpoint; null: there is none.
         newest_candidate: folder of the newest checkpoint that is not verified; null: there is none.
+        not_read: files of the run that could not be read for this report, a sentence each.
 
     Raises:
         ValueError: no rank is flagged and none disputed.
@@ -174,6 +175,7 @@ class Incident:
     golden: str | None = None
     verified_checkpoint: str | None = None
     newest_candidate: str | None = None
+    not_read: tuple[str, ...] = ()
     format: Literal["megasdc.incident.v1"] = field(default="megasdc.incident.v1", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -292,6 +294,8 @@ def _go_on(incident: Incident) -> Instruction:
                 "--set megasdc.checkpoint.require_verified=never",
             ),
         )
+    if incident.not_read:
+        return Instruction("No checkpoint is known, but not all files of the run could be read: look for some first.")
     return Instruction("There is no checkpoint: the launch begins anew.")
 
 

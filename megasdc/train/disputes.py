@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,24 @@ class Disputes:
 
         Collective: all ranks of the world.
         """
+        with self._marked_if_unsettled(engine.step_number):
+            return self._settle(engine, evidence, agreed, rehearse, repaired)
+
+    @contextmanager
+    def _marked_if_unsettled(self, step: int) -> Iterator[None]:
+        """A finding that fails to be settled is inconclusive: where that halts, the next start learns of it."""
+        try:
+            yield
+        except CorruptionError:
+            raise
+        except Exception:
+            if self._section.policy.inconclusive == "halt":
+                self._incidents.mark(step)
+            raise
+
+    def _settle(
+        self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, repaired: bool
+    ) -> bool:
         step, earlier = engine.step_number, frozenset(self.earlier)
         audit_differs = self.can_compare(agreed.differing[1])
         if agreed.differing[0]:
@@ -158,8 +177,9 @@ class Disputes:
 
         Collective: all ranks of the world.
         """
-        found = self._settle_parameters(engine, own) if agreed.differing[0] else self._settle_copies(own)
-        self._act(engine.step_number, found, repaired=False)
+        with self._marked_if_unsettled(engine.step_number):
+            found = self._settle_parameters(engine, own) if agreed.differing[0] else self._settle_copies(own)
+            self._act(engine.step_number, found, repaired=False)
 
     def _settle_audit(
         self, engine: TrainingEngine, own: Trace, rehearse: Rehearse, earlier: Collection[int]
@@ -284,6 +304,8 @@ class Disputes:
         action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
         if repaired and action == "repair":
             action = "halt"  # wrong again after the repair
+        if action == "halt":
+            self._incidents.mark(step)
         for ruling in found.rulings:
             self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
         self.earlier |= {ruling.rank for ruling in found.rulings if ruling.rank is not None}
@@ -319,8 +341,12 @@ class Disputes:
             self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
 
     def _tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
-        if self._dims.rank == 0:
+        if self._dims.rank != 0:
+            return
+        try:
             self._events.emit(EVENT_KIND, name, step=step, **fields)
+        except OSError as error:  # the other ranks wait for what follows
+            logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
 
     def state_dict(self) -> dict[str, Any]:
         """Ranks that were found wrong so far."""

@@ -1,4 +1,7 @@
-"""What is left of a finding for people and for the next start? Reports in the run folder, marks at the checkpoints."""
+"""What is left of a finding for people and for the next start? Reports in the run folder, marks at the checkpoints.
+
+The mark for the next start comes first and needs nothing but its own file; what goes wrong in a report is logged.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts; of several the first is an incident's."""
 DONE = {"halt": "halted", "repair": "repaired", "warn": "committed"}
 SHOWN_EVENTS = 20
+SHOWN_GAPS = 5
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,24 @@ class Incidents:
         self._ranks = [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
         self._place = find_place(self._config.megasdc.checkpoint.storage, None, group)
 
+    def mark(self, step: int, see: str | None = None) -> None:
+        """Have the next start go on from verified checkpoints alone; a mark that cannot be written is logged.
+
+        It calls no collective, so that it can be called after an exception.
+
+        Args:
+            step: in which corruption was found.
+            see: where people find more; null: the run folder.
+        """
+        if self._place is None:
+            return
+        try:
+            mark_corruption(self._checkpoints, step, see or self._run.folder, self._place)
+        except StorageError as error:
+            logger.error("%s", error)
+
     def report(self, step: int, found: Settled, action: str) -> str | None:
-        """Write the reports, and before a halt word for the next start.
+        """Write the reports, and before a halt name the page in the mark for the next start.
 
         Returns:
             Path of the page, on all ranks; null: it could not be written, which was logged.
@@ -93,12 +113,11 @@ class Incidents:
                 path = str(write_incident(self._describe(step, found, action))[1])
             except StorageError as error:
                 logger.error("%s", error)
+            except Exception:  # whatever is wrong with the evidence, the other ranks wait for an answer
+                logger.exception("the incident of step %d cannot be reported", step)
         path = gather_objects(path, self._run.host_group)[0]
-        if action == "halt" and self._place is not None:
-            try:
-                mark_corruption(self._checkpoints, step, path or "not written", self._place)
-            except StorageError as error:
-                logger.error("%s", error)
+        if action == "halt" and path is not None:
+            self.mark(step, path)
         return path
 
     def verified(self, step: int) -> None:
@@ -124,7 +143,11 @@ class Incidents:
         ]
         verdict = min((ruling.verdict for ruling in found.rulings), key=SEVEREST.index)
         worst = next(ruling for ruling in found.rulings if ruling.verdict == verdict)
-        verified, saved = list_verified(self._checkpoints), list_steps(self._checkpoints)
+        gaps: list[str] = []
+        earlier = tuple(read_events(self._run.folder, kind="sdc", broken=gaps))[-SHOWN_EVENTS:]
+        verified, saved = self._list_checkpoints(gaps)
+        if len(gaps) > SHOWN_GAPS:
+            gaps[SHOWN_GAPS:] = [f"and {len(gaps) - SHOWN_GAPS} more"]
         newest = max(set(saved) - set(verified), default=None)
         return Incident(
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -141,11 +164,20 @@ class Incidents:
             ranks=tuple(self._ranks),
             evidence=Evidence(found.compared, found.differing),
             environment=Environment(installed_versions(), engine.dims.layout, self._config.precision),
-            earlier=tuple(read_events(self._run.folder, kind="sdc"))[-SHOWN_EVENTS:],
+            earlier=earlier,
             golden=sections.sdc.golden,
             verified_checkpoint=self._folder(max(verified, default=None)),
             newest_candidate=self._folder(newest if newest is not None and newest > max(verified, default=0) else None),
+            not_read=tuple(gaps),
         )
+
+    def _list_checkpoints(self, gaps: list[str]) -> tuple[list[int], list[int]]:
+        """Steps of the verified ones and of all; what cannot be read is added to ``gaps``."""
+        try:
+            return list_verified(self._checkpoints), list_steps(self._checkpoints)
+        except OSError as error:
+            gaps.insert(0, f"checkpoints cannot be listed: {error}")
+            return [], []
 
     def _folder(self, step: int | None) -> str | None:
         return None if step is None else str(self._checkpoints / step_folder(step))

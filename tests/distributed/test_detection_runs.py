@@ -12,7 +12,7 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint.marks import find_standing
+from megasdc.checkpoint.marks import find_corruption, find_standing
 from megasdc.config import load_config
 from megasdc.golden.record import record
 from megasdc.sdc.incident import incident_from_json
@@ -75,7 +75,11 @@ def test_a_fault_of_one_micro_batch_is_named_and_repaired(
 def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     """A rank that is wrong each time is named; nothing of its step is committed, and every rank exits with 73."""
     fault = {"submodule": "*.linear_qkv", "rank": 2, "steps": [4, None], "same_elements": True, "bits": "exponent"}
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    broken = tmp_path / "run" / "events" / "rank_00009.jsonl"  # of an earlier start
+    broken.write_bytes(b'{"torn": \xff\n')
     results = train_run(_write(tmp_path, data, "run", 3, faults=[fault]), 3)
+    broken.unlink()
     assert [code for code, _ in results] == [73, 73, 73]
     assert all("rank 2" in str(message) and "persistent" in str(message) for _, message in results)
     assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "relative to the majority", "halt")]
@@ -85,6 +89,9 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert (named.rank, named.first.fqn, named.first.phase) == (2, "2.layer.self_attention.linear_qkv", "forward")
     assert (named.repeats, named.wrong_repeats, incident.done) == (5, 5, "halted")
     assert incident.evidence.differing["forward"][named.first.fqn] == {2: 1}
+    (gap,) = incident.not_read
+    assert "rank_00009.jsonl:1 is not an event" in gap, "what cannot be read keeps nobody from halting"
+    assert "incident_step_00000004.html" in str(find_corruption(tmp_path / "run" / "checkpoints"))
     page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
     assert "rank 2 on host" in page and named.first.fqn in page
     # The next start takes only what an audit has verified, and there is nothing: step 3 came after the audit of step 2.
@@ -252,6 +259,7 @@ def test_a_rank_that_dies_while_it_repeats_the_work_leaves_nobody_waiting(tmp_pa
     assert results[1] is None and {results[rank][0] for rank in (0, 2)} <= {75, 79}, results
     assert list((tmp_path / "run" / "checkpoints").glob("step_*")) == []
     assert [one["rank"] for one in events_of(tmp_path / "run", "sdc", "finding")] == [1], "told before the repeats"
+    assert "step 2" in str(find_corruption(tmp_path / "run" / "checkpoints")), "a finding that nobody settled counts"
 
 
 def _dies_in_replay(config: str, overrides: list[str]) -> tuple[int, str | None]:

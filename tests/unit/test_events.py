@@ -7,6 +7,8 @@ import pytest
 
 from megasdc.events import EventLog, read_events
 
+BARE = {"time": 1.0, "rank": 0, "host": "a", "step": 1, "micro_batch": None, "kind": "a", "name": "b", "fields": {}}
+
 
 def test_line_has_the_documented_fields(tmp_path):
     """A line holds exactly the keys that programs rely on, in the file named after the rank."""
@@ -92,13 +94,20 @@ def test_half_a_last_line_is_passed_over(tmp_path):
     assert [event.step for event in read_events(tmp_path)] == [1]
 
 
-@pytest.mark.parametrize("line", ["not json\n", '{"time": 1.0}\n', '{"unknown": 1}\n', "[1]\n"])
+@pytest.mark.parametrize(
+    "line",
+    ["not json\n", '{"time": 1.0}\n', '{"unknown": 1}\n', "[1]\n", "\udcff\n", "[" * 100_000 + "\n"]
+    + [json.dumps({**BARE, **wrong}) + "\n" for wrong in ({"time": "now"}, {"time": 1e99}, {"fields": 1})],
+)
 def test_a_broken_whole_line_is_an_error_with_its_place(tmp_path, line):
     """Damage in the middle of a log is reported with file and line, not passed over."""
     log = EventLog(tmp_path, 0)
     log.emit("save", "checkpoint")
     log.close()
-    with open(log.path, "a", encoding="utf-8") as file:
+    with open(log.path, "a", encoding="utf-8", errors="surrogateescape") as file:
         file.write(line)
     with pytest.raises(ValueError, match=r"rank_00000\.jsonl:2 is not an event"):
         list(read_events(tmp_path))
+    broken: list[str] = []
+    assert [event.name for event in read_events(tmp_path, broken=broken)] == ["checkpoint"]
+    assert len(broken) == 1 and "rank_00000.jsonl:2 is not an event" in broken[0], "or it is listed, as asked for"

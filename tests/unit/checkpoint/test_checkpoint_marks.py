@@ -109,6 +109,7 @@ def test_a_mark_that_cannot_be_written_is_a_warning(
     assert [event.step for event in read_events(tmp_path, name="checkpoint_not_marked")] == [2]
     with pytest.raises(StorageError, match="require_verified=always"):
         mark_corruption(tmp_path, 3, "incident.json", LEADER)
+    assert mark_verified(tmp_path / ("x" * 300), 2, 3, LEADER) == [], "nor does a folder that cannot be listed end it"
 
 
 def test_a_corruption_mark_is_there_until_it_is_cleared(tmp_path: Path) -> None:

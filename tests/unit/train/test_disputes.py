@@ -1,0 +1,138 @@
+"""Is what is known of corruption kept for the next start, whatever else fails, and what is later verified?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megasdc.addresses import PARAMETER, Address
+from megasdc.checkpoint.marks import find_corruption
+from megasdc.config import parse_config
+from megasdc.errors import CorruptionError
+from megasdc.events import EventLog, read_events
+from megasdc.parallel.agreement import Agreed
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.incident import incident_from_json
+from megasdc.sdc.trace import Trace
+from megasdc.train.disputes import Disputes
+from megasdc.train.incidents import Incidents
+from megasdc.train.run import Run
+
+STEP = 7
+DIFFER = Agreed((((0, 0),),), ((),), ())
+
+
+class Parameters:
+    """A reader of one parameter whose value was wrong until it was gathered again."""
+
+    own = Trace([Address(STEP, None, PARAMETER, "1.layer.mlp.linear_fc1", "weight")], [1])
+
+    def start(self) -> None:
+        """Nothing runs in the background."""
+
+    def take(self) -> Trace:
+        return Trace(self.own.addresses, [2])
+
+    def copies(self, trace: Trace) -> Trace:
+        return Trace()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
+    """What settles findings, with its run, between steps 6 and 7; only the engine is not a real one."""
+    raw = {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": str(folder)}}
+    config = parse_config({"megasdc": {**raw, "sdc": {"policy": policy}}})
+    dims = ParallelDims(1, 1, 1, 0)
+    optimizer = SimpleNamespace(update_lp_params=lambda: None)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), dims=dims, step_number=STEP, optimizer=optimizer)
+    run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), 100, None)  # type: ignore[arg-type]
+    disputes = Disputes(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run))  # type: ignore[arg-type]
+    disputes.on_start(run)
+    return disputes, run
+
+
+def settle(disputes: Disputes, run: Run) -> Any:
+    """Settle that rank 0 holds a wrong parameter that is about to be saved."""
+    return disputes.settle_kept(run.engine, Parameters.own, DIFFER)
+
+
+def reports(folder: Path) -> list[Path]:
+    """Reports for programs."""
+    return sorted((folder / "reports").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\n", b"\xff\xfe\n", b"[1]\n", b'{"time": 1}\n', b"[" * 100_000 + b"\n", b"event\n" * 50],
+    ids=["empty", "bytes", "list", "part", "deep", "many"],
+)
+def test_what_cannot_be_read_is_told_in_the_report(group: None, tmp_path: Path, line: bytes) -> None:
+    """Broken lines of events keep nobody from halting, from the mark, nor from the report; it says which they are."""
+    disputes, run = started(tmp_path, not_reproduced="halt")
+    run.events.emit("sdc", "finding", step=3)
+    (tmp_path / "events" / "rank_00001.jsonl").write_bytes(line)
+    with pytest.raises(CorruptionError, match="rank 0"):
+        settle(disputes, run)
+    (report,) = reports(tmp_path)
+    incident = incident_from_json(report.read_text())
+    assert [one.step for one in incident.earlier][:1] == [3]
+    assert "rank_00001.jsonl:1 is not an event" in incident.not_read[0] and len(incident.not_read) <= 6
+    assert report.with_suffix(".html").name in str(find_corruption(tmp_path / "checkpoints"))
+
+
+def test_checkpoints_that_cannot_be_listed_are_told(group: None, tmp_path: Path) -> None:
+    """The report does not say that there is none."""
+    disputes, run = started(tmp_path, not_reproduced="halt")
+    loop = tmp_path / "checkpoints" / "step_00000003" / "verified.json"
+    loop.parent.mkdir(parents=True)
+    loop.symlink_to(loop.parent / ("x" * 300))  # a name that no file can have
+    with pytest.raises(CorruptionError):
+        settle(disputes, run)
+    incident = incident_from_json(reports(tmp_path)[0].read_text())
+    assert "checkpoints cannot be listed" in incident.not_read[0]
+    assert "look for some first" in incident.what_to_do[-1].text
+    assert f"step {STEP}" in str(find_corruption(tmp_path / "checkpoints"))
+
+
+def test_the_mark_needs_no_report(group: None, tmp_path: Path) -> None:
+    """Where neither events nor reports can be written, the run still halts with its own error and leaves the mark."""
+    disputes, run = started(tmp_path, not_reproduced="halt")
+    run.events._file = open("/dev/full", "a")  # noqa: SIM115
+    (tmp_path / "reports").write_text("a file where the folder should be")
+    with pytest.raises(CorruptionError, match="could not be written"):
+        settle(disputes, run)
+    assert f"step {STEP}" in str(find_corruption(tmp_path / "checkpoints"))
+    with pytest.raises(OSError, match="No space"):
+        run.events._file.close()
+
+
+def test_a_finding_that_nobody_settled_counts(group: None, tmp_path: Path) -> None:
+    """A failure while a finding is settled leaves the mark, unless the policy goes on where nothing is proved."""
+    for policy in ("halt", "warn"):
+        folder = tmp_path / policy
+        disputes, run = started(folder, inconclusive=policy)
+        run.engine.optimizer.update_lp_params = lambda: os.stat("/nonexistent")
+        with pytest.raises(FileNotFoundError):
+            settle(disputes, run)
+        assert (find_corruption(folder / "checkpoints") is not None) == (policy == "halt")
+
+
+def test_findings_are_events(group: None, tmp_path: Path) -> None:
+    """What was found and ruled can be read from the log."""
+    disputes, run = started(tmp_path)
+    settle(disputes, run)
+    assert [event.name for event in read_events(tmp_path, kind="sdc")] == ["finding", "verdict"]
