@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
@@ -13,19 +13,24 @@ Counts = dict[str, dict[str, dict[int, int]]]
 """Number of differing results by phase, submodule and rank."""
 
 
-def count_differing(traces: Mapping[int, Trace], layout: ParallelDims) -> tuple[int, Counts]:
-    """Compare each rank with what most replicas have at its position.
+def count_differing(
+    traces: Mapping[int, Trace], layout: ParallelDims, wrong: Collection[int] = ()
+) -> tuple[int, Counts]:
+    """Compare each rank with what most replicas have at its position, without those that are known to be wrong.
 
     Where as many have one value as another, all of them count as differing.
 
     Args:
         traces: by global rank, of work that was the same on all replicas.
         layout: sizes of the parallel dimensions.
+        wrong: ranks that were named; their replicas say nothing of what is right, unless there is no other.
 
     Returns:
         Results that were compared over all ranks, and those that differ, in execution order.
     """
     found: list[tuple[tuple[int, ...], int, str, str]] = []
+    harmed = {rank // layout.tensor % layout.data for rank in wrong}
+    trusted = set(range(layout.data)) - harmed or set(range(layout.data))
     for position in range(layout.tensor * layout.pipeline):
         stage, tensor = divmod(position, layout.tensor)
         ranks = [tensor + layout.tensor * (replica + layout.data * stage) for replica in range(layout.data)]
@@ -33,11 +38,9 @@ def count_differing(traces: Mapping[int, Trace], layout: ParallelDims) -> tuple[
         for rank in ranks:
             dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
             for place, address in enumerate(traces[rank].addresses):
-                counts = Counter(of_rank.get(address) for of_rank in values.values())
-                if len(counts) == 1:
-                    continue
+                counts = Counter(values[ranks[replica]].get(address) for replica in trusted)
                 ((usual, most), *rest) = counts.most_common(2)
-                if values[rank][address] != usual or rest[0][1] == most:
+                if values[rank][address] != usual or (rest and rest[0][1] == most):
                     found.append((execution_key(address, place, dims), rank, address.phase, address.fqn))
     table: Counts = {}
     for _, rank, phase, fqn in sorted(found):

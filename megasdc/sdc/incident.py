@@ -49,8 +49,8 @@ class FlaggedRank(RankPlace):
     Args:
         verdict: of this rank; inconclusive: it is certainly wrong, but its repeats do not say how often.
         first: its first result that was wrong.
-        expected: checksum that the result should have, 16 hexadecimal digits; null where there should be no result.
-        got: checksum that it has; null where there was no result.
+        expected: checksum that the result should have, 16 hexadecimal digits; null: not known.
+        got: checksum that it has; null: not known.
         repeats: how often the rank computed the micro-batch again.
         wrong_repeats: in how many of them it was wrong.
         rate_bound: upper bound of its rate of wrong micro-batches with 95 % confidence, in (0, 1]; null where it was
@@ -72,7 +72,7 @@ class DisputedRank(RankPlace):
 
     Args:
         first: the first result that they disagree about.
-        got: the checksum that this rank computed, 16 hexadecimal digits; null where it computed none.
+        got: the checksum that this rank computed, 16 hexadecimal digits; null: it computed none, or it is not known.
     """
 
     first: Address

@@ -128,7 +128,7 @@ def render_page(incident: Incident, json_name: str) -> str:
         outcome=_OUTCOMES[incident.done],
         tier=_TIERS[incident.tier],
         verdict=_VERDICTS[incident.verdict],
-        basis=_BASES[incident.basis],
+        basis=_BASES[incident.basis] if incident.flagged else "",
         repeats=_repeats,
         maps=build_heat_maps(incident),
         num_differing=sum(

@@ -126,4 +126,5 @@ def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, in
         verdict, bound = NOT_REPRODUCED, rate_bound(len(known))
     else:
         verdict = INTERMITTENT
-    return Ruling(rank, verdict, OWN_RECOMPUTATION, found.address, wrong, len(known), bound)
+    expected, got = found.recompute, {rank: found.forward}
+    return Ruling(rank, verdict, OWN_RECOMPUTATION, found.address, wrong, len(known), bound, expected=expected, got=got)

@@ -15,6 +15,9 @@ What is proved, and by what:
   such as a kernel that is not deterministic, and nobody is named. If each repeats its own value, at least one is
   persistently wrong, and only a golden trace can tell which.
 - A rank that fails the golden trace is wrong without any vote.
+- A flagged rank that passes the golden trace and gives its own value again contradicts the majority: either its fault
+  does not show in the golden workload, or the majority has a fault in common that does not. That is treated as a
+  dispute too, in which nobody is named.
 
 A dispute that may follow from results that were not compared says nothing of the ranks where it was seen; only a golden
 trace can name one then.
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megasdc.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
@@ -54,6 +57,8 @@ class Ruling:
         rate_bound: if not reproduced: rates of errors per repeat above this one would have shown one with probability
             0.95 or more.
         suspects: if no rank is named: those that it may be.
+        expected: the right checksum at the address; null: not known.
+        got: checksums there by rank, of the one that is named or of the suspects; absent: not known.
     """
 
     rank: int | None
@@ -64,6 +69,8 @@ class Ruling:
     repeats: int = 0
     rate_bound: float | None = None
     suspects: tuple[int, ...] = ()
+    expected: int | None = None
+    got: Mapping[int, int] = field(default_factory=dict)
 
 
 def rate_bound(repeats: int) -> float:
@@ -174,12 +181,13 @@ class _Case:
     earlier: frozenset[int]
 
     def of_flag(self, flag: Flag) -> list[Ruling]:
-        """The flagged rank, unless its majority does not stand."""
+        """The flagged rank, unless its majority does not stand or the golden trace contradicts it."""
         values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
         standing = [
             rank for rank in flag.against if self.golden.get(rank) is not False and not self.varied(rank, values)
         ]
-        if 2 * len(standing) <= len(values):
+        contradicted = self.golden.get(flag.rank) and not self.varied(flag.rank, values)
+        if 2 * len(standing) <= len(values) or contradicted:
             return self.of_values(flag.address, values, origin=True)
         fallen = [rank for rank in flag.against if rank not in standing]
         basis = GOLDEN if self.golden.get(flag.rank) is False else MAJORITY
@@ -208,7 +216,7 @@ class _Case:
         right = next(iter(witnesses)) if len(set(rest.values())) == 1 else None
         rulings = [self.rule(rank, address, values[rank], right, REPLAY) for rank in varied]
         if len(set(rest.values())) > 1 or not rulings:
-            rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, address, suspects=tuple(rest)))
+            rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, address, suspects=tuple(rest), got=rest))
         return rulings
 
     def varied(self, rank: int, values: Mapping[int, int]) -> bool:
@@ -246,4 +254,5 @@ class _Case:
             verdict, bound = NOT_REPRODUCED, rate_bound(len(found))
         else:
             verdict = PERSISTENT
-        return Ruling(rank, verdict, basis, address, wrong, len(known), bound)
+        got = {rank: original}
+        return Ruling(rank, verdict, basis, address, wrong, len(known), bound, expected=right, got=got)

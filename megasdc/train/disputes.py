@@ -24,7 +24,18 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
-from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, PERSISTENT, Ruling, repeated_value, settle, to_repeat
+from megasdc.sdc.replay import (
+    GOLDEN,
+    INCONCLUSIVE,
+    MAJORITY,
+    NOT_REPRODUCED,
+    PERSISTENT,
+    REPLAY,
+    Ruling,
+    repeated_value,
+    settle,
+    to_repeat,
+)
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 from megasdc.train.gather import gather_traces
@@ -194,8 +205,9 @@ class Disputes:
             for rank, place in to_repeat(ballot)
         }
         rulings = settle(ballot, repeats, golden, earlier)
-        compared, differing = count_differing(audit, self._dims)
-        return Settled("audit", 0, rulings, values_of(ballot), compared, differing)
+        named = {ruling.rank for ruling in rulings if ruling.rank is not None}
+        self._tell_overruled(engine.step_number, ballot, named, golden or {})
+        return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
 
     def _ask_golden(self) -> dict[int, bool] | None:
         """By rank, whether it is the origin of nothing that the golden trace does not hold; null without one."""
@@ -238,7 +250,6 @@ class Disputes:
             "recompute",
             min(one.address.micro_batch or 0 for one in flagged.values()),
             tuple(judge_recomputed(rank, one, again[rank], rank in earlier) for rank, one in flagged.items()),
-            {rank: (one.recompute, one.forward) for rank, one in flagged.items()},
             sum(compared for _, compared, _ in found),
             merge_counts(counts for *_, counts in found),
         )
@@ -255,14 +266,13 @@ class Disputes:
         changed = [(address, before, after) for address, before, after in triples if before != after]
         counts = count_by_submodule(PARAMETER, [address.fqn for address, *_ in changed], self._dims.rank)
         found = gather_objects((changed[0] if changed else None, counts, now.checksums), self._group)
-        rulings, shown = [], {}
+        rulings = []
         for rank, (first, _, _) in enumerate(found):
             if first is not None:
                 address, before, after = first
-                shown[rank] = (after, before)
                 self._tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
                 verdict = PERSISTENT if rank in self.earlier else NOT_REPRODUCED
-                rulings.append(Ruling(rank, verdict, "master shard", address))
+                rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
         by_position: dict[int, set[tuple[int, ...]]] = {}
         for rank, (_, _, values) in enumerate(found):
             by_position.setdefault(rank - _replica(rank, self._dims) * self._dims.tensor, set()).add(tuple(values))
@@ -271,7 +281,7 @@ class Disputes:
             rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
         compared = self._dims.world_size * len(own)
         merged = merge_counts(of_rank for _, of_rank, _ in found)
-        return Settled("parameters", None, tuple(rulings), shown, compared, merged)
+        return Settled("parameters", None, tuple(rulings), compared, merged)
 
     def _settle_copies(self, own: Trace) -> Settled:
         """Tell which tensor ranks have other copies of a parameter than the others, where there are three or more.
@@ -290,7 +300,10 @@ class Disputes:
                     continue
                 wrong = tuple(rank for rank in ranks if values[rank] != usual)
                 suspects = wrong if 2 * most > len(ranks) else tuple(ranks)
-                rulings.append(Ruling(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects))
+                got = {rank: values[rank] for rank in suspects}
+                rulings.append(
+                    Ruling(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
+                )
                 break
         return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
 
@@ -335,10 +348,18 @@ class Disputes:
 
     def _tell_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
-            self._tell("finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address))
+            self._tell("finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address), basis=MAJORITY)
         if ballot.dispute is not None:
             ranks = [rank for values in ballot.dispute.values for rank in values]
             self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
+
+    def _tell_overruled(self, step: int, ballot: Ballot, named: Collection[int], golden: Mapping[int, bool]) -> None:
+        """Say which findings of the majority do not stand, so that no event accuses a rank that is not named."""
+        for flag in ballot.flagged:
+            if flag.rank in named:
+                continue
+            by = GOLDEN if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against) else REPLAY
+            self._tell("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)
 
     def _tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
         if self._dims.rank != 0:
@@ -373,14 +394,6 @@ def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) 
 
 def _replica(rank: int, dims: ParallelDims) -> int:
     return ParallelDims(dims.tensor, dims.pipeline, dims.data, rank).dp_rank
-
-
-def values_of(ballot: Ballot) -> dict[int, tuple[int | None, int | None]]:
-    """Checksums by rank: what the majority has and what it has itself."""
-    found: dict[int, tuple[int | None, int | None]] = {flag.rank: (flag.expected, flag.got) for flag in ballot.flagged}
-    for values in () if ballot.dispute is None else ballot.dispute.values:
-        found |= {rank: (None, value) for rank, value in values.items()}
-    return found
 
 
 def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:

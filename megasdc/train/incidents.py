@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megasdc.addresses import Address
@@ -45,7 +45,6 @@ class Settled:
         tier: the check that found it: audit, recompute or parameters.
         micro_batch: number in the step; null where it belongs to none.
         rulings: of the ranks.
-        values: checksums by rank: expected, got; null where not known.
         compared: results that were compared, over all ranks.
         differing: how many differ, by phase, submodule and rank.
     """
@@ -53,7 +52,6 @@ class Settled:
     tier: str
     micro_batch: int | None
     rulings: tuple[Ruling, ...]
-    values: Mapping[int, tuple[int | None, int | None]] = field(default_factory=dict)
     compared: int = 0
     differing: Counts = field(default_factory=dict)
 
@@ -184,13 +182,12 @@ class Incidents:
 
     def _flagged(self, ruling: Ruling, found: Settled, step: int) -> FlaggedRank:
         assert ruling.rank is not None, "only rulings that name a rank"
-        expected, got = found.values.get(ruling.rank, (None, None))
         return FlaggedRank(
             **vars(self._ranks[ruling.rank]),
             verdict=ruling.verdict,  # type: ignore[arg-type]
             first=ruling.address or Address(step, found.micro_batch, "forward", "", ""),
-            expected=_hex(expected),
-            got=_hex(got),
+            expected=_hex(ruling.expected),
+            got=_hex(ruling.got.get(ruling.rank)),
             repeats=ruling.repeats,
             wrong_repeats=ruling.wrong,
             rate_bound=ruling.rate_bound,
@@ -200,7 +197,7 @@ class Incidents:
         return DisputedRank(
             **vars(self._ranks[rank]),
             first=ruling.address or Address(step, found.micro_batch, "forward", "", ""),
-            got=_hex(found.values.get(rank, (None, None))[1]),
+            got=_hex(ruling.got.get(rank)),
         )
 
 
@@ -209,8 +206,11 @@ def _hex(value: int | None) -> str | None:
 
 
 def describe(ruling: Ruling) -> dict[str, object]:
-    """A ruling in plain values, for events."""
-    return {**vars(ruling), "address": None if ruling.address is None else str(ruling.address)}
+    """A ruling in plain values, for events; checksums as the incident report has them."""
+    plain = {name: value for name, value in vars(ruling).items() if name != "address"}
+    got = {rank: _hex(value) for rank, value in ruling.got.items()}
+    address = None if ruling.address is None else str(ruling.address)
+    return {**plain, "address": address, "expected": _hex(ruling.expected), "got": got}
 
 
 def say(rulings: Sequence[Ruling]) -> str:

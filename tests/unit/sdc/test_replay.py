@@ -236,7 +236,9 @@ def test_golden_with_a_rest_that_differs() -> None:
     [
         ({2: False}, [(2, PERSISTENT, GOLDEN)]),
         ({0: True, 1: True, 2: False}, [(2, PERSISTENT, GOLDEN)]),
-        ({0: True, 1: True, 2: True}, [(2, PERSISTENT, MAJORITY)]),
+        ({0: True, 1: True, 2: True}, [((2, 0, 1), INCONCLUSIVE, REPLAY)]),
+        ({2: True}, [((2, 0, 1), INCONCLUSIVE, REPLAY)]),
+        ({0: True, 1: True}, [(2, PERSISTENT, MAJORITY)]),
         ({0: False, 1: False, 2: True}, [(0, PERSISTENT, GOLDEN), (1, PERSISTENT, GOLDEN)]),
         ({0: False, 1: False}, [(0, PERSISTENT, GOLDEN), (1, PERSISTENT, GOLDEN)]),
         ({0: False, 2: True}, [(0, PERSISTENT, GOLDEN), ((2, 1), INCONCLUSIVE, REPLAY)]),
@@ -244,8 +246,37 @@ def test_golden_with_a_rest_that_differs() -> None:
     ],
 )
 def test_golden_overrides_the_majority(golden: dict[int, bool], expected: list) -> None:
-    """A majority that fails the golden trace accuses nobody, and is named itself."""
+    """A majority that fails the golden trace accuses nobody, and is named itself.
+
+    Where the one that it accuses passes, nobody is named: a fault that the golden workload does not show may be its own
+    or one that the majority has in common.
+    """
     assert said(flagged(), {0: [A, A], 1: [A, A], 2: [B, B]}, golden) == expected
+
+
+@pytest.mark.parametrize(
+    ("repeats", "verdict"), [([A, A], NOT_REPRODUCED), ([A, B], INTERMITTENT), ([A, None], INCONCLUSIVE)]
+)
+def test_who_contradicts_itself_is_named_though_it_passes_the_golden_trace(
+    repeats: list[int | None], verdict: str
+) -> None:
+    """A flagged rank that gave two values for the same work was wrong once, whatever the golden workload shows."""
+    everybody = dict.fromkeys(range(3), True)
+    assert said(flagged(), {0: [A, A], 1: [A, A], 2: repeats}, everybody) == [(2, verdict, MAJORITY)]
+
+
+def test_checksums_are_those_that_the_ruling_is_about() -> None:
+    """Expected is what is right by the ruling's basis, got what each rank computed; of a dispute nothing is right."""
+    same = at(4, {0: [A, A], 1: [A, A], 2: [B, B]})
+
+    def checksums(ballot: Ballot, golden: Mapping[int, bool]) -> list[tuple[int | None, Mapping[int, int]]]:
+        return [(one.expected, one.got) for one in settle(ballot, same, golden)]
+
+    assert checksums(flagged(), {}) == [(A, {2: B})]
+    assert checksums(flagged(), {0: False, 1: False, 2: True}) == [(B, {0: A}), (B, {1: A})]
+    assert checksums(flagged(), {0: False, 1: False}) == [(None, {0: A}), (None, {1: A})], "2 was not verified"
+    assert checksums(flagged(), {2: True}) == [(None, {0: A, 1: A, 2: B})]
+    assert checksums(disputed({0: A, 2: B}), {}) == [(None, {0: A, 2: B})]
 
 
 def test_a_rank_that_fails_the_golden_trace_but_was_right_here() -> None:
