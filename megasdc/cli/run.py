@@ -115,13 +115,16 @@ def check_determinism(
 def summary(
     run_dir: Annotated[Path, typer.Argument(help="Run folder (megasdc.logging.run_dir).")],
     require_finished: Annotated[
-        bool, typer.Option("--require-finished", help="Exit code 1 if the run has not done all its steps.")
+        bool,
+        typer.Option("--require-finished", help="Exit code 1 if the run has not done all its steps, or has failed."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a run came to: loss at begin and end, speed, checkpoints."""
+    """Say what a run came to: loss at begin and end, speed, checkpoints; of one that failed exit code, cause, verdict,
+    rank and host, incident report, last verified checkpoint.
+    """
     from megasdc.report.summary import render, summarize
 
     found = summarize(run_dir)
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
-    raise typer.Exit(int(require_finished and found.steps < found.planned_steps))
+    raise typer.Exit(int(require_finished and not found.finished))

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+from megasdc.checkpoint.files import step_folder
 from megasdc.config import parse_config
 from megasdc.data.manifest import Manifest
-from megasdc.errors import MegasdcError
-from megasdc.events import read_events
+from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, MegasdcError, NonFiniteError
+from megasdc.events import Event
 from megasdc.metrics.writer import read_metrics
+from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
+from megasdc.report.run_pages.status import status_of
 from megasdc.study.log import STUDY_FOLDER
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the last launch of a run failed.
+
+    Args:
+        exit_code: of the launch; see README.
+        text: the cause, as the front or the rank tells it.
+        rank: global rank that failed first; null: not known.
+        host: its host; null: not known.
+        verdict: on the cause, of silent data corruption; null: the failure is none, or no report of it was written.
+        suspects: ranks that were named, or of which one is wrong, with their hosts; for NaN and Inf where they came
+            up first.
+        incident: page of the report; null as ``verdict``.
+        verified_checkpoint: folder of the newest checkpoint after which an audit agreed; null: there is none.
+    """
+
+    exit_code: int
+    text: str
+    rank: int | None
+    host: str | None
+    verdict: str | None
+    suspects: list[str]
+    incident: str | None
+    verified_checkpoint: str | None
 
 
 @dataclass(frozen=True)
@@ -20,33 +49,40 @@ class RunSummary:
 
     Args:
         run_dir: its folder.
-        steps: last step reported.
-        planned_steps: steps of the whole run.
-        first_loss: mean loss of the first reported window, nats.
-        last_loss: mean loss of the last reported window, nats.
+        steps: last step reported; 0: none.
+        planned_steps: steps of the whole run; null: not known, as nothing was trained here.
+        first_loss: mean loss of the first reported window, nats; null: none was reported, or it was not finite.
+        last_loss: mean loss of the last reported window, nats; null as ``first_loss``.
         eval_loss: last evaluation; null if there was none.
         unigram_entropy: entropy of the training tokens without context, nats; what a model that knows only how
             frequent each token is would reach. Null for a blend, whose frequencies no manifest holds, and if the data
             have gone.
         tokens: tokens used.
-        tokens_per_s: median over the reported windows, all ranks.
+        tokens_per_s: median over the reported windows, all ranks; null: none was reported.
         skipped_steps: steps that the optimizer did not take.
         resumed_from: steps that the run resumed from.
         checkpoints: folders of the checkpoints that are kept.
+        failure: how the last launch failed; null: it did not, or it left no word.
     """
 
     run_dir: str
     steps: int
-    planned_steps: int
-    first_loss: float
-    last_loss: float
+    planned_steps: int | None
+    first_loss: float | None
+    last_loss: float | None
     eval_loss: float | None
     unigram_entropy: float | None
     tokens: int
-    tokens_per_s: float
+    tokens_per_s: float | None
     skipped_steps: int
     resumed_from: list[int]
     checkpoints: list[str]
+    failure: Failure | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned steps were reported and nothing failed afterwards."""
+        return self.failure is None and self.planned_steps is not None and self.steps >= self.planned_steps
 
 
 def summarize(run_dir: Path | str) -> RunSummary:
@@ -56,31 +92,75 @@ def summarize(run_dir: Path | str) -> RunSummary:
         MegasdcError: the folder holds no run, or nothing was reported yet.
     """
     folder = Path(run_dir)
-    resolved = folder / "resolved.json"
-    rows = read_metrics(folder)
-    trained = [row for row in rows if "train/loss" in row]
     if (folder / STUDY_FOLDER).is_dir():
         raise MegasdcError(f"{folder} holds a study; give one of its folders replica_K, or use megasdc study")
-    if not resolved.exists() or not trained:
+    run = load_run(folder)
+    rows = read_metrics(folder)
+    trained = [row for row in rows if "train/loss" in row]
+    failed = status_of(run, 0.0).state == "failed"
+    if not (failed or (run.config and trained)):
         raise MegasdcError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
-    sections = parse_config(json.loads(resolved.read_text(encoding="utf-8")), source=str(resolved)).megasdc
-    evals = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    sections = None
+    if run.config:
+        sections = parse_config(run.config, source=str(folder / CONFIG_FILE)).megasdc
+    named = None if sections is None else sections.checkpoint.folder
+    checkpoints = Path(named or folder / "checkpoints")
     rates = sorted(row["speed/tokens_per_s"] for row in trained)
-    checkpoints = Path(sections.checkpoint.folder or folder / "checkpoints")
-    resumed = {event.step for event in read_events(folder, kind="resume", name="checkpoint") if event.step is not None}
+    evals = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    first, last = (trained[0], trained[-1]) if trained else ({}, {})
     return RunSummary(
         run_dir=str(folder),
-        steps=trained[-1]["step"],
-        planned_steps=sections.training.steps,
-        first_loss=trained[0]["train/loss"],
-        last_loss=trained[-1]["train/loss"],
+        steps=last.get("step", 0),
+        planned_steps=None if sections is None else sections.training.steps,
+        first_loss=first.get("train/loss"),
+        last_loss=last.get("train/loss"),
         eval_loss=evals[-1] if evals else None,
-        unigram_entropy=None if sections.data.blend else _unigram_entropy(Path(sections.data.path)),
-        tokens=trained[-1]["train/tokens"],
-        tokens_per_s=rates[len(rates) // 2],
-        skipped_steps=trained[-1]["train/skipped_steps"],
-        resumed_from=sorted(resumed),
+        unigram_entropy=None if sections is None or sections.data.blend else _unigram_entropy(Path(sections.data.path)),
+        tokens=last.get("train/tokens", 0),
+        tokens_per_s=rates[len(rates) // 2] if rates else None,
+        skipped_steps=last.get("train/skipped_steps", 0),
+        resumed_from=sorted({one.step for one in run.of("resume", "checkpoint") if one.step is not None}),
         checkpoints=sorted(str(path) for path in checkpoints.glob("step_*")),
+        failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
+    )
+
+
+def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
+    since = run.started_at or 0.0
+    verdict, suspects, page = None, [], None
+    if ending.exit_code == CorruptionError.exit_code and run.incidents:
+        path, incident = max(run.incidents, key=lambda one: one[1].time)
+        if datetime.fromisoformat(incident.time).timestamp() >= int(since):  # of this start; it tells whole seconds
+            verdict, page = incident.verdict, str(path)
+            suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
+    if ending.exit_code == NonFiniteError.exit_code:
+        places = [
+            one for one in run.of("nonfinite", "first") if one.time >= since and one.fields.get("rank") is not None
+        ]
+        suspects = [_place(one) for one in places[-1:]]
+    verified = None
+    if any(checkpoints.glob("step_*/verified.json")):
+        from megasdc.checkpoint.marks import list_verified  # imports torch
+
+        verified = max(list_verified(checkpoints), default=None)
+    return Failure(
+        exit_code=ending.exit_code,
+        text=ending.text,
+        rank=ending.rank,
+        host=ending.host,
+        verdict=verdict,
+        suspects=suspects,
+        incident=page,
+        verified_checkpoint=None if verified is None else str(checkpoints / step_folder(verified)),
+    )
+
+
+def _place(event: Event) -> str:
+    """Where NaN or Inf appeared first."""
+    where = event.fields
+    return (
+        f"rank {where['rank']} on {where.get('host')}: {where.get('value')} in the {where.get('phase')} of "
+        f"{where.get('fqn')}, step {event.step}, micro-batch {event.micro_batch}"
     )
 
 
@@ -93,23 +173,46 @@ def _unigram_entropy(data: Path) -> float | None:
 
 def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
-    lines = [
-        f"run folder        {summary.run_dir}",
-        f"steps             {summary.steps} of {summary.planned_steps}"
-        + (f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""),
-        f"training loss     {summary.first_loss:.3f} -> {summary.last_loss:.3f} nats per token",
-    ]
+    planned = "?" if summary.planned_steps is None else summary.planned_steps
+    skipped = f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""
+    lines = [f"run folder        {summary.run_dir}", f"steps             {summary.steps} of {planned}{skipped}"]
+    if summary.failure is not None:
+        lines += _render_failure(summary.failure)
+    if summary.tokens_per_s is not None:
+        losses = " -> ".join(map(_nats, (summary.first_loss, summary.last_loss)))
+        lines.append(f"training loss     {losses} nats per token")
     if summary.eval_loss is not None:
         lines.append(f"validation loss   {summary.eval_loss:.3f} nats per token")
-    if summary.unigram_entropy is not None:
-        reached = summary.eval_loss if summary.eval_loss is not None else summary.last_loss
+    reached = summary.eval_loss if summary.eval_loss is not None else summary.last_loss
+    if summary.unigram_entropy is not None and reached is not None:
         better = summary.unigram_entropy - reached
         lines.append(
             f"against frequency {abs(better):.3f} nats {'better' if better >= 0 else 'worse'} than knowing token "
             f"frequencies alone ({summary.unigram_entropy:.3f})"
         )
-    lines.append(f"speed             {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in all")
+    if summary.tokens_per_s is not None:
+        lines.append(f"speed             {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in all")
     if summary.resumed_from:
         lines.append(f"resumed from step {', '.join(map(str, summary.resumed_from))}")
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")
     return "\n".join(lines)
+
+
+def _render_failure(failure: Failure) -> list[str]:
+    kind = ERRORS_BY_EXIT_CODE.get(failure.exit_code)
+    meaning = "" if kind is None else f": {(kind.__doc__ or '').splitlines()[0]}"
+    lines = [f"ended with        exit code {failure.exit_code}{meaning}", f"because           {failure.text}"]
+    if failure.verdict is not None:
+        lines.append(f"verdict           {failure.verdict.replace('_', ' ')}")
+    if failure.suspects:
+        lines.append(f"{'one of' if failure.verdict == 'inconclusive' else 'who':<18}{', '.join(failure.suspects)}")
+    elif failure.rank is not None:
+        lines.append(f"first to fail     rank {failure.rank} on {failure.host}")
+    if failure.incident is not None:
+        lines.append(f"what to do        {failure.incident}")
+    lines.append(f"last verified     {failure.verified_checkpoint or 'none: no audit has agreed after a checkpoint'}")
+    return lines
+
+
+def _nats(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.3f}"

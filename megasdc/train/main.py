@@ -9,10 +9,12 @@ import sys
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 
-from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config
+from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, StorageError
+from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.train.signals import StopSignals
@@ -47,7 +49,7 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
 
     Collective: all ranks of the world.
     """
-    started_at = time.monotonic()
+    started_at, process_started, folder = time.monotonic(), time.time(), None
     signals = StopSignals()
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
@@ -55,6 +57,8 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
         config = load_config(config_path, overrides)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         cut = cut_world(config.megasdc.study, os.environ)
+        sections = (config if cut is None else replica_config(config, cut.replica)).megasdc
+        folder = Path(sections.logging.run_dir)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
         if rank == 0:
             for warning in find_warnings(config):
@@ -64,12 +68,41 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
         known = as_known_error(error)
         if known is None:
             logger.error("unexpected error\n%s", traceback.format_exc())
-            return 1, error
-        logger.error("%s", known)
-        return known.exit_code, known
+        else:
+            logger.error("%s", known)
+        code = 1 if known is None else known.exit_code
+        tell_failure(folder, code, known or error, process_started)
+        return code, known or error
     finally:
         signals.close()
     return 0, None
+
+
+def tell_failure(folder: Path | None, code: int, error: BaseException, process_started: float) -> None:
+    """Leave the event ``end/failed`` in the run folder, for the summary and the report of the run.
+
+    Args:
+        folder: the run folder; null: not known. Nothing is told where it is not there.
+        code: exit code of this rank.
+        error: why.
+        process_started: of this rank, seconds since the epoch.
+    """
+    if folder is None or not folder.is_dir() or isinstance(error, LaunchError):
+        return  # a start that was refused is no part of the run in that folder, which may be under way
+    text = str(error) or repr(error)
+    try:
+        events = EventLog(folder, int(os.environ.get("RANK", "0")))
+        events.emit(
+            "end",
+            "failed",
+            exit_code=code,
+            error=type(error).__name__,
+            message=text.splitlines()[0],
+            process_started=process_started,
+        )
+        events.close()
+    except OSError as problem:
+        logger.warning("no event of the end could be written into %s: %s", folder, problem)
 
 
 def as_known_error(error: Exception) -> MegasdcError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.errors import TraceError
+from megasdc.errors import PeerError, TraceError
 from megasdc.events import Event
 from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
@@ -49,11 +49,15 @@ class Ending:
         time: seconds since the epoch.
         exit_code: of the launch; 0: done.
         text: what is known of it, the cause first.
+        rank: that failed first; null: none did, or it is not known.
+        host: its host; null as ``rank``.
     """
 
     time: float
     exit_code: int
     text: str
+    rank: int | None = None
+    host: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
         series=series,
         events=tuple(events),
         incidents=_load_incidents(path / "reports", notes),
-        ending=_load_ending(path, notes),
+        ending=_load_ending(path, events, notes),
         written_at=max([*times, *last_line], default=None),
         notes=tuple(notes),
     )
@@ -238,10 +242,31 @@ def _load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Inciden
     return tuple(found)
 
 
-def _load_ending(folder: Path, notes: list[str]) -> Ending | None:
+def _load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
     """How the last launch ended, by what its front wrote, else by what its ranks did."""
-    endings = [_ending_of(one, folder, notes) for one in sorted((folder / "done").glob("*")) if one.is_dir()]
-    return max((one for one in endings if one is not None), key=lambda one: one.time, default=None)
+    launches = [_ending_of(one, folder, notes) for one in sorted((folder / "done").glob("*")) if one.is_dir()]
+    endings = [one for one in launches if one is not None]
+    told = _told_ending(events)
+    if told is not None and all(told.time > one.time for one in endings):
+        return told  # the launch had no front, or that has not written yet
+    return max(endings, key=lambda one: one.time, default=None)
+
+
+def _told_ending(events: Sequence[Event]) -> Ending | None:
+    """How the ranks of the last start ended by their own events; null: none failed since.
+
+    The first that ended otherwise than by the loss of another is the cause.
+    """
+    ends = [one for one in events if (one.kind, one.name) == ("end", "failed")]
+    started = max((one.time for one in events if (one.kind, one.name) == ("start", "run")), default=0.0)
+    if not ends or ends[-1].time < started:
+        return None
+    # Others of the same start ended after this rank's process had begun; it may have failed before all of them met.
+    since = ends[-1].fields.get("process_started", started)
+    failed = [one for one in ends if one.time >= since]
+    first = min(failed, key=lambda one: (one.fields.get("exit_code") == PeerError.exit_code, one.time))
+    text = f"rank {first.rank} on {first.host}: {first.fields.get('message')}"
+    return Ending(ends[-1].time, int(first.fields.get("exit_code", 1)), text, first.rank, first.host)
 
 
 def _ending_of(launch: Path, folder: Path, notes: list[str]) -> Ending | None:
@@ -250,7 +275,13 @@ def _ending_of(launch: Path, folder: Path, notes: list[str]) -> Ending | None:
         path = launch / LAUNCH_FILE
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
-            return Ending(path.stat().st_mtime, int(found["exit_code"]), "; ".join(found["lines"]))
+            return Ending(
+                path.stat().st_mtime,
+                int(found["exit_code"]),
+                "; ".join(found["lines"]),
+                found.get("failed_rank"),
+                found.get("failed_host"),
+            )
     except (OSError, ValueError, TypeError, KeyError) as error:
         notes.append(f"done/{launch.name} is left out: {error}")
         return None
@@ -259,4 +290,5 @@ def _ending_of(launch: Path, folder: Path, notes: list[str]) -> Ending | None:
     if not failed:
         return None
     first = failed[0]
-    return Ending(failed[-1].time, first.exit_code, f"rank {first.rank} on {first.host}: {first.first_line}")
+    text = f"rank {first.rank} on {first.host}: {first.first_line}"
+    return Ending(failed[-1].time, first.exit_code, text, first.rank, first.host)

@@ -30,8 +30,10 @@ from megasdc.checkpoint.places import Place
 from megasdc.checkpoint.retention import apply_retention, plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
-from megasdc.errors import CheckpointError, StorageError
+from megasdc.errors import CheckpointError, CorruptionError, StorageError
 from megasdc.events import EventLog, read_events
+from megasdc.report.summary import render, summarize
+from megasdc.train.main import tell_failure
 
 LEADER = Place(rank=0, node="a", nodes={"a": [0, 1]}, ranks=[0, 1], save_id="x")
 OTHER = Place(rank=1, node="a", nodes={"a": [0, 1]}, ranks=[0, 1], save_id="x")
@@ -184,3 +186,15 @@ def test_commands_show_marks_only_where_audits_are_in_use(tmp_path: Path) -> Non
     assert inspect_checkpoint(tmp_path / "step_00000004")["standing"] is None
     mark_corruption(tmp_path, 5, "incident.json", LEADER)
     assert inspect_checkpoint(tmp_path / "step_00000004")["standing"]["verified"] is False
+
+
+def test_the_summary_of_a_failed_run_tells_the_newest_verified(tmp_path: Path) -> None:
+    """Of what is kept the newest that an audit has agreed after, not the newest."""
+    checkpoints = make_folder(tmp_path / "checkpoints", 5, 10, 15)
+    mark_verified(checkpoints, 10, 12, LEADER)
+    (tmp_path / "events").mkdir()
+    tell_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0)
+    found = summarize(tmp_path)
+    assert found.failure is not None and len(found.checkpoints) == 3
+    assert found.failure.verified_checkpoint == str(checkpoints / "step_00000010")
+    assert f"last verified     {checkpoints / 'step_00000010'}" in render(found)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from run_folder import add_incident, losses, write_run
 
-from megasdc.errors import MegasdcError
-from megasdc.report.summary import RunSummary, render, summarize
+from megasdc.errors import (
+    CheckpointError,
+    CorruptionError,
+    HangError,
+    LaunchError,
+    MegasdcError,
+    NonFiniteError,
+    PeerError,
+)
+from megasdc.events import EventLog
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done
+from megasdc.report.run_pages.record import load_run
+from megasdc.report.run_pages.status import status_of
+from megasdc.report.summary import Failure, RunSummary, render, summarize
+from megasdc.train.main import tell_failure
 
 RUN = RunSummary(
     run_dir="runs/a",
@@ -58,3 +73,112 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     with pytest.raises(MegasdcError, match="holds a study; give one of its folders replica_K"):
         summarize(tmp_path)
+
+
+def _fails(folder: Path, error: MegasdcError, monkeypatch: pytest.MonkeyPatch, rank: int = 0, began: float = 0) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    tell_failure(folder, error.exit_code, error, began)
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, NonFiniteError, HangError, PeerError])
+def test_a_failed_run_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[MegasdcError]
+) -> None:
+    """Exit code, meaning, cause, rank and host, without a front too; it is not finished, and the report says so too."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    _fails(folder, kind("it went wrong\nin detail"), monkeypatch, rank=1)
+    found = summarize(folder)
+    failure = found.failure
+    assert failure is not None and not found.finished and (found.steps, found.planned_steps) == (20, 20)
+    assert (failure.exit_code, failure.rank, failure.incident, failure.verdict) == (kind.exit_code, 1, None, None)
+    assert failure.text.endswith("it went wrong") and failure.verified_checkpoint is None
+    said = render(found)
+    assert f"exit code {kind.exit_code}: {kind.__doc__.splitlines()[0]}" in said
+    assert f"first to fail     rank 1 on {failure.host}" in said and "last verified     none" in said
+    assert status_of(load_run(folder), 0.0).state == "failed"
+
+
+def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdict, who, which page says what to do, and the newest checkpoint that an audit has verified."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    page = add_incident(folder, 20)
+    (incident,) = (folder / "reports").glob("*.json")
+    content = json.loads(incident.read_text())
+    incident.write_text(json.dumps({**content, "time": "2999-01-01T00:00:00+00:00"}))
+    _fails(folder, CorruptionError("step 20 is not committed"), monkeypatch)
+    failure = summarize(folder).failure
+    assert failure is not None
+    assert (failure.exit_code, failure.verdict, failure.incident) == (73, "persistent", str(page))
+    assert failure.suspects == ["rank 1 on node7 (cpu)"]
+    said = render(summarize(folder))
+    assert "verdict           persistent" in said and "who               rank 1 on node7 (cpu)" in said
+    assert f"what to do        {page}" in said
+    incident.write_text(json.dumps({**content, "verdict": "inconclusive", "time": "2999-01-01T00:00:00+00:00"}))
+    assert "one of            rank 1 on node7 (cpu)" in render(summarize(folder))
+    incident.write_text(json.dumps({**content, "time": "2001-01-01T00:00:00+00:00"}))
+    old = summarize(folder).failure
+    assert old is not None and old.incident is None, "a report of an earlier start is not this one's"
+
+
+def test_nan_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first place that the search named since the start."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    log = EventLog(folder, 0)
+    place = {"rank": 3, "host": "node3", "phase": "forward", "fqn": "2.layer.mlp", "value": "NaN"}
+    log.emit("nonfinite", "first", step=21, micro_batch=1, **{**place, "rank": None, "host": None})
+    log.emit("nonfinite", "first", step=21, micro_batch=1, **place)
+    log.close()
+    _fails(folder, NonFiniteError("skipped"), monkeypatch)
+    failure = summarize(folder).failure
+    assert failure is not None
+    assert failure.suspects == ["rank 3 on node3: NaN in the forward of 2.layer.mlp, step 21, micro-batch 1"]
+
+
+def test_the_cause_is_not_who_lost_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks of one start the first that did not end for the loss of a peer; earlier starts do not count."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    began = load_run(folder).started_at or 0.0
+    _fails(folder, CorruptionError("of an earlier start"), monkeypatch, began=began)
+    between = max(one.time for one in load_run(folder).events) + 1e-6
+    _fails(folder, PeerError("lost"), monkeypatch, rank=0, began=between)
+    _fails(folder, HangError("given up"), monkeypatch, rank=1, began=between)
+    failure = summarize(folder).failure
+    assert failure is not None and (failure.exit_code, failure.rank) == (75, 1)
+    log = EventLog(folder, 0)
+    log.emit("start", "run", layout={}, world_size=2, versions={})
+    log.close()
+    assert summarize(folder).failure is None, "it was started again"
+
+
+def test_a_front_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks recorded for the front, and its own verdict where it has written one, come first."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    _fails(folder, HangError("given up"), monkeypatch)
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "one")
+    write_done(folder, 1, 75, HangError("given up by rank 1"))
+    failure = summarize(folder).failure
+    assert failure is not None and failure.text.endswith("given up by rank 1") and failure.rank == 1
+    said = {"exit_code": 79, "lines": ["rank 1 on b was killed"], "failed_rank": 1, "failed_host": "b"}
+    (folder / "done" / "one" / "launch.json").write_text(json.dumps(said))
+    failure = summarize(folder).failure
+    assert failure == Failure(79, "rank 1 on b was killed", 1, "b", None, [], None, None)
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was reported and no configuration written: what is known is how it ended."""
+    folder = tmp_path / "run"
+    (folder / "events").mkdir(parents=True)
+    _fails(folder, CheckpointError("no verified checkpoint"), monkeypatch)
+    found = summarize(folder)
+    assert (found.steps, found.planned_steps, found.finished, found.first_loss) == (0, None, False, None)
+    said = render(found)
+    assert "steps             0 of ?" in said and "exit code 72" in said and "training loss" not in said
+    tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0)
+    assert not (tmp_path / "absent").exists(), "a folder is not made to say that nothing was done there"
+
+
+def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second launch into the folder of a run ends with 78: of the first, which goes on, nothing is told."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    _fails(folder, LaunchError("the folder is in use"), monkeypatch)
+    assert summarize(folder).failure is None
