@@ -81,7 +81,7 @@ class StorageError(MegasdcError):
 
 
 class LaunchError(MegasdcError):
-    """Hosts, versions or environment are not fit to start a run, or a rank did not report that it was done."""
+    """Hosts, versions or environment are not fit to start a run, its folder is in use, or a rank left no record."""
 
     exit_code = 78
 

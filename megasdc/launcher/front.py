@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megasdc import run_lock
 from megasdc.errors import LaunchError
 from megasdc.launcher import environment, read_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
@@ -94,8 +95,8 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
     """
     plan = make_plan(request, say)
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs)
-    if report.problems:
-        raise LaunchError("\n".join(report.problems))
+    if problems := [*_folders_in_use(plan), *report.problems]:
+        raise LaunchError("\n".join(problems))
     plan = _with_master_address(plan, report)
     say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
     if dry_run:
@@ -124,6 +125,17 @@ def _inspected(plan: LaunchPlan) -> Placement:
     say("slurm: the other hosts are not checked, they may not be reachable over SSH")
     first = plan.placement.hosts[0]
     return Placement({first: plan.placement.slots[first]}, remote=False)
+
+
+def _folders_in_use(plan: LaunchPlan) -> list[str]:
+    """Say who works in the folders of the run, as this host sees them; the ranks look again, on every host."""
+    problems = []
+    for folder in plan.needs.writable:
+        try:
+            run_lock.check_free(Path(folder), say)
+        except LaunchError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:

@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megasdc import run_lock
+
 logger = logging.getLogger(__name__)
 
-LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
+LAUNCH_ID_VARIABLE = run_lock.LAUNCH_ID_VARIABLE
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Bridge:
     def __init__(self, cut: Cut, trusted: int, store: dist.Store, timeout_s: float) -> None:
         self.cut = cut
         self.trusted = trusted
+        self.store = store
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(f"bridge/{cut.rank}", store),
             cut.replica,

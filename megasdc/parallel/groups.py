@@ -73,6 +73,12 @@ def init_process_group(timeout_s: float, store: dist.Store | None = None) -> Non
     )
 
 
+def default_store() -> dist.Store:
+    """The store at which the ranks of the world have met."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> ParallelDims:
     """Create Megatron-core's groups for a layout and return this rank's place in it.
 

@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,9 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.faults import build_injector, build_process_faults
+from megasdc.train.hold_folder import hold_folders
 from megasdc.train.run import Run
-from megasdc.train.saving import resume
+from megasdc.train.saving import checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
@@ -40,13 +42,16 @@ from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 logger = logging.getLogger(__name__)
 
 
-def build_run(config: RunConfig, clock: StartClock, signals: StopSignals, cut: Cut | None = None) -> Run:
+def build_run(
+    config: RunConfig, clock: StartClock, signals: StopSignals, held: ExitStack, cut: Cut | None = None
+) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
     Args:
         config: the checked configuration.
         clock: told where each part of the start ends.
         signals: what this rank was sent since it started.
+        held: closed when the run has ended; gives its folders back.
         cut: place of this rank in a launch of several replicas; null without a study.
 
     Returns:
@@ -58,7 +63,7 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals, cut: C
     Collective: all ranks of the world.
     """
     clock.mark("imports")
-    part = None
+    part, folders = None, _own_folders(config)
     if cut is not None:
         part = StudyPart(config.megasdc.study, cut, prepare_run_folder(Path(config.megasdc.logging.run_dir)))
         whole, config = config, replica_config(config, cut.replica)
@@ -74,6 +79,9 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals, cut: C
         groups.init_process_group(sections.parallel.timeout_s)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
+    launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)
+    store = groups.default_store() if bridge is None else bridge.store
+    locks = hold_folders(folders, store, *launch, sections.parallel.timeout_s, held)
     events = EventLog(folder, dims.rank)
     if dims.rank == 0:
         versions = installed_versions()
@@ -97,7 +105,9 @@ def build_run(config: RunConfig, clock: StartClock, signals: StopSignals, cut: C
     study = None
     if part is not None and bridge is not None:
         study = Study(part, bridge, run, eval_loader, sections.checkpoint.interval)
-    run.hooks = build_hooks(HookParts(config, run, manifest, eval_loader, kept, split, clock, signals, study, drills))
+    run.hooks = build_hooks(
+        HookParts(config, run, manifest, eval_loader, kept, split, clock, signals, study, drills, locks)
+    )
     for hook in run.hooks:
         if state := hook_states.get(type(hook).__name__):
             hook.load_state_dict(state)
@@ -166,6 +176,13 @@ def prepare_run_folder(folder: Path) -> Path:
             f"megasdc.logging.run_dir: {folder} is not writable ({error.strerror}); choose another folder"
         ) from error
     return folder
+
+
+def _own_folders(config: RunConfig) -> list[Path]:
+    """The folders in which a launch must be alone; one that lies in another is guarded with it."""
+    folder, checkpoints = Path(config.megasdc.logging.run_dir), checkpoint_folder(config)
+    inside = checkpoints.resolve().is_relative_to(folder.resolve())
+    return [folder] if inside else [folder, checkpoints]
 
 
 def _write_resolved(folder: Path, config: RunConfig) -> None:

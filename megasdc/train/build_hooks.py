@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.run_lock import RunLock
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.coverage import measure_speed, plan_checks
 from megasdc.train.delays import DelayReport
@@ -27,6 +29,7 @@ from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.hold_folder import FolderWatch
 from megasdc.train.observe import Observation, watch_for_faults, watch_for_trace
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
@@ -70,6 +73,7 @@ class HookParts:
         signals: what this rank was sent.
         study: of this replica; null without.
         drills: what harms the run.
+        locks: what this rank holds of the launch's folders.
     """
 
     config: RunConfig
@@ -82,6 +86,7 @@ class HookParts:
     signals: StopSignals
     study: Study | None
     drills: Drills
+    locks: Sequence[RunLock]
 
 
 def build_hooks(parts: HookParts) -> list[StepHook]:
@@ -103,7 +108,7 @@ def build_hooks(parts: HookParts) -> list[StepHook]:
     vocab = padded_vocab_size(parts.manifest.tokenizer.vocab_size, sections.model.vocab_multiple)
     sizes = model_sizes(sections.model, ffn_width(sections.model), vocab)
     _say_sizes(parts, sizes)
-    hooks: list[StepHook] = [StartReport(parts.clock)]
+    hooks: list[StepHook] = [FolderWatch(parts.locks), StartReport(parts.clock)]
     if sections.drop_compute.enabled:
         hooks.append(DropCompute(sections.drop_compute, run, writer, interval))
     hooks += recording

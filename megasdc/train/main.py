@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
@@ -154,15 +155,16 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
         from megasdc.train.run import train
         from megasdc.train.startup import StartClock
 
-    run = build_run(config, StartClock(started_at), signals, cut)
-    if run.dims.rank == 0:
-        logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
-    train(run)
-    if run.dims.rank == 0:
-        reason = run.stop_reason or "all steps done"
-        logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
-        run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
-    run.events.close()
+    with ExitStack() as held:
+        run = build_run(config, StartClock(started_at), signals, held, cut)
+        if run.dims.rank == 0:
+            logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
+        train(run)
+        if run.dims.rank == 0:
+            reason = run.stop_reason or "all steps done"
+            logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
+            run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
+        run.events.close()
     groups.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from whole_runs import prepare_text, train_run, write_config
+
+from megasdc.run_lock import Holder, read_holder, take
 
 pytestmark = pytest.mark.distributed
 
@@ -122,6 +125,31 @@ def test_an_unwritable_run_folder(tmp_path: Path, data: Path) -> None:
     results = train_run(write_config(tmp_path / "c.json", data, tmp_path / "file" / "run"), 2)
     assert {code for code, _ in results} == {77}
     _matches(results, 77, r"file/run is not writable")
+
+
+def test_a_run_folder_in_use(tmp_path: Path, data: Path) -> None:
+    """Every rank of a second launch into a folder ends with code 78 and who has it, and nothing there is changed."""
+    run, elsewhere = tmp_path / "run", tmp_path / "checkpoints"
+    for folder in (run, elsewhere):
+        folder.mkdir()
+    config = write_config(tmp_path / "c.json", data, run, training__steps=1, checkpoint__folder=str(elsewhere))
+    for folder in (run, elsewhere):
+        lock = take(folder, Holder.this_process("theirs", "20260102-030405-abcdef"), print)
+        before = _content(folder)
+        results = train_run(config, 2)
+        assert {code for code, _ in results} == {78}
+        _matches(results, 78, rf"{folder} is in use by launch 20260102-030405-abcdef .*process {os.getpid()}, since")
+        assert _content(folder) == before
+        lock.release()
+    assert not list(run.glob("events/*")) and read_holder(run) is None
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    assert read_holder(run) is read_holder(elsewhere) is None
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    """All files but the record, which counts up."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock.json"]
+    return {str(path): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ LAYERS = {
     "addresses": 0,
     "imports": 0,
     "events": 1,
+    "run_lock": 1,
     "config": 1,
     "tensors": 2,
     "parallel": 2,
@@ -42,7 +43,7 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
-NO_TORCH = {"errors", "addresses", "imports", "events", "config"}
+NO_TORCH = {"errors", "addresses", "imports", "events", "run_lock", "config"}
 
 
 def part_of(file):

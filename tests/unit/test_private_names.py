@@ -57,6 +57,7 @@ def test_names_of_torch_and_megatron():
     from torch.distributed import distributed_c10d
 
     assert callable(distributed_c10d._set_pg_timeout)
+    assert callable(distributed_c10d._get_default_store)
     assert callable(distributed_c10d.ProcessGroup._get_backend)
     assert hasattr(distributed_c10d.ProcessGroup, "_device_types")
     assert hasattr(distributed_c10d.ProcessGroupGloo._Options, "_timeout")

@@ -1,0 +1,337 @@
+"""Who works in a folder? One launch at a time: a lock that the kernel keeps, and a record that says who has it.
+
+``.lock`` is held with flock(2) as long as the process lives that took it; ``lock.json`` names that process and counts
+up while it lives. Whether a launch that left a record still works there:
+
+| its process | it still works if |
+|---|---|
+| on this host, seen in /proc | a process with that id and start time lives |
+| on another host | its record changes within 30 s; clocks of two hosts are not compared |
+
+A file system without flock, or whose server keeps the lock of a host that was lost, leaves the record to decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from megasdc.errors import LaunchError
+
+logger = logging.getLogger(__name__)
+
+LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
+LOCK_FILE = ".lock"
+RECORD_FILE = "lock.json"
+BEAT_S = 5.0
+STALE_S = 30.0
+SETTLE_S = 5.0
+"""How long who holds the lock may take to write its record, or to end."""
+RACE_S = 2.0
+"""After which a record that nobody has replaced counts as ours, where flock cannot say so."""
+WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a folder for its launch; the fields are named as in the file.
+
+    Args:
+        token: of one launch, the same on all its hosts.
+        launch_id: null without ``megasdc launch``.
+        host: its name.
+        boot_id: of the host's kernel since it was started.
+        pid_namespace: in which ``pid`` means this process.
+        pid: process id.
+        process_start_ticks: clock ticks from the host's start to the process's, since ids are used again.
+        since: seconds since the epoch, for people alone.
+        beats: counts up while the process lives.
+        silent: somebody has watched it for 30 s and saw no beat since.
+    """
+
+    token: str
+    launch_id: str | None
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    process_start_ticks: int
+    since: float
+    beats: int = 0
+    silent: bool = False
+
+    @classmethod
+    def this_process(cls, token: str, launch_id: str | None) -> Holder:
+        """This process as a holder."""
+        start = _start_ticks(os.getpid())
+        assert start is not None, "this process lives"
+        return cls(token, launch_id, *_here(), os.getpid(), start, time.time())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether /proc of this process would show it."""
+        return (self.host, self.boot_id, self.pid_namespace) == _here()
+
+    @property
+    def lives_here(self) -> bool:
+        """Whether it runs, seen from this process."""
+        return self.is_here and _start_ticks(self.pid) == self.process_start_ticks
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        launch = f"launch {self.launch_id}" if self.launch_id else "a launch"
+        return f"{launch} (host {self.host}, process {self.pid}, since {since})"
+
+
+class RunLock:
+    """A folder that this process holds.
+
+    Args:
+        folder: held.
+        holder: this process.
+        file: open, with the kernel's lock where there is one.
+        replaced: who left a record without working there any more; null: nobody.
+    """
+
+    def __init__(self, folder: Path, holder: Holder, file: IO[str], replaced: Holder | None) -> None:
+        self.folder = folder
+        self.replaced = replaced
+        self.taken_by: Holder | None = None
+        self._holder = holder
+        self._file = file
+        self._mutex = threading.Lock()
+        self._released = threading.Event()
+        os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold it
+        # A thread of its own: a file system that is stuck must not hold up training.
+        threading.Thread(target=self._beat, daemon=True, name=f"lock of {folder}").start()
+
+    def release(self) -> None:
+        """Give the folder back; harmless when it was given back."""
+        self._released.set()
+        if not self._mutex.acquire(timeout=1.0):
+            return  # the file system is stuck; the kernel's lock ends with this process
+        try:
+            with contextlib.suppress(OSError):
+                if self.taken_by is None and not self._file.closed:
+                    (self.folder / RECORD_FILE).unlink(missing_ok=True)
+                self._file.close()
+        finally:
+            self._mutex.release()
+
+    def _beat(self) -> None:
+        failed = False
+        while not self._released.wait(BEAT_S):
+            with self._mutex:
+                if self._released.is_set():
+                    return
+                try:
+                    self._write_beat()
+                    failed = False
+                except OSError as error:
+                    if not failed:
+                        logger.warning("%s cannot be kept up to date: %s", self.folder / RECORD_FILE, error)
+                    failed = True
+            if self.taken_by is not None:
+                return
+
+    def _write_beat(self) -> None:
+        found = read_holder(self.folder)
+        if found is not None and found.token != self._holder.token:
+            self.taken_by = found
+            return
+        self._holder = replace(self._holder, beats=self._holder.beats + 1)
+        _write(self.folder, self._holder)
+
+
+def take(folder: Path, holder: Holder, say: Say) -> RunLock:
+    """Take a folder for a launch.
+
+    Args:
+        folder: exists, and can be written.
+        holder: this process.
+        say: told what the user should know.
+
+    Returns:
+        The lock, to be released; the system releases it with this process too.
+
+    Raises:
+        LaunchError: another launch works there.
+        OSError: the folder cannot be written.
+    """
+    file: IO[str] = open(folder / LOCK_FILE, "a", encoding="utf-8")  # noqa: SIM115 - held by the lock
+    try:
+        locked = _lock_or_refuse(folder, file, say)
+        found = read_holder(folder)
+        if (living := _living(folder, found, say)) is not None:
+            raise in_use(folder, living)
+        if locked is False:
+            file = _replace_lock_file(folder, file)
+        _write(folder, holder)
+        if not locked:
+            time.sleep(RACE_S)
+            if (now := read_holder(folder)) is not None and now.token != holder.token:
+                raise in_use(folder, now)
+    except BaseException:
+        file.close()
+        raise
+    return RunLock(folder, holder, file, found)
+
+
+def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
+    """Find a folder held by this process's launch, or take it: on another host it may be another folder.
+
+    Args:
+        folder: as for ``take``.
+        holder: this process, with the token of the launch.
+        say: as for ``take``.
+
+    Returns:
+        The lock; None where another rank of the launch has it.
+
+    Raises:
+        LaunchError: another launch works there.
+        OSError: the folder cannot be written.
+    """
+    end = time.monotonic() + SETTLE_S
+    while True:
+        if (found := read_holder(folder)) is not None and found.token == holder.token:
+            return None
+        try:
+            return take(folder, holder, say)
+        except LaunchError:
+            # Another rank of this host may have come first, and written its record meanwhile.
+            now = read_holder(folder)
+            if (now is None or now.token != holder.token) and time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def check_free(folder: Path, say: Say) -> None:
+    """Refuse a folder in which a launch works; nothing is held.
+
+    Args:
+        folder: need not exist.
+        say: as for ``take``.
+
+    Raises:
+        LaunchError: another launch works there.
+    """
+    found = read_holder(folder)
+    if (living := _living(folder, found, say)) is not None:
+        raise in_use(folder, living)
+    if found is not None and not found.is_here and not found.silent:
+        with contextlib.suppress(OSError):
+            _write(folder, replace(found, silent=True))  # so that nobody waits once more
+
+
+def read_holder(folder: Path) -> Holder | None:
+    """Who has left a record in a folder; None: nobody, or nothing that is a record."""
+    try:
+        return Holder(**json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def in_use(folder: Path, holder: Holder) -> LaunchError:
+    """The error of who meets another launch in a folder."""
+    return LaunchError(
+        f"{folder} is in use by {holder}; wait for its end or end it, or choose another folder: "
+        "megasdc.logging.run_dir, megasdc.checkpoint.folder"
+    )
+
+
+def _living(folder: Path, found: Holder | None, say: Say) -> Holder | None:
+    """Who works in a folder, by the record that was found there; waits for a sign of life of another host."""
+    if found is None or found.silent:
+        return None
+    if found.is_here:
+        return found if found.lives_here else None
+    say(f"{folder}: its last record is of {found}; waiting up to {STALE_S:g} s for a sign of life")
+    end = time.monotonic() + STALE_S
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        now = read_holder(folder)
+        if now is None:
+            return None
+        if now != found:
+            return now
+    return None
+
+
+def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
+    """Ask the kernel for the lock.
+
+    Returns:
+        True: we have it; False: a process of another host has it, or had it before that host was lost; None: the file
+        system has no locks.
+
+    Raises:
+        LaunchError: a process of this host has it.
+    """
+    end = time.monotonic() + SETTLE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in WITHOUT_FLOCK:
+                raise
+            say(f"{folder}: its file system has no flock ({error.strerror}); {RECORD_FILE} alone guards it")
+            return None
+        else:
+            return True
+        found = read_holder(folder)
+        if found is not None and found.lives_here:
+            raise in_use(folder, found)
+        if found is not None and not found.is_here:
+            return False
+        if time.monotonic() > end:
+            raise LaunchError(
+                f"{folder} is in use by a process that holds {folder / LOCK_FILE} and left no record; find it with "
+                f"`fuser {folder / LOCK_FILE}`, or choose another folder"
+            )
+        time.sleep(0.1)
+
+
+def _replace_lock_file(folder: Path, old: IO[str]) -> IO[str]:
+    """Hold a new lock file in the place of one whose lock a lost host keeps."""
+    path = folder / f"{LOCK_FILE}.{socket.gethostname()}.{os.getpid()}"
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held by the lock
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.replace(path, folder / LOCK_FILE)
+    old.close()
+    return file
+
+
+def _write(folder: Path, holder: Holder) -> None:
+    temporary = folder / f".{RECORD_FILE}.{socket.gethostname()}.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(holder)) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / RECORD_FILE)
+
+
+def _here() -> tuple[str, str, str]:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return socket.gethostname(), boot_id, os.readlink("/proc/self/ns/pid")
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started; None where none lives with this id (proc_pid_stat(5), fields 3 and 22)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,133 @@
+"""A launch alone in its folders: taken before anything there is read or changed, on every host, by agreement."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megasdc.engine.engine import StepResult
+from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
+from megasdc.run_lock import LAUNCH_ID_VARIABLE, STALE_S, Holder, RunLock, join, take
+from megasdc.train.run import Run, StepHook
+
+logger = logging.getLogger(__name__)
+
+_calls = itertools.count()
+
+
+def hold_folders(
+    folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: ExitStack
+) -> list[RunLock]:
+    """Take the folders of a launch, or end all its ranks with one error that says who works there.
+
+    Rank 0 takes them. Where another rank sees them held by its own launch they are shared; else, with folders local to
+    each node, the first rank of a host takes that host's.
+
+    Args:
+        folders: made if absent.
+        store: at which all ranks of the launch meet.
+        rank: in the launch.
+        world_size: of the launch.
+        timeout_s: seconds to wait for another rank, besides the time that it may watch a lock of another host.
+        held: gives the folders back.
+
+    Returns:
+        What this rank holds.
+
+    Raises:
+        LaunchError: another launch works there; on all ranks.
+        StorageError: a folder cannot be written; on all ranks.
+
+    Collective: all ranks of the launch.
+    """
+    store = dist.PrefixStore(f"run_lock/{next(_calls)}", store)
+    wait = datetime.timedelta(seconds=timeout_s + 2 * STALE_S * len(folders))
+    if rank == 0:
+        token = secrets.token_hex(8)
+        locks, refusal = _try_all(folders, _holder(token), take, held)
+        store.set("first", json.dumps({"token": token, "refusal": refusal}))
+        refusals = [refusal, *(_get(store, f"rank_{other}", wait) for other in range(1, world_size) if not refusal)]
+        verdict = next((text for text in refusals if text), "")
+        store.set("verdict", verdict)
+    else:
+        first = json.loads(_get(store, "first", wait))
+        locks, refusal = [], first["refusal"]
+        if not refusal:
+            locks, refusal = _try_all(folders, _holder(first["token"]), join, held)
+            store.set(f"rank_{rank}", refusal)
+        verdict = refusal or _get(store, "verdict", wait)
+    if verdict:
+        found = json.loads(verdict)
+        raise error_of_rank(found["exit_code"])(found["message"])
+    for lock in locks:
+        if lock.replaced is not None:
+            logger.warning("%s: %s left its lock behind; it is ours now", lock.folder, lock.replaced)
+    return locks
+
+
+class FolderWatch(StepHook):
+    """Ends a run whose folder another launch has taken, as one may whose host was frozen for half a minute.
+
+    Comes first, so that nothing more is written.
+
+    Args:
+        locks: of this rank; may be none.
+    """
+
+    def __init__(self, locks: Sequence[RunLock]) -> None:
+        self.locks = locks
+
+    def on_start(self, run: Run) -> None:
+        """Tell whose place was taken."""
+        for lock in self.locks:
+            if lock.replaced is not None:
+                run.events.emit("start", "lock_taken_over", folder=str(lock.folder), left_by=lock.replaced)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Look whether the folders are still ours."""
+        for lock in self.locks:
+            if lock.taken_by is not None:
+                raise LaunchError(
+                    f"{lock.folder} was taken by {lock.taken_by} while this run gave no sign of life for "
+                    f"{STALE_S:g} s; this run ends, so that not both write there"
+                )
+
+
+def _holder(token: str) -> Holder:
+    return Holder.this_process(token, os.environ.get(LAUNCH_ID_VARIABLE))
+
+
+def _try_all(
+    folders: Sequence[Path],
+    holder: Holder,
+    hold: Callable[[Path, Holder, Callable[[str], None]], RunLock | None],
+    held: ExitStack,
+) -> tuple[list[RunLock], str]:
+    """Hold every folder; also why not all could be, as a text for all ranks, empty if they could."""
+    locks = []
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            if (lock := hold(folder, holder, logger.warning)) is not None:
+                held.callback(lock.release)
+                locks.append(lock)
+    except MegasdcError as error:
+        return locks, json.dumps({"exit_code": error.exit_code, "message": str(error)})
+    except OSError as error:
+        problem = StorageError(f"{error.filename or folders[0]} cannot be written: {error.strerror}")
+        return locks, json.dumps({"exit_code": problem.exit_code, "message": str(problem)})
+    return locks, ""
+
+
+def _get(store: dist.Store, key: str, wait: datetime.timedelta) -> str:
+    store.wait([key], wait)
+    return store.get(key).decode()

@@ -1,0 +1,192 @@
+"""Only one launch works in a folder, and what a dead one leaves holds nobody up."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megasdc import run_lock
+from megasdc.errors import LaunchError
+from megasdc.run_lock import Holder, RunLock, check_free, join, read_holder, take
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from megasdc.run_lock import Holder, take
+lock = take(Path(sys.argv[1]), Holder.this_process("theirs", "20260102-030405-abcdef"), print)
+if sys.argv[2] == "fork" and os.fork():
+    print(os.getpid(), flush=True)
+elif sys.argv[2] != "fork":
+    print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the user was told."""
+    return []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other hosts beat, and are given up, in shorter time."""
+    monkeypatch.setattr(run_lock, "STALE_S", 1.0)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+
+
+@pytest.fixture
+def other(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[int]:
+    """Process id of another launch that holds the folder; it has forked where the parameter is ``fork``."""
+    how = getattr(request, "param", "alone")
+    command = [sys.executable, "-c", HOLD, str(tmp_path), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    yield int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def own(token: str = "ours") -> Holder:
+    """This process as the holder of a launch."""
+    return Holder.this_process(token, None)
+
+
+def far(folder: Path, **changes: object) -> Holder:
+    """Leave the record of a process on another host."""
+    holder = replace(own("theirs"), host="elsewhere", pid=4242, **changes)  # type: ignore[arg-type]
+    run_lock._write(folder, holder)
+    return holder
+
+
+def test_a_folder_in_use_is_refused_with_who_has_it(tmp_path: Path, other: int, said: list[str]) -> None:
+    """Launch, host, process and remedy are named, and the record stays theirs."""
+    for attempt in (lambda: take(tmp_path, own(), said.append), lambda: check_free(tmp_path, said.append)):
+        with pytest.raises(LaunchError) as caught:
+            attempt()
+        assert f"in use by launch 20260102-030405-abcdef (host {os.uname().nodename}, process {other}, since " in str(
+            caught.value
+        )
+        assert "megasdc.logging.run_dir" in str(caught.value)
+        assert caught.value.exit_code == 78
+    assert (found := read_holder(tmp_path)) is not None and found.token == "theirs"
+
+
+@pytest.mark.parametrize("other", ["alone", "fork"], indirect=True)
+def test_a_killed_process_holds_nothing(tmp_path: Path, other: int, said: list[str]) -> None:
+    """Also where a child of it lives on, its folder is free at once, and who left it is told."""
+    os.kill(other, signal.SIGKILL)
+    while run_lock._start_ticks(other) is not None:
+        time.sleep(0.01)
+    start = time.monotonic()
+    check_free(tmp_path, said.append)
+    lock = take(tmp_path, own(), said.append)
+    assert time.monotonic() - start < run_lock.STALE_S / 2
+    assert lock.replaced is not None and lock.replaced.pid == other
+    lock.release()
+
+
+def test_a_process_id_used_again_is_another_process(tmp_path: Path, said: list[str]) -> None:
+    """The record of a process that started at another time than the one with its id now does not count."""
+    run_lock._write(tmp_path, replace(own("theirs"), process_start_ticks=1))
+    take(tmp_path, own(), said.append).release()
+
+
+def test_release_leaves_nobody_recorded(tmp_path: Path, said: list[str]) -> None:
+    """The next launch finds a free folder and nothing to tell."""
+    for _ in range(2):
+        lock = take(tmp_path, own(), said.append)
+        assert lock.replaced is None
+        lock.release()
+    assert read_holder(tmp_path) is None
+    assert said == []
+
+
+def test_another_host_lives_while_its_record_changes(tmp_path: Path, said: list[str], quick: None) -> None:
+    """A record that changes within the time is refused, whatever its clock says."""
+    holder = far(tmp_path, since=0.0)
+    beating = RunLock(tmp_path, holder, open(tmp_path / "unused", "w"), None)  # noqa: SIM115 - closed by release
+    with pytest.raises(LaunchError, match="host elsewhere, process 4242"):
+        take(tmp_path, own(), said.append)
+    beating.release()
+
+
+@pytest.mark.parametrize("server_keeps_lock", [False, True])
+def test_another_host_is_gone_when_its_record_stands_still(
+    tmp_path: Path, said: list[str], quick: None, server_keeps_lock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then its folder is taken, also where a file server still keeps the lock for it."""
+    monkeypatch.setattr(run_lock, "RACE_S", 0.1)
+    far(tmp_path)
+    with open(tmp_path / run_lock.LOCK_FILE, "a") as kept:
+        if server_keeps_lock:
+            fcntl.flock(kept, fcntl.LOCK_EX)
+        start = time.monotonic()
+        lock = take(tmp_path, own(), said.append)
+        assert time.monotonic() - start >= run_lock.STALE_S
+        assert lock.replaced is not None and lock.replaced.host == "elsewhere"
+        with pytest.raises(LaunchError, match=str(os.getpid())):
+            take(tmp_path, own("third"), said.append)
+        lock.release()
+        take(tmp_path, own("fourth"), said.append).release()  # the lost host's lock is out of the way
+    assert any("waiting up to" in line for line in said)
+
+
+def test_who_was_watched_once_is_not_watched_again(tmp_path: Path, said: list[str], quick: None) -> None:
+    """What the front of a launch has found silent, its ranks do not wait for."""
+    far(tmp_path)
+    check_free(tmp_path, said.append)
+    assert (found := read_holder(tmp_path)) is not None and found.silent
+    start = time.monotonic()
+    take(tmp_path, own(), said.append).release()
+    assert time.monotonic() - start < run_lock.STALE_S
+
+
+def test_without_flock_the_record_guards(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has none is told, and the second launch is refused all the same."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(run_lock, "RACE_S", 0.1)
+    lock = take(tmp_path, own(), said.append)
+    assert "has no flock (No locks available); lock.json alone guards it" in said[0]
+    with pytest.raises(LaunchError, match="in use by a launch"):
+        take(tmp_path, own("second"), said.append)
+    lock.release()
+
+
+def test_ranks_of_a_launch_share_a_folder_and_take_their_own(tmp_path: Path, said: list[str]) -> None:
+    """On a shared file system the launch has the folder already; on a node's own disk its first rank takes it."""
+    lock = take(tmp_path, own("launch"), said.append)
+    assert join(tmp_path, own("launch"), said.append) is None
+    with pytest.raises(LaunchError, match="in use by"):
+        take(tmp_path, own("other"), said.append)
+    (tmp_path / "local").mkdir()
+    local = join(tmp_path / "local", own("launch"), said.append)
+    assert local is not None
+    local.release()
+    lock.release()
+
+
+def test_a_holder_learns_that_its_place_was_taken(tmp_path: Path, said: list[str], quick: None) -> None:
+    """Who slept longer than others wait finds another's record, leaves it, and knows."""
+    lock = take(tmp_path, own(), said.append)
+    theirs = far(tmp_path)
+    end = time.monotonic() + 20
+    while lock.taken_by is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    lock.release()
+    assert lock.taken_by == read_holder(tmp_path) == theirs
