@@ -10,7 +10,7 @@ import datetime
 import os
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megasdc.parallel.cpu_operator import load_built_operator
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.shared_buffers import shared_buffers
 
 
 def launch_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -65,12 +66,13 @@ def init_process_group(timeout_s: float, store: dist.Store | None = None) -> Non
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
         )
-    deepspeed.init_distributed(
-        dist_backend=backend,
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    with nullcontext() if on_cuda else shared_buffers():
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
 
 
 def default_store() -> dist.Store:

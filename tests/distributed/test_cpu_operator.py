@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from harness import extensions_dir, run_distributed
 from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel import groups
 from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, OPERATOR, STAMP, load_built_operator
+from megasdc.parallel.shared_buffers import PREFIX
 
 pytestmark = pytest.mark.distributed
 
@@ -42,6 +45,31 @@ def test_ranks_wait_for_no_lock(own: Path) -> None:
     environment = {EXTENSIONS_VARIABLE: str(own.parent)}
     assert run_distributed(_join_and_sum, 2, init=False, env=environment, timeout_s=60.0) == [(2.0, True)] * 2
     assert (own / "lock").exists()
+
+
+def _join_and_reduce() -> tuple[float, list[str], str]:
+    import deepspeed
+    import torch
+
+    groups.init_process_group(60.0)
+    value = torch.ones(1)
+    deepspeed.comm.inference_all_reduce(value)  # through the buffers
+    names = [path.name for path in Path("/dev/shm").glob(f"*_{os.environ['MASTER_PORT']}_[01]")]
+    return value.item(), names, Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def test_no_buffer_outlives_its_run() -> None:
+    """Ranks of one host reduce through shared memory that has no name any more, and a killed run's is removed."""
+    left = Path(f"/dev/shm/{PREFIX}_{os.getuid()}_test_{os.getpid()}_0")
+    left.write_bytes(b"")
+    try:
+        results = run_distributed(_join_and_reduce, 2, init=False, env={"LOCAL_SIZE": "2"}, timeout_s=60.0)
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+    for value, names, maps in results:
+        assert (value, names) == (2.0, [])
+        assert len(set(re.findall(rf"{PREFIX}\S+_[01] \(deleted\)", maps))) == 2
 
 
 def test_the_lock_is_removed_before_ranks_start(own: Path, caplog: pytest.LogCaptureFixture) -> None:
