@@ -225,7 +225,7 @@ class Detection(StepHook, EngineHook):
                 return
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
                 return
-            if agreed.differing[0]:
+            if agreed.differing[0] or agreed.stages[0]:
                 self._parameters.start()
             if engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind()
@@ -277,15 +277,20 @@ class Detection(StepHook, EngineHook):
         """
         if not (self._always_on.enabled and self._always_on.parameters):
             return
-        self._parameters.start()
-        own = self._parameters.take()
-        copies = digest(self._parameters.copies(own))
-        agreed = compare_replicas([digest(own)], [], run.dims, self._host_group, [copies])
-        if agreed.differing[0] or agreed.stages[0]:
-            self._disputes.settle_kept(run.engine, own, agreed)
+        repaired = False
+        while True:
+            self._parameters.start()
+            own = self._parameters.take()
+            copies = digest(self._parameters.copies(own))
+            agreed = compare_replicas([digest(own)], [], run.dims, self._host_group, [copies])
+            if not (agreed.differing[0] or agreed.stages[0]):
+                return
+            if not self._disputes.settle_kept(run.engine, own, agreed, repaired=repaired):
+                return
+            repaired = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found before, by rank."""
+        """What was found before."""
         return self._disputes.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -86,8 +86,8 @@ class Disputes:
         self._before = tuple(before)
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: Path | None = None
-        self._committed_wrong: int | None = None
         self.earlier: set[int] = set()
+        self._committed_wrong: int | None = None
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Disputes:
                 self._tell("audit_void", step=step, reason="the parameters were not equal")
             return again
         if agreed.stages[0]:
-            return self._act(step, self._settle_copies(evidence.parameters), repaired)
+            return self._act(step, self._settle_copies(engine, evidence.parameters), repaired)
         again = False
         if agreed.raised[0]:
             again = self._act(step, self._settle_recompute(engine, evidence.repeats, rehearse, earlier), repaired)
@@ -175,13 +175,17 @@ class Disputes:
             again = self._act(step, self._settle_audit(engine, evidence.audited, rehearse, earlier), repaired)
         return again
 
-    def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed) -> None:
+    def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed, *, repaired: bool) -> bool:
         """Name whose parameters are wrong before they are saved, and do what the policy says.
 
         Args:
             engine: between two steps.
             own: parameters of this rank.
             agreed: what all ranks know; something differs.
+            repaired: whether they were gathered again already.
+
+        Returns:
+            Whether they were gathered again and are to be compared again.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -189,8 +193,8 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
-            found = self._settle_parameters(engine, own) if agreed.differing[0] else self._settle_copies(own)
-            self._act(engine.step_number, found, repaired=False)
+            differ = self._settle_parameters if agreed.differing[0] else self._settle_copies
+            return self._act(engine.step_number, differ(engine, own), repaired)
 
     def _settle_audit(
         self, engine: TrainingEngine, own: Trace, rehearse: Rehearse, earlier: Collection[int]
@@ -283,11 +287,13 @@ class Disputes:
         merged = merge_counts(of_rank for _, of_rank, _ in found)
         return Settled("parameters", None, tuple(rulings), compared, merged)
 
-    def _settle_copies(self, own: Trace) -> Settled:
+    def _settle_copies(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Tell which tensor ranks have other copies of a parameter than the others, where there are three or more.
 
         All replicas have the same wrong copy, so that one of them has made it, in its update, and none can be named.
+        All are gathered again, which mends one that became wrong after the update.
         """
+        engine.optimizer.update_lp_params()
         copies = self._parameters.copies(own)
         sent = gather_objects((copies.addresses, copies.checksums), self._group)
         rulings = []

@@ -272,18 +272,25 @@ def _dies_in_replay(config: str, overrides: list[str]) -> tuple[int, str | None]
 
 
 def test_a_wrong_update_of_a_copy_shows_between_tensor_ranks(tmp_path: Path, data: Path) -> None:
-    """All replicas gather the same wrong norm weight; the other tensor rank has another one: found before a commit."""
-    options = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}}, "parallel__tensor": 2}
+    """All replicas gather the same wrong norm weight; the other tensor rank has another one: found before a commit.
+
+    Nothing repairs it, since the owners' shards differ: a policy of repair looks again, also before a save, and halts.
+    """
+    options: dict[str, Any] = {"audit": {"enabled": False}, "parallel__tensor": 2}
     fault = {"submodule": "2.layer.input_layernorm", "phase": "update", "slot": "weight.master", "rank": 0}
-    fault |= {"steps": [2, 2], "kind": "scale", "factor": 2}
-    clean = _write(tmp_path, data, "clean", 2, **options)
+    fault |= {"kind": "scale", "factor": 2}
+    clean = _write(tmp_path, data, "clean", 2, **options, sdc={"always_on": {"enabled": True}})
     assert [code for code, _ in train_run(clean, 4)] == [0, 0, 0, 0]
-    harmed = _write(
-        tmp_path, data, "run", 2, **options, faults=[{**fault, "steps": [2, 2], "kind": "scale", "factor": 2}]
-    )
-    results = train_run(harmed, 4)
-    assert [code for code, _ in results] == [73, 73, 73, 73], results
-    assert _verdicts(tmp_path / "run") == [(3, "copies", None, "inconclusive", "copies on tensor ranks", "halt")]
+    for step, actions in ((2, ["halt"]), (2, ["repair", "halt"]), (3, ["repair", "halt"])):
+        name = f"step_{step}_{actions[0]}"
+        sdc = {"always_on": {"enabled": True}, "policy": {"inconclusive": actions[0]}}
+        harmed = _write(tmp_path, data, name, 2, **options, sdc=sdc, faults=[{**fault, "steps": [step, step]}])
+        results = train_run(harmed, 4)
+        assert [code for code, _ in results] == [73, 73, 73, 73], results
+        assert _verdicts(tmp_path / name) == [
+            (step + 1, "copies", None, "inconclusive", "copies on tensor ranks", action) for action in actions
+        ]
+        assert list((tmp_path / name / "checkpoints").glob("step_*")) == [], "step 3 is the first that is saved"
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 6)])

@@ -67,7 +67,7 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
 
 def settle(disputes: Disputes, run: Run) -> Any:
     """Settle that rank 0 holds a wrong parameter that is about to be saved."""
-    return disputes.settle_kept(run.engine, Parameters.own, DIFFER)
+    return disputes.settle_kept(run.engine, Parameters.own, DIFFER, repaired=False)
 
 
 def reports(folder: Path) -> list[Path]:
