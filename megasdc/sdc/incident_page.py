@@ -46,7 +46,8 @@ _OUTCOMES = {
     "halted": f"Training was halted: nothing more was committed or saved, all ranks end with exit code "
     f"{CorruptionError.exit_code}.",
     "repaired": "The work was done again, all ranks agreed, and that was used; training goes on.",
-    "committed": "The step was committed as it was, with what is wrong in it; training goes on.",
+    "committed": "The step was committed as it was, with what is wrong in it; training goes on, and no checkpoint "
+    "saved from then on will be verified.",
 }
 
 

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
 """Computes a micro-batch of the step again; what the audit and what the check of recomputations saw of it."""
 SEVERITY = ("warn", "repair", "halt")
+STATE_TIERS = ("parameters", "copies")
+"""Checks of what a step starts with, which is what the step before it left."""
 EVENT_KIND = "sdc"
 
 
@@ -87,7 +89,9 @@ class Disputes:
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: Path | None = None
         self.earlier: set[int] = set()
+        self._accepted: int | None = None
         self._committed_wrong: int | None = None
+        self._wrong_since: int | None = None
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -142,7 +146,8 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
-            return self._settle(engine, evidence, agreed, rehearse, repaired)
+            again = self._settle(engine, evidence, agreed, rehearse, repaired)
+        return self._commit(engine.step_number, again)
 
     @contextmanager
     def _marked_if_unsettled(self, step: int) -> Iterator[None]:
@@ -194,7 +199,8 @@ class Disputes:
         """
         with self._marked_if_unsettled(engine.step_number):
             differ = self._settle_parameters if agreed.differing[0] else self._settle_copies
-            return self._act(engine.step_number, differ(engine, own), repaired)
+            again = self._act(engine.step_number, differ(engine, own), repaired)
+        return self._commit(engine.step_number, again)
 
     def _settle_audit(
         self, engine: TrainingEngine, own: Trace, rehearse: Rehearse, earlier: Collection[int]
@@ -329,7 +335,7 @@ class Disputes:
             self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
         self.earlier |= {ruling.rank for ruling in found.rulings if ruling.rank is not None}
         if action == "warn":
-            self._committed_wrong = step
+            self._accepted = step - 1 if found.tier in STATE_TIERS else step
         text = say(found.rulings)
         page = self._incidents.report(step, found, action)
         if action == "halt":
@@ -341,16 +347,29 @@ class Disputes:
         logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)
         return action == "repair"
 
+    def _commit(self, step: int, again: bool) -> bool:
+        """Note what the policy warn accepts, unless it is done again: what is saved later holds it on all replicas."""
+        since, self._accepted = self._accepted, None
+        if since is None or again:
+            return again
+        self._committed_wrong = step
+        if self._wrong_since is None or since < self._wrong_since:
+            self._wrong_since = since
+            self._tell("not_verified_from", step=since)
+            logger.warning("checkpoints from step %d on hold what was found and will not be verified", since)
+        return again
+
     def after_audit(self, run: Run, result: StepResult) -> None:
-        """An audited step was committed; if all replicas agreed, what was saved before is verified."""
+        """An audited step was committed; if all replicas agreed, what was saved before is verified.
+
+        Not what was saved since something wrong was committed.
+        """
         if result.step == self._committed_wrong:
             return
-        self._tell_audit(result.step)
-        self._incidents.verified(result.step)
-
-    def _tell_audit(self, step: int) -> None:
+        last = result.step - 1 if self._wrong_since is None else min(result.step, self._wrong_since) - 1
         if self._dims.rank == 0:
-            self._events.emit("audit", "agreed", step=step)
+            self._events.emit("audit", "agreed", step=result.step, verified_up_to=last)
+        self._incidents.verified(last, result.step)
 
     def _tell_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
@@ -376,11 +395,12 @@ class Disputes:
             logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranks that were found wrong so far."""
-        return {"earlier": sorted(self.earlier)}
+        """Ranks that were found wrong so far, and the first step whose checkpoint cannot be verified."""
+        return {"earlier": sorted(self.earlier), "wrong_since": self._wrong_since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what was found before."""
+        self._wrong_since = state.get("wrong_since")
         self.earlier = set(state["earlier"])
 
 

@@ -118,13 +118,18 @@ class Incidents:
             self.mark(step, path)
         return path
 
-    def verified(self, step: int) -> None:
-        """An audit has agreed: what was saved before it is verified."""
+    def verified(self, last: int, audit_step: int) -> None:
+        """An audit has agreed: checkpoints up to a step are verified.
+
+        Args:
+            last: that step.
+            audit_step: step of the audit.
+        """
         assert self._place is not None, "on_start comes first"
         mark_verified(
             self._checkpoints,
-            step - 1,
-            step,
+            last,
+            audit_step,
             self._place,
             passed_over=self._run.passed_over,
             events=self._run.events,

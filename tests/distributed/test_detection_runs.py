@@ -12,7 +12,8 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint.marks import find_corruption, find_standing
+from megasdc.checkpoint.files import list_steps
+from megasdc.checkpoint.marks import find_corruption, find_standing, list_verified
 from megasdc.config import load_config
 from megasdc.golden.record import record
 from megasdc.sdc.incident import incident_from_json
@@ -210,6 +211,8 @@ def test_a_warning_of_one_check_hides_no_finding_of_another(tmp_path: Path, data
     assert ("recompute", 0) in found and ("audit", 2) in found
     agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
     assert agreed == [4, 6], "a step that was committed although it is wrong verifies nothing"
+    assert list_steps(tmp_path / "run" / "checkpoints") == [3, 6]
+    assert list_verified(tmp_path / "run" / "checkpoints") == [], "nor is anything that holds it verified later"
 
 
 def test_what_is_covered_is_told_at_the_start(tmp_path: Path, data: Path) -> None:

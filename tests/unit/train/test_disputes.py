@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hand_made import write_checkpoint
 
 from megasdc.addresses import PARAMETER, Address
-from megasdc.checkpoint.marks import find_corruption
+from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.config import parse_config
 from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
@@ -68,6 +69,12 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
 def settle(disputes: Disputes, run: Run) -> Any:
     """Settle that rank 0 holds a wrong parameter that is about to be saved."""
     return disputes.settle_kept(run.engine, Parameters.own, DIFFER, repaired=False)
+
+
+def audited(disputes: Disputes, run: Run, step: int) -> list[int]:
+    """Tell that an audit of a step has agreed; the steps that are verified then."""
+    disputes.after_audit(run, SimpleNamespace(step=step))  # type: ignore[arg-type]
+    return list_verified(run.folder / "checkpoints")
 
 
 def reports(folder: Path) -> list[Path]:
@@ -129,6 +136,29 @@ def test_a_finding_that_nobody_settled_counts(group: None, tmp_path: Path) -> No
         with pytest.raises(FileNotFoundError):
             settle(disputes, run)
         assert (find_corruption(folder / "checkpoints") is not None) == (policy == "halt")
+
+
+def test_what_holds_a_wrong_step_is_never_verified(group: None, tmp_path: Path) -> None:
+    """What warn let pass at step 6 keeps all checkpoints from there on candidates, after a resume too."""
+    for step in (4, 6, 8):
+        write_checkpoint(tmp_path / "checkpoints", step)
+    disputes, run = started(tmp_path, not_reproduced="warn")
+    assert settle(disputes, run) is False
+    assert audited(disputes, run, 9) == [4]
+    resumed, run = started(tmp_path)
+    resumed.load_state_dict(disputes.state_dict())
+    assert audited(resumed, run, 10) == [4]
+    ends = [event.fields["verified_up_to"] for event in read_events(tmp_path, kind="audit", name="agreed")]
+    assert ends == [5, 5]
+    assert [event.step for event in read_events(tmp_path, name="not_verified_from")] == [6]
+
+
+def test_what_was_repaired_is_verified(group: None, tmp_path: Path) -> None:
+    """Nothing wrong was committed: the next audit verifies as always."""
+    write_checkpoint(tmp_path / "checkpoints", 6)
+    disputes, run = started(tmp_path, not_reproduced="repair")
+    assert settle(disputes, run) is True
+    assert audited(disputes, run, STEP) == [6]
 
 
 def test_findings_are_events(group: None, tmp_path: Path) -> None:
