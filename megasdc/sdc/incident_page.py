@@ -25,7 +25,7 @@ _TIERS = {
 }
 _VERDICTS = {
     "persistent": "Persistent: repeated, the same wrong value came each time.",
-    "intermittent": "Intermittent: repeated, it was wrong again, but not always or not equally.",
+    "intermittent": "Intermittent: wrong again, repeated or since an earlier finding, but not always or not equally.",
     "not_reproduced": "Not reproduced: repeated, every result was right.",
     "inconclusive": "Inconclusive: results differ, but what was computed does not tell who is wrong.",
 }

@@ -27,9 +27,9 @@ from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import (
     GOLDEN,
     INCONCLUSIVE,
+    INTERMITTENT,
     MAJORITY,
     NOT_REPRODUCED,
-    PERSISTENT,
     REPLAY,
     Ruling,
     repeated_value,
@@ -43,6 +43,7 @@ from megasdc.train.golden_check import check_against_golden, unfit_for
 from megasdc.train.incidents import Incidents, Settled, describe, say
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run
+from megasdc.train.suspects import Suspects
 
 if TYPE_CHECKING:
     from megasdc.train.detection import Evidence
@@ -88,7 +89,7 @@ class Disputes:
         self._before = tuple(before)
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: Path | None = None
-        self.earlier: set[int] = set()
+        self._suspects = Suspects()
         self._accepted: int | None = None
         self._committed_wrong: int | None = None
         self._wrong_since: int | None = None
@@ -98,6 +99,7 @@ class Disputes:
     def on_start(self, run: Run) -> None:
         """Learn which positions can be compared and whether the golden trace fits."""
         self._incidents.on_start()
+        self._suspects.on_start(run.engine.device, self._group)
         keys = gather_objects(self._keys, self._group)
         self._comparable = comparable_positions(keys, self._dims)
         everywhere = self._dims.pipeline * self._dims.tensor
@@ -164,7 +166,7 @@ class Disputes:
     def _settle(
         self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, repaired: bool
     ) -> bool:
-        step, earlier = engine.step_number, frozenset(self.earlier)
+        step, earlier = engine.step_number, self._suspects.ranks
         audit_differs = self.can_compare(agreed.differing[1])
         if agreed.differing[0]:
             again = self._act(step, self._settle_parameters(engine, evidence.parameters), repaired)
@@ -281,7 +283,7 @@ class Disputes:
             if first is not None:
                 address, before, after = first
                 self._tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
-                verdict = PERSISTENT if rank in self.earlier else NOT_REPRODUCED
+                verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
                 rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
         by_position: dict[int, set[tuple[int, ...]]] = {}
         for rank, (_, _, values) in enumerate(found):
@@ -333,7 +335,7 @@ class Disputes:
             self._incidents.mark(step)
         for ruling in found.rulings:
             self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
-        self.earlier |= {ruling.rank for ruling in found.rulings if ruling.rank is not None}
+        self._suspects.add(ruling.rank for ruling in found.rulings if ruling.rank is not None)
         if action == "warn":
             self._accepted = step - 1 if found.tier in STATE_TIERS else step
         text = say(found.rulings)
@@ -395,13 +397,18 @@ class Disputes:
             logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranks that were found wrong so far, and the first step whose checkpoint cannot be verified."""
-        return {"earlier": sorted(self.earlier), "wrong_since": self._wrong_since}
+        """Devices that were found wrong so far, and the first step whose checkpoint cannot be verified."""
+        return {"earlier": self._suspects.state(), "wrong_since": self._wrong_since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what was found before."""
         self._wrong_since = state.get("wrong_since")
-        self.earlier = set(state["earlier"])
+        if unknown := self._suspects.load_state(state["earlier"]):
+            self._tell("earlier_not_known", ranks=unknown)
+            logger.warning(
+                "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: forgotten",
+                unknown,
+            )
 
 
 def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[tuple[int, int]]:

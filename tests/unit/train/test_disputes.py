@@ -161,6 +161,33 @@ def test_what_was_repaired_is_verified(group: None, tmp_path: Path) -> None:
     assert audited(disputes, run, STEP) == [6]
 
 
+def verdicts(folder: Path) -> list[tuple[str, str]]:
+    """Verdict and action of each ruling."""
+    return [(one.fields["verdict"], one.fields["action"]) for one in read_events(folder, name="verdict")]
+
+
+def test_a_device_found_before_is_intermittent(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right when gathered again, but found before on this host and device, whatever its rank was; nothing of others."""
+    disputes, run = started(tmp_path / "a", intermittent="warn")
+    settle(disputes, run)
+    settle(disputes, run)
+    assert verdicts(tmp_path / "a") == [("not_reproduced", "repair"), ("intermittent", "warn")]
+    for name in ("same", "host", "device", "before"):
+        if name == "device":
+            monkeypatch.setenv("LOCAL_RANK", "1")
+        with monkeypatch.context() as patch:
+            if name == "host":
+                patch.setattr("socket.gethostname", lambda: "another")
+            resumed, run = started(tmp_path / name, intermittent="warn")
+        resumed.load_state_dict({"earlier": [0]} if name == "before" else disputes.state_dict())
+        settle(resumed, run)
+        assert [one for one, _ in verdicts(tmp_path / name)] == ["intermittent" if name == "same" else "not_reproduced"]
+    assert [one.fields for one in read_events(tmp_path / "before", name="earlier_not_known")] == [{"ranks": [0]}]
+    assert "ranks [0] were found wrong before" in caplog.text
+
+
 def test_findings_are_events(group: None, tmp_path: Path) -> None:
     """What was found and ruled can be read from the log."""
     disputes, run = started(tmp_path)
