@@ -1,0 +1,57 @@
+"""Which steps are audited?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megasdc.config import AlwaysOnSection, AuditSection
+from megasdc.parallel.dims import ParallelDims
+from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection import Detection
+from megasdc.train.run import Run
+
+
+def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
+    """What decides it, for a stage without layers."""
+    stage = SimpleNamespace(forward_funcs=[], _local_start=0, loss_fn=None, named_parameters=lambda: ())
+    engine: Any = SimpleNamespace(module=stage)
+    nothing: Any = None
+    run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, 100, None)
+    return Detection(
+        AuditSection.model_validate(audit),
+        AlwaysOnSection.model_validate({}),
+        run,
+        nothing,
+        nothing,
+        nothing,
+        default_algorithm(torch.device("cpu")),
+        recomputes=False,
+        save_interval=save_interval,
+        signals=nothing,
+        plan=nothing,
+    )
+
+
+@pytest.mark.parametrize(
+    ("save_interval", "audit", "steps"),
+    [
+        (3, {"enabled": False, "interval": 2, "verify_checkpoints": True}, []),
+        (3, {"enabled": True, "interval": 7}, [7, 14]),
+        (3, {"enabled": True, "interval": 7, "verify_checkpoints": True}, [4, 7, 10, 13, 14, 16]),
+        (0, {"enabled": True, "interval": 7, "verify_checkpoints": True}, [7, 14]),
+        (1, {"enabled": True, "interval": 7, "verify_checkpoints": True}, list(range(2, 17))),
+        (20, {"enabled": True, "interval": 100, "verify_checkpoints": True}, []),
+    ],
+    ids=["off", "interval", "verify", "no saves", "each saved", "never"],
+)
+def test_every_interval_and_the_step_after_each_save(
+    tmp_path: Path, save_interval: int, audit: dict[str, Any], steps: list[int]
+) -> None:
+    """Multiples of the interval; with verify_checkpoints also the first step that computes with what was saved."""
+    checked = detection(tmp_path, save_interval, **audit)
+    assert [step for step in range(1, 17) if checked.is_audit(step)] == steps
