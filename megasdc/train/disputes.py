@@ -160,7 +160,7 @@ class Disputes:
             raise
         except Exception:
             if self._section.policy.inconclusive == "halt":
-                self._incidents.mark(step)
+                self._incidents.mark(step, any_rank=True)
             raise
 
     def _settle(

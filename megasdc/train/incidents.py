@@ -9,7 +9,7 @@ import datetime
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megasdc.addresses import Address
 from megasdc.checkpoint.files import list_steps, step_folder
@@ -81,7 +81,7 @@ class Incidents:
         self._ranks = [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
         self._place = find_place(self._config.megasdc.checkpoint.storage, None, group)
 
-    def mark(self, step: int, see: str | None = None) -> None:
+    def mark(self, step: int, see: str | None = None, *, any_rank: bool = False) -> None:
         """Have the next start go on from verified checkpoints alone; a mark that cannot be written is logged.
 
         It calls no collective, so that it can be called after an exception.
@@ -89,11 +89,13 @@ class Incidents:
         Args:
             step: in which corruption was found.
             see: where people find more; null: the run folder.
+            any_rank: write it from every rank, since the one that does so for its folder may have gone.
         """
         if self._place is None:
             return
+        place = replace(self._place, ranks=[self._place.rank]) if any_rank else self._place
         try:
-            mark_corruption(self._checkpoints, step, see or self._run.folder, self._place)
+            mark_corruption(self._checkpoints, step, see or self._run.folder, place)
         except StorageError as error:
             logger.error("%s", error)
 

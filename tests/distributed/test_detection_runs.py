@@ -255,21 +255,24 @@ def test_a_signal_asks_for_an_audit(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_rank_that_dies_while_it_repeats_the_work_leaves_nobody_waiting(tmp_path: Path, data: Path) -> None:
-    """The flagged rank is killed in its first repeat: the others end with the code for a lost peer; no save."""
-    fault = {"submodule": "*.linear_fc1", "rank": 1, "steps": [2, 2], "micro_batches": [0], "same_elements": True}
+    """The flagged rank is killed in its first repeat: the others end with the code for a lost peer; no save.
+
+    It is the rank that otherwise writes for all: the others leave the mark for the next start.
+    """
+    fault = {"submodule": "*.linear_fc1", "rank": 0, "steps": [2, 2], "micro_batches": [0], "same_elements": True}
     config = _write(tmp_path, data, "run", 3, faults=[fault], parallel={"timeout_s": 20.0})
-    results = run_distributed(_dies_in_replay, 3, str(config), [], init=False, expect_exit={1: -9}, grace_s=40.0)
-    assert results[1] is None and {results[rank][0] for rank in (0, 2)} <= {75, 79}, results
+    results = run_distributed(_dies_in_replay, 3, str(config), [], init=False, expect_exit={0: -9}, grace_s=40.0)
+    assert results[0] is None and {results[rank][0] for rank in (1, 2)} <= {75, 79}, results
     assert list((tmp_path / "run" / "checkpoints").glob("step_*")) == []
-    assert [one["rank"] for one in events_of(tmp_path / "run", "sdc", "finding")] == [1], "told before the repeats"
+    assert [one["rank"] for one in events_of(tmp_path / "run", "sdc", "finding")] == [0], "told before the repeats"
     assert "step 2" in str(find_corruption(tmp_path / "run" / "checkpoints")), "a finding that nobody settled counts"
 
 
 def _dies_in_replay(config: str, overrides: list[str]) -> tuple[int, str | None]:
-    """A rank; the second one is killed when it computes a micro-batch again."""
+    """A rank; the first one is killed when it computes a micro-batch again."""
     from megasdc.engine.engine import TrainingEngine
 
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "0":
         TrainingEngine.rehearse = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return pretrain_rank(config, overrides)
 
