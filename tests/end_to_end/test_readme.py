@@ -147,7 +147,7 @@ def make_sandbox(folder: Path) -> Path:
 def run(folder: Path, command: str) -> str:
     """Run a command of the README in the sandbox and return what it printed; it must end with 0."""
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-ec", command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
