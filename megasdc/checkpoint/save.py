@@ -28,7 +28,6 @@ from megasdc.checkpoint.files import (
     delete_folder,
     rank_state_file,
     step_folder,
-    sync_path,
     write_durably,
 )
 from megasdc.checkpoint.manifest import (
@@ -240,7 +239,6 @@ class _Job:
 
     def _rename(self, manifest: Manifest) -> None:
         write_manifest(self.temporary, manifest)
-        sync_path(self.temporary)
         commit_folder(self.temporary, self.final)
 
     def _publish(self, manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasdc.checkpoint.compare_report import Options
 from megasdc.checkpoint.damage import MEANINGS, Classifying, Damage
 from megasdc.checkpoint.measure import Measure, Measuring
 from megasdc.checkpoint.pieces import Copy, Owner, Piece
@@ -161,3 +162,13 @@ def test_every_element_lies_in_one_shard(replicas: int) -> None:
     ends = [0, *(start + numel for start, numel in flat)]
     assert [start for start, _ in flat] == ends[:-1]
     assert ends[-1] == 29
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "relative"), [(0.0, -5.0, 1.0), (-5.0, 0.0, 1.0), (-5.0, 5.0, 2.0), (-4.0, -5.0, 0.2)]
+)
+def test_the_relative_difference_knows_signs(expected: float, got: float, relative: float) -> None:
+    """|a - b| / max(|a|, |b|) for negative values too: no difference is lost, or lets a tolerance pass."""
+    found = _measure(torch.full(SHAPE, expected), torch.full(SHAPE, got))
+    assert (found.max_relative, found.mean_relative) == pytest.approx((relative, relative), rel=1e-12)
+    assert not Options(rtol=0.1).tolerates(found)

@@ -123,3 +123,15 @@ def test_backend_is_not_used_where_python_has_a_part(tmp_path, huggingface_folde
     tokenizer = load_tokenizer("huggingface", huggingface_folder)
     assert tokenizer.encode(["a"]) == [[1, 2, 3]]
     assert tokenizer.worker_files(huggingface_folder, tmp_path) == ("huggingface", huggingface_folder)
+
+
+def test_long_texts_are_trained_on_whole(tmp_path, texts):
+    """A text beyond the length that SentencePiece takes counts to its last character, as its pieces would."""
+    long = "".join(texts)[:11_000] + "日本語🎉" * 1500  # 20,000 bytes after the first 11,000 characters
+    pieces = [long[start : start + 4000] for start in range(0, len(long), 4000)]
+    for name, documents in (("long", [long]), ("pieces", pieces), ("start", pieces[:1])):
+        train_sentencepiece(documents, tmp_path / name, 500, "bpe")
+    assert (tmp_path / "long").read_bytes() == (tmp_path / "pieces").read_bytes()
+    assert (tmp_path / "long").read_bytes() != (tmp_path / "start").read_bytes()
+    tokenizer = load_tokenizer("sentencepiece", tmp_path / "long")
+    assert len(tokenizer.encode(["日本語🎉" * 100])[0]) < 300  # merges of what stands behind the first pieces
