@@ -45,5 +45,5 @@ setup(
         "zstandard",
     ],
     extras_require={"test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff"]},
-    entry_points={"console_scripts": ["megasdc = megasdc.cli:main"]},
+    entry_points={"console_scripts": ["megasdc = megasdc.__main__:main"]},
 )

@@ -1,5 +1,12 @@
 """``python -m megasdc`` is the same as ``megasdc``."""
 
-from megasdc.cli import main
+from megasdc.program import start
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    start("megasdc.cli")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/checkpoints/step_00000100
 """
 
-from megasdc.report.checkpoint_command import main
+from megasdc.program import start
 
 if __name__ == "__main__":
-    main()
+    start("megasdc.report.checkpoint_command")

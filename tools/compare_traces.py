@@ -3,7 +3,7 @@
 python tools/compare_traces.py runs/a runs/b
 """
 
-from megasdc.report.trace_command import main
+from megasdc.program import start
 
 if __name__ == "__main__":
-    main()
+    start("megasdc.report.trace_command")

@@ -5,8 +5,8 @@ python tools/export_hf.py runs/smoke/checkpoints exported/smoke
 
 import sys
 
-from megasdc.cli import main
+from megasdc.program import start
 
 if __name__ == "__main__":
     sys.argv.insert(1, "export-hf")
-    main()
+    start("megasdc.cli")

@@ -5,8 +5,8 @@ python tools/import_hf.py exported/smoke imported/smoke
 
 import sys
 
-from megasdc.cli import main
+from megasdc.program import start
 
 if __name__ == "__main__":
     sys.argv.insert(1, "import-hf")
-    main()
+    start("megasdc.cli")

@@ -9,6 +9,7 @@ Neither mark is a file of the checkpoint: the manifest does not name them.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -93,8 +94,11 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
         CheckpointError: there is a mark, but it is damaged or of another save of this step.
     """
     path = Path(folder) / VERIFIED_FILE
-    if not path.exists():
-        return None
+    try:
+        if not path.exists():
+            return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; ask its owner for the right to") from error
     mark = read_record(path, VerifiedMark, _VERSION)
     if mark.save_id != (saved := read_manifest(Path(folder)).save_id):
         raise CheckpointError(f"{path} is of save {mark.save_id}, the checkpoint is of save {saved}")
@@ -258,4 +262,5 @@ def _is_marked(folder: Path) -> bool:
 
 def _audits_in_use(folder: Path) -> bool:
     marks = (folder / step_folder(step) / VERIFIED_FILE for step in list_steps(folder))
-    return (folder / CORRUPTION_FILE).exists() or any(mark.exists() for mark in marks)
+    # A checkpoint beside this one that may not be read tells nothing, and is no reason to fail.
+    return any(map(os.path.exists, (folder / CORRUPTION_FILE, *marks)))

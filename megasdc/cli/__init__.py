@@ -5,12 +5,8 @@ torch takes seconds to import, so every command imports what it needs when it ru
 
 from __future__ import annotations
 
-import sys
-
-import typer
-
 from megasdc.cli.app import app
-from megasdc.errors import MegasdcError
+from megasdc.program import run as run_program
 
 # isort: off
 from megasdc.cli import config, run, checkpoints, interchange, golden, stress, plan, dropcompute  # noqa: F401 - in the order of --help
@@ -22,8 +18,4 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
-    try:
-        app(prog_name="megasdc")
-    except MegasdcError as error:
-        typer.echo(f"megasdc: error: {error}", err=True)
-        sys.exit(error.exit_code)
+    run_program(lambda: app(prog_name="megasdc"), "megasdc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,11 +12,49 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from megasdc import __version__
-from megasdc.errors import StorageError
+from megasdc.errors import ConfigError, MegasdcError, StorageError
+from megasdc.program import FULL, why_unreadable, write_whole
 
-app = typer.Typer(
+_PLACES = "megasdc.places"
+
+
+class _Command(TyperCommand):
+    """A command whose errors of the file system have a documented exit code, wherever they come from."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; see ``_explain``."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            raise _explain(error, ctx.meta.get(_PLACES, [])) from error
+
+
+def _explain(error: OSError, places: list[tuple[Path, type[MegasdcError]]]) -> Exception:
+    """The error of megasdc's own for one of the file system: by errno, or by the argument in which the file lies."""
+    if error.filename is None or not isinstance(error.filename, str | bytes):
+        return error
+    file = Path(os.fsdecode(error.filename))
+    text = f"{file}: {error.strerror}"
+    if error.errno in FULL:
+        return StorageError(f"{text}; free space, or write to another place")
+    around = [place for place in places if file.absolute().is_relative_to(place[0].absolute())]
+    if around:
+        return max(around, key=lambda place: len(place[0].absolute().parts))[1](text)
+    return StorageError(text) if isinstance(error, PermissionError) else error
+
+
+class _Application(typer.Typer):
+    """Commands of this program; see ``_Command``."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """Register a command, as typer does."""
+        return super().command(name, cls=_Command, **options)
+
+
+app = _Application(
     name="megasdc",
     help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
     epilog="Example: megasdc check-config configs/smoke.json --world-size 2",
@@ -25,21 +64,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench_app = typer.Typer(
+bench_app = _Application(
     help="Measure: each benchmark states its bar, its machine and its interval.",
     epilog="Example: megasdc bench train --against plain --blocks 30",
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
 
-golden_app = typer.Typer(
+golden_app = _Application(
     help="Golden traces: what trusted hardware computed, and whether this hardware computes the same.",
     epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden",
     no_args_is_help=True,
 )
 app.add_typer(golden_app, name="golden")
 
-dropcompute_app = typer.Typer(
+dropcompute_app = _Application(
     help="DropCompute: plan what leaving late micro-batches out would bring, and see what a run waited for.",
     epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
     no_args_is_help=True,
@@ -47,19 +86,71 @@ dropcompute_app = typer.Typer(
 app.add_typer(dropcompute_app, name="dropcompute")
 
 
-def writable(path: Path | None) -> Path | None:
+def input_argument(reads: type[MegasdcError], *, missing: bool = False, **settings: Any) -> Any:
+    """An argument that names what is read; see ``input_option``."""
+    return typer.Argument(readable=False, callback=_readable(reads, missing), **settings)
+
+
+def input_option(*names: str, reads: type[MegasdcError], missing: bool = False, **settings: Any) -> Any:
+    """An option that names a file or folder to read.
+
+    What nobody can read is refused before the work: no right to, a named pipe, a device.
+
+    Args:
+        *names: of the option.
+        reads: the error where it cannot be read, also later.
+        missing: nothing there is refused at once too, else by whatever reads it.
+        **settings: as of ``typer.Option``.
+    """
+    return typer.Option(*names, readable=False, callback=_readable(reads, missing), **settings)
+
+
+def _readable(reads: type[MegasdcError], missing: bool) -> Callable[[typer.Context, Any], Any]:
+    def check(context: typer.Context, value: Any) -> Any:
+        given = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        for path in given if not context.resilient_parsing else []:
+            if problem := why_unreadable(path, missing=missing):
+                raise reads(f"{path} {problem}")
+            context.meta.setdefault(_PLACES, []).append((path, reads))
+        return value
+
+    return check
+
+
+def output_option(*names: str, **settings: Any) -> Any:
+    """An option that names a file to write, which is checked before the work."""
+    return typer.Option(*names, readable=False, callback=writable, **settings)
+
+
+def output_folder(**settings: Any) -> dict[str, Any]:
+    """Settings of an argument or option that names a folder to write."""
+
+    def note(context: typer.Context, value: Any) -> Any:
+        if value is not None:
+            context.meta.setdefault(_PLACES, []).append((value, StorageError))
+        return value
+
+    return {"readable": False, "callback": note, **settings}
+
+
+def writable(context: typer.Context, path: Path | None) -> Path | None:
     """Check before the work that its result can be written; a callback of options.
 
     Raises:
         StorageError: it cannot be.
     """
-    if path is None:
-        return None
+    if path is None or context.resilient_parsing:
+        return path
+    context.meta.setdefault(_PLACES, []).append((path, StorageError))
     try:
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
+        if path.exists() and not path.is_file():  # a device or a pipe
+            if not os.access(path, os.W_OK):
+                raise PermissionError(None, "Permission denied")
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -74,9 +165,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
 ]
-ConfigOption = Annotated[Path, typer.Option("--config", help="JSON configuration file.")]
+ConfigOption = Annotated[Path, input_option("--config", reads=ConfigError, help="JSON configuration file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also write the result, whole, as JSON.", callback=writable)]
+Out = Annotated[Path | None, output_option("--out", help="Also write the result, whole, as JSON.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -121,6 +212,6 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     if out is None:
         return
     try:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_whole(out, text + "\n")
     except OSError as error:
         raise _unwritable(out, error) from error

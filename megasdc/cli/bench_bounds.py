@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result
+from megasdc.cli.app import Json, Out, bench_app, input_option, print_result
 from megasdc.cli.bench_options import Layers, Precision, Sequence
+from megasdc.errors import DataError
 
 
 @bench_app.command("bounds", epilog="Example: megasdc bench bounds --blocks 30 --sizes 4 --sizes 64")
@@ -62,7 +63,10 @@ def bench_bounded_training(
     eval_samples: Annotated[int, typer.Option("--eval-samples", min=1, help="Validation samples.")] = 256,
     precision: Precision = "fp32",
     data: Annotated[
-        Path | None, typer.Option("--data", help="Folder of prepared data; default: the standard library's modules.")
+        Path | None,
+        input_option(
+            "--data", reads=DataError, help="Folder of prepared data; default: the standard library's modules."
+        ),
     ] = None,
     absolute: Annotated[
         str | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result
+from megasdc.cli.app import Json, Out, bench_app, output_folder, print_result
 
 
 @bench_app.command("compare", epilog="Example: megasdc bench compare --size 2048 --out compare.json")
@@ -19,7 +19,9 @@ def bench_comparing(
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Threads that read; as many as there are cores.")
     ] = None,
-    folder: Annotated[Path, typer.Option("--folder", help="Where the files are written.")] = Path("/dev/shm"),
+    folder: Annotated[Path, typer.Option("--folder", **output_folder(help="Where the files are written."))] = Path(
+        "/dev/shm"
+    ),
     out: Out = None,
     as_json: Json = False,
 ) -> None:

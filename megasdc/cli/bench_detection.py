@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result, writable
+from megasdc.cli.app import Json, Out, bench_app, output_option, print_result
 from megasdc.cli.bench_options import (
     Accumulation,
     Bandwidth,
@@ -160,9 +160,7 @@ def bench_overheads(
     exchange_ms: Annotated[
         float, typer.Option("--exchange-ms", min=0.0, help="Accelerator: milliseconds of a reduction over all hosts.")
     ] = 1.0,
-    figure: Annotated[
-        Path | None, typer.Option("--figure", help="Draw cost against width as an HTML page.", callback=writable)
-    ] = None,
+    figure: Annotated[Path | None, output_option("--figure", help="Draw cost against width as an HTML page.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:

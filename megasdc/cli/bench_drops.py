@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result, writable
+from megasdc.cli.app import Json, Out, bench_app, output_option, print_result
 from megasdc.cli.bench_options import Layers, Sequence
 from megasdc.errors import ConfigError
 
@@ -121,7 +121,7 @@ def bench_training_with_drops(
     eval_samples: Annotated[int, typer.Option("--eval-samples", help="Validation samples.")] = 256,
     log: Annotated[
         Path | None,
-        typer.Option("--log", help="Keeps finished runs; those in it are not made again.", callback=writable),
+        output_option("--log", help="Keeps finished runs; those in it are not made again."),
     ] = None,
     out: Out = None,
     as_json: Json = False,

@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, app, stdout_kept_clean
+from megasdc.cli.app import Json, app, input_argument, output_folder, stdout_kept_clean
 from megasdc.errors import CheckpointError
 
 CheckpointFolder = Annotated[
     Path,
-    typer.Argument(help="Folder of one checkpoint, universal or not, or of several: all are looked at."),
+    input_argument(
+        CheckpointError, help="Folder of one checkpoint, universal or not, or of several: all are looked at."
+    ),
 ]
 
 
@@ -50,9 +52,10 @@ def verify_checkpoint(
 def inspect_checkpoint(
     folder: Annotated[
         Path,
-        typer.Argument(
+        input_argument(
+            CheckpointError,
             help="A checkpoint of any format: of a layout, universal, of DeepSpeed with ZeRO-1 or 2, of torch DCP, a "
-            "Hugging Face model, a .pt or .safetensors file; or a folder of several."
+            "Hugging Face model, a .pt or .safetensors file; or a folder of several.",
         ),
     ],
     as_json: Json = False,
@@ -74,7 +77,9 @@ def inspect_checkpoint(
 def write_manifest(
     path: Annotated[
         Path,
-        typer.Argument(help="A checkpoint of any kind, a folder of several, a model, or one file.", metavar="PATH"),
+        input_argument(
+            CheckpointError, help="A checkpoint of any kind, a folder of several, a model, or one file.", metavar="PATH"
+        ),
     ],
     out: Annotated[
         str | None,
@@ -98,11 +103,15 @@ def write_manifest(
 @app.command("convert-checkpoint", epilog="Example: megasdc convert-checkpoint runs/smoke/checkpoints --to universal")
 def convert_checkpoint(
     folder: Annotated[
-        Path, typer.Argument(help="Folder of one checkpoint (step_NNNNNNNN), or of several: the newest whole one.")
+        Path,
+        input_argument(
+            CheckpointError, help="Folder of one checkpoint (step_NNNNNNNN), or of several: the newest whole one."
+        ),
     ],
     to: Annotated[Literal["universal"], typer.Option("--to", help="universal: to start from at any layout.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write; left out: universal_step_NNNNNNNN beside it.")
+        Path | None,
+        typer.Option("--out", **output_folder(help="Folder to write; left out: universal_step_NNNNNNNN beside it.")),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a universal checkpoint that is there.")] = False,
     workers: Annotated[

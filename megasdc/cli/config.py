@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Overrides, app
-from megasdc.errors import ConfigError
+from megasdc.cli.app import Json, Overrides, app, input_argument, input_option
+from megasdc.errors import ConfigError, DataError
 
 
 @app.command("check-config", epilog="Example: megasdc check-config configs/smoke.json --world-size 2")
 def check_config(
-    file: Annotated[Path, typer.Argument(help="JSON configuration file.")],
+    file: Annotated[Path, input_argument(ConfigError, help="JSON configuration file.")],
     overrides: Overrides = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Also check layout and batch sizes for so many ranks.")
@@ -67,9 +67,14 @@ def check_config(
 
 @app.command("config-table", epilog="Example: megasdc config-table --write README.md")
 def config_table(
-    write: Annotated[Path | None, typer.Option("--write", help="Put the table between the file's markers.")] = None,
+    write: Annotated[
+        Path | None, input_option("--write", reads=DataError, help="Put the table between the file's markers.")
+    ] = None,
     check: Annotated[
-        Path | None, typer.Option("--check", help="Change nothing; exit code 1 if the file's table is out of date.")
+        Path | None,
+        input_option(
+            "--check", reads=DataError, help="Change nothing; exit code 1 if the file's table is out of date."
+        ),
     ] = None,
 ) -> None:
     """Print the markdown table of every configuration field, or keep the one in a file up to date."""
@@ -84,5 +89,5 @@ def config_table(
         if check is not None and not update_readme(check, check=True):
             typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
             raise typer.Exit(1)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, Out, dropcompute_app, print_result, writable
-from megasdc.errors import ConfigError
+from megasdc.cli.app import Json, Out, dropcompute_app, input_argument, input_option, output_option, print_result
+from megasdc.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megasdc.distributions import Environment
@@ -18,12 +18,12 @@ PAPER_SHARE = 0.5
 """Mean delay over the micro-batch's own latency in the paper's delay environment."""
 
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, with `step_times` in it.")]
+RunFolder = Annotated[Path, input_argument(DataError, metavar="RUN", help="Run folder, with `step_times` in it.")]
 FirstStep = Annotated[
     int | None, typer.Option("--first-step", min=1, help="Steps before it are passed over, such as slow first ones.")
 ]
 LastStep = Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are passed over.")]
-Figure = Annotated[Path | None, typer.Option("--figure", help="Draw the result as an HTML page.", callback=writable)]
+Figure = Annotated[Path | None, output_option("--figure", help="Draw the result as an HTML page.")]
 
 
 @dropcompute_app.command(
@@ -54,8 +54,9 @@ def simulate_drops(
     ] = None,
     latencies: Annotated[
         Path | None,
-        typer.Option(
+        input_option(
             "--latencies",
+            reads=ConfigError,
             help="Instead of both: recorded seconds, a .npy file [replica, step, micro-batch] or with a fourth axis of "
             "stages. As recorded; with --replicas each step of a replica is a recorded one drawn at random.",
         ),

@@ -8,23 +8,34 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Json, Out, Overrides, golden_app, print_result, stdout_kept_clean, writable
+from megasdc.cli.app import (
+    ConfigOption,
+    Json,
+    Out,
+    Overrides,
+    golden_app,
+    input_argument,
+    input_option,
+    output_option,
+    print_result,
+    stdout_kept_clean,
+)
+from megasdc.errors import ConfigError, TraceError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
 Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")]
 # Every process gives a sign of life each second; a timeout near that would take a busy one for a frozen one.
 Timeout = Annotated[float, typer.Option("--timeout", min=5, help="Seconds without progress: a hang.")]
 Faults = Annotated[
-    Path | None, typer.Option("--faults", help="A drill: JSON file of faults that harm the ranks on purpose.")
+    Path | None,
+    input_option("--faults", reads=ConfigError, help="A drill: JSON file of faults that harm the ranks on purpose."),
 ]
 
 
 @golden_app.command("record", epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden")
 def golden_record(
     config: ConfigOption,
-    out: Annotated[
-        Path, typer.Option("--out", help="The golden file to write; replaced if it exists.", callback=writable)
-    ],
+    out: Annotated[Path, output_option("--out", help="The golden file to write; replaced if it exists.")],
     overrides: Overrides = None,
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Data-parallel size of the golden layout.")] = 1,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case in each set of processes.")] = 3,
@@ -65,9 +76,12 @@ def golden_record(
 
 @golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
 def golden_verify(
-    file: Annotated[Path | None, typer.Argument(help="The golden file; left out with --library.")] = None,
+    file: Annotated[Path | None, input_argument(TraceError, help="The golden file; left out with --library.")] = None,
     library: Annotated[
-        Path | None, typer.Option("--library", help="Folder of *.golden files; the one for this machine is taken.")
+        Path | None,
+        input_option(
+            "--library", reads=TraceError, help="Folder of *.golden files; the one for this machine is taken."
+        ),
     ] = None,
     local: Annotated[
         int | None,

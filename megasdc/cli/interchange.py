@@ -9,24 +9,28 @@ from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, Overrides, app, stdout_kept_clean
+from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_folder, stdout_kept_clean
+from megasdc.errors import CheckpointError, ConfigError, DataError
 
 WeightsFolder = Annotated[
     Path,
-    typer.Argument(
-        metavar="DIR", help="A checkpoint, a folder of several (newest whole one), or a folder made by import-hf."
+    input_argument(
+        CheckpointError,
+        missing=True,
+        metavar="DIR",
+        help="A checkpoint, a folder of several (newest whole one), or a folder made by import-hf.",
     ),
 ]
 TokenizerOption = Annotated[
     Path | None,
-    typer.Option("--tokenizer", help="Folder or .model file; left out: the one of the prepared data."),
+    input_option("--tokenizer", reads=DataError, help="Folder or .model file; left out: the one of the prepared data."),
 ]
 
 
 @app.command("export-hf", epilog="Example: megasdc export-hf runs/smoke/checkpoints exported/smoke")
 def export_hf(
     source: WeightsFolder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", **output_folder(help="Folder to write."))],
     dtype: Annotated[
         str, typer.Option("--dtype", help="fp32, bf16 or as-saved: the type that the model was trained in.")
     ] = "as-saved",
@@ -60,7 +64,7 @@ def export_hf(
 @app.command("import-hf", epilog="Example: megasdc import-hf exported/smoke imported/smoke")
 def import_hf(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a GPT-2 or Llama model, or its hub name.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", **output_folder(help="Folder to write."))],
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier import.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -85,7 +89,8 @@ def import_hf(
 def evaluate(
     source: WeightsFolder,
     config: Annotated[
-        Path | None, typer.Option("--config", help="File that names the data; left out: that of the checkpoint.")
+        Path | None,
+        input_option("--config", reads=ConfigError, help="File that names the data; left out: that of the checkpoint."),
     ] = None,
     split: Annotated[Literal["train", "valid", "test"], typer.Option("--split", help="Which documents.")] = "valid",
     samples: Annotated[

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, app, print_result, stdout_kept_clean
+from megasdc.cli.app import (
+    Json,
+    app,
+    input_argument,
+    input_option,
+    output_folder,
+    output_option,
+    print_result,
+    stdout_kept_clean,
+)
+from megasdc.errors import DataError
 
 
 @app.command(
@@ -17,14 +27,15 @@ from megasdc.cli.app import Json, app, print_result, stdout_kept_clean
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(
+        input_argument(
+            DataError,
             metavar="PATH...",
             help="A run folder; several, which are compared; a study; a sweep; results of DropCompute (JSON).",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
+        output_option(
             "--out",
             metavar="FILE.html",
             help="The page. Default: reports/report.html in the folder; of several runs or files report.html here.",
@@ -35,13 +46,20 @@ def report(
         typer.Option(
             "--figures",
             metavar="DIR",
-            help="Also write every figure as PNG and SVG (Chromium draws them), and its numbers as CSV.",
+            **output_folder(
+                help="Also write every figure as PNG and SVG (Chromium draws them), and its numbers as CSV."
+            ),
         ),
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="Title of the page.")] = None,
     healthy: Annotated[
         Path | None,
-        typer.Option("--healthy", metavar="PATH", help="The run that others are compared with. Default: the first."),
+        input_option(
+            "--healthy",
+            reads=DataError,
+            metavar="PATH",
+            help="The run that others are compared with. Default: the first.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -9,14 +9,16 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Json, Overrides, app
+from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
+from megasdc.errors import DataError, LaunchError
 
 
 @app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
 def prepare_data(
     config: ConfigOption,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write; left out: megasdc.data.path of the file.")
+        Path | None,
+        typer.Option("--out", **output_folder(help="Folder to write; left out: megasdc.data.path of the file.")),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Tokenizing processes.")] = 1,
     force: Annotated[bool, typer.Option("--force", help="Make the data anew even if the folder holds some.")] = False,
@@ -46,7 +48,7 @@ def launch(
         list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
     ] = None,
     hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`; without: this host.")
+        Path | None, input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`; without: this host.")
     ] = None,
     num_gpus: Annotated[
         int | None, typer.Option("--num-gpus", "--num-ranks", min=1, help="Ranks on each host.")
@@ -56,7 +58,9 @@ def launch(
     launcher: Annotated[
         str, typer.Option("--launcher", help="pdsh, openmpi, slurm, ...: DeepSpeed's backend.")
     ] = "pdsh",
-    script: Annotated[Path | None, typer.Option("--script", help="Training script; default: pretrain_gpt.py.")] = None,
+    script: Annotated[
+        Path | None, input_option("--script", reads=LaunchError, help="Training script; default: pretrain_gpt.py.")
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
     as_json: Json = False,
@@ -113,7 +117,7 @@ def check_determinism(
 
 @app.command("summary", epilog="Example: megasdc summary runs/smoke")
 def summary(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder (megasdc.logging.run_dir).")],
+    run_dir: Annotated[Path, input_argument(DataError, help="Run folder (megasdc.logging.run_dir).")],
     require_finished: Annotated[
         bool,
         typer.Option("--require-finished", help="Exit code 1 if the run has not done all its steps, or has failed."),

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, app, print_result, stdout_kept_clean
+from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_kept_clean
 from megasdc.cli.golden import Minutes, Timeout
+from megasdc.errors import LaunchError, TraceError
 
 
 @app.command("stress", epilog="Example: megasdc stress --hostfile hosts --minutes 30 --golden golden --out stress.json")
 def stress(
     hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`, N devices each; without: this host.")
+        Path | None,
+        input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`, N devices each; without: this host."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of all tests.")] = 3,
     minutes: Minutes = None,
@@ -22,7 +24,10 @@ def stress(
         str, typer.Option("--only", help="Tests, of collectives,gemm,training.")
     ] = "collectives,gemm,training",
     golden: Annotated[
-        Path | None, typer.Option("--golden", help="Folder of golden values; the files for each device are taken.")
+        Path | None,
+        input_option(
+            "--golden", reads=TraceError, help="Folder of golden values; the files for each device are taken."
+        ),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Write what this host computes to the folder of --golden.")

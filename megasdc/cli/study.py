@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, app, print_result
+from megasdc.cli.app import Json, Out, app, input_argument, print_result
+from megasdc.errors import DataError
 
 
 class _By(StrEnum):
@@ -17,7 +18,7 @@ class _By(StrEnum):
 
 @app.command("study", epilog="Example: megasdc study runs/study --by submodule")
 def study(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder of a study (megasdc.logging.run_dir).")],
+    run_dir: Annotated[Path, input_argument(DataError, help="Run folder of a study (megasdc.logging.run_dir).")],
     by: Annotated[
         _By,
         typer.Option("--by", help="Rows of mismatches: attention, ffn, ...; kinds; submodules; or parts of each rank."),

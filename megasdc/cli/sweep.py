@@ -8,14 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from megasdc.cli.app import Json, app
+from megasdc.cli.app import Json, app, input_argument, output_folder
+from megasdc.errors import ConfigError
 
 
 @app.command("sweep", epilog="Example: megasdc sweep configs/sweeps/pei_table_1.json --size smoke")
 def sweep(
-    file: Annotated[Path, typer.Argument(help="JSON file of the sweep.")],
+    file: Annotated[Path, input_argument(ConfigError, help="JSON file of the sweep.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results; left out: runs/sweeps/NAME-SIZE.")
+        Path | None,
+        typer.Option("--out", **output_folder(help="Folder of the results; left out: runs/sweeps/NAME-SIZE.")),
     ] = None,
     size: Annotated[
         str | None, typer.Option("--size", help="Variant of the sweep, such as smoke, cpu, paper; left out: its first.")

@@ -125,6 +125,13 @@ def list_files(section: SourceSection) -> list[Path]:
         DataError: nothing there, an unknown ending, or an empty file.
     """
     where = _need_path(section)
+    try:
+        return _list_files(where)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}; ask its owner for the right to") from error
+
+
+def _list_files(where: str) -> list[Path]:
     known = ", ".join(f"{ending}[.gz|.zst]" for ending in BUILDERS)
     root = Path(where)
     if root.is_dir():

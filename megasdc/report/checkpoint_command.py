@@ -17,6 +17,7 @@ from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
+from megasdc.program import run
 from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
@@ -139,9 +140,4 @@ def main() -> None:
     A result that cannot be written is no verdict, so that no exit code may stand for it.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        app(prog_name="compare_checkpoints")
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
-        typer.echo(f"compare_checkpoints: error: the result cannot be written: {error.strerror or error}", err=True)
-        sys.exit(NOT_COMPARED)
+    run(lambda: app(prog_name="compare_checkpoints"), "compare_checkpoints", unwritten=NOT_COMPARED)

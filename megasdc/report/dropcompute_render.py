@@ -13,6 +13,7 @@ from rich.table import Table
 from megasdc.dropcompute.search import Curve
 from megasdc.dropcompute.simulate import Formulas, SimulationResult, SimulationResults
 from megasdc.errors import StorageError
+from megasdc.program import write_whole
 
 
 def render_simulations(result: SimulationResults, console: Console) -> None:
@@ -136,7 +137,7 @@ def write_page(figure: Any, path: Path) -> None:
         StorageError: it cannot be written.
     """
     try:
-        path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
+        write_whole(path, figure.to_html(include_plotlyjs=True, full_html=True))
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --figure") from error
 

@@ -14,6 +14,7 @@ from megasdc.checkpoint.digest import DIGEST_SUFFIX, Digest, count_bytes, digest
 from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.records import record_text
 from megasdc.errors import StorageError
+from megasdc.program import write_whole
 
 STANDARD_OUTPUT = "-"
 
@@ -44,7 +45,7 @@ def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) 
         name = path.resolve().name
         target = Path(f"{name}.{digest.host}{DIGEST_SUFFIX}" if out is None else out)
         try:
-            target.write_text(text, encoding="utf-8")
+            write_whole(target, text)
         except OSError as error:
             raise StorageError(f"{target} cannot be written: {error.strerror}; choose another --out") from error
         _say(digest, str(target), len(text), duration_s, as_json)

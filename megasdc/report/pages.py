@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import StorageError
+from megasdc.program import write_whole
 
 
 def write_page(template: str, path: Path, option: str = "--html", **values: Any) -> None:
@@ -33,6 +34,6 @@ def write_page(template: str, path: Path, option: str = "--html", **values: Any)
     )
     text = environment.get_template(template).render(plotly=Markup(get_plotlyjs()), **values)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another {option}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from megasdc.checkpoint.files import step_folder
 from megasdc.config import parse_config
 from megasdc.data.manifest import Manifest
-from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, MegasdcError, NonFiniteError
+from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.events import Event
 from megasdc.metrics.writer import read_metrics
 from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
@@ -89,17 +89,17 @@ def summarize(run_dir: Path | str) -> RunSummary:
     """Read a run folder.
 
     Raises:
-        MegasdcError: the folder holds no run, or nothing was reported yet.
+        DataError: the folder holds no run, or nothing was reported yet.
     """
     folder = Path(run_dir)
     if (folder / STUDY_FOLDER).is_dir():
-        raise MegasdcError(f"{folder} holds a study; give one of its folders replica_K, or use megasdc study")
+        raise DataError(f"{folder} holds a study; give one of its folders replica_K, or use megasdc study")
     run = load_run(folder)
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]
     failed = status_of(run, 0.0).state == "failed"
     if not (failed or (run.config and trained)):
-        raise MegasdcError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
+        raise DataError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
     sections = None
     if run.config:
         sections = parse_config(run.config, source=str(folder / CONFIG_FILE)).megasdc

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megasdc.errors import MegasdcError
+from megasdc.program import run
 from megasdc.report.trace_render import render, write_page
 from megasdc.report.traces import TraceReport, compare_runs, load_traces
 
@@ -102,4 +103,4 @@ def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: 
 
 def main() -> None:
     """Run the command line."""
-    app(prog_name="compare_traces")
+    run(lambda: app(prog_name="compare_traces"), "compare_traces", unwritten=NOT_COMPARED)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasdc.addresses import REPLICA_PHASES
+from megasdc.program import write_whole
 from megasdc.report.traces import TraceReport
 
 SHADES = " ░▒▓█"
@@ -153,4 +154,4 @@ def write_page(reports: list[TraceReport], path: Path) -> None:
             figure.update_yaxes(autorange="reversed", row=row, col=1)
             heights += 160 + 18 * len(names)
     figure.update_layout(height=heights, title_text=f"compared with {reports[0].expected}")
-    path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
+    write_whole(path, figure.to_html(include_plotlyjs=True, full_html=True))

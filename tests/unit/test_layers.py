@@ -14,6 +14,7 @@ LAYERS = {
     "errors": 0,
     "addresses": 0,
     "imports": 0,
+    "program": 1,
     "events": 1,
     "run_lock": 1,
     "config": 1,

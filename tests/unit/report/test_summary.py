@@ -12,6 +12,7 @@ from run_folder import add_incident, losses, write_run
 from megasdc.errors import (
     CheckpointError,
     CorruptionError,
+    DataError,
     HangError,
     LaunchError,
     MegasdcError,
@@ -68,10 +69,10 @@ def test_what_is_not_there_is_said_or_left_out() -> None:
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """Nothing there, or a study, whose replicas are the runs."""
-    with pytest.raises(MegasdcError, match="holds no run that has reported a step"):
+    with pytest.raises(DataError, match="holds no run that has reported a step"):
         summarize(tmp_path)
     (tmp_path / "study").mkdir()
-    with pytest.raises(MegasdcError, match="holds a study; give one of its folders replica_K"):
+    with pytest.raises(DataError, match="holds a study; give one of its folders replica_K"):
         summarize(tmp_path)
 
 

@@ -1,0 +1,136 @@
+"""How a command starts and ends: Ctrl-C, streams that cannot take a text, closed pipes, full disks, our own errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megasdc.errors import MegasdcError, StorageError
+
+INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+"""Errors that only writing has."""
+
+
+def start(module: str) -> None:
+    """Import a module and call its ``main``; Ctrl-C meanwhile ends the process at once, for nothing has begun."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets background jobs ignore it
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    main = import_module(module).main
+    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()
+
+
+def run(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:
+    """Run a command line, and end the process with a documented exit code and without a traceback.
+
+    Args:
+        application: parses, works, prints, and ends with SystemExit.
+        name: of the program, before its messages.
+        unwritten: exit code where standard output cannot take the result, or a file stops the work that nobody foresaw.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # ASCII alone, or names that are no text
+    try:
+        code = _exit_code(application, name)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            code = CLOSED_PIPE
+        else:
+            code = unwritten
+            _say(name, f"{error.filename or 'the result cannot be written'}: {error.strerror or error}")
+    if code in (CLOSED_PIPE, unwritten):
+        _forget_output()
+    sys.exit(code)
+
+
+def _exit_code(application: Callable[[], Any], name: str) -> Any:
+    try:
+        application()
+    except MegasdcError as error:
+        _say(name, str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return INTERRUPTED
+    except SystemExit as ended:
+        # typer and rich end with 1 where a reader has gone; that is no verdict.
+        gone = ended.code == 1 and any(isinstance(cause, BrokenPipeError) for cause in _causes(ended))
+        return CLOSED_PIPE if gone else ended.code
+    return 0
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _say(name: str, text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit code says it too
+        print(f"{name}: error: {text}", file=sys.stderr, flush=True)
+
+
+def _forget_output() -> None:
+    """Send what is still buffered nowhere: Python would try once more, and complain, when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> str | None:
+    """Why a path is nothing that a command can read, or None: no right to, a pipe, a device.
+
+    A pipe that has no name, such as that of ``<(command)``, is read; one with a name may wait for ever.
+
+    Args:
+        path: a file or folder.
+        missing: a path where nothing lies is told too.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "is not there" if missing else None
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):
+        return None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return "is no file and no folder, but a pipe, a socket or a device; give what it would bring as a file"
+    if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+        return "cannot be read: Permission denied; ask its owner for the right to"
+    return None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all: where it fails, what was there is there.
+
+    A link leads to what is replaced; a device or a pipe is written to.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,190 @@
+"""How commands start and end: Ctrl-C, ASCII, closed pipes, full disks, what cannot be read, files half written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megasdc import program
+from megasdc.cli import app
+from megasdc.errors import CheckpointError, MegasdcError, StorageError
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "configs" / "smoke.json"
+
+
+def megasdc(*arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """The command in a process of its own."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "timeout": 120, **options}
+    return subprocess.run([sys.executable, "-m", "megasdc", *map(str, arguments)], check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("start", "code"),
+    [
+        ([sys.executable, "-m", "megasdc", "check-config", str(SMOKE)], 77),
+        ([sys.executable, "-m", "megasdc", "--help"], 77),
+        ([sys.executable, str(ROOT / "tools" / "compare_traces.py"), "--help"], 2),
+    ],
+)
+def test_a_result_that_cannot_be_printed_has_one_exit_code(start: list[str], code: int) -> None:
+    """A full disk: 77, of comparisons 2, with the reason; a closed pipe: 141, without a word."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(start, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr.count(b"\n")) == (code, 1)
+    assert b"error: the result cannot be written: No space left on device" in done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(start, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_streams_of_ascii_alone() -> None:
+    """What ASCII has no letter for is printed escaped, in help, results and messages."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    for arguments, code in ((["--help"], 0), (["summary", "größe"], 71), (["plan-audit", "--trials", "0"], 0)):
+        done = megasdc(*arguments, env=environment)
+        assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr
+        assert max(done.stdout + done.stderr) < 128
+
+
+@pytest.mark.parametrize("module", ["megasdc.cli", "megasdc.report.trace_command"])
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+    """At every moment from the first line of our own code on: exit code 130 and not a word."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom megasdc.program import start\nprint(end='go', flush=True)\nsys.argv = ['x', '--help']\n"
+        f"start('{module}')\n"
+    )
+    for delay_ms in (0, 30, 60, 90):
+        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.read(2) == b"go"
+            threading.Event().wait(0.02 + delay_ms / 1000)
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+        assert process.returncode in (0, 130), said  # 0: it was faster
+        assert said == b""
+
+
+def test_ctrl_c_at_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command cleans up as Python does, and then ends with 130 and without a traceback."""
+    seen = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        finally:
+            seen.append("cleaned")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(SystemExit) as ended:
+        program.run(work, "x")
+    signal.signal(signal.SIGINT, before)
+    assert (ended.value.code, seen, capsys.readouterr().err) == (130, ["cleaned"], "")
+
+
+@pytest.mark.parametrize(
+    ("inside", "number", "kind"),
+    [
+        ("step/file", errno.EACCES, CheckpointError),
+        ("step/file", errno.EIO, CheckpointError),
+        ("step/file", errno.ENOSPC, StorageError),
+        ("out/file", errno.EISDIR, StorageError),
+        ("elsewhere", errno.EACCES, StorageError),
+        ("elsewhere", errno.ENOENT, OSError),
+    ],
+)
+def test_errors_of_the_file_system_have_the_code_of_their_place(
+    tmp_path: Path, inside: str, number: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in an input has the input's, what lies in an output or needs space 77; a surprise stays one."""
+    from megasdc.cli.app import _Application, input_argument, output_folder
+
+    small = _Application()
+
+    @small.command("read")
+    def read(
+        source: Path = input_argument(CheckpointError), out: Path = typer.Argument(..., **output_folder())
+    ) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / inside))
+
+    (tmp_path / "step").mkdir()
+    done = CliRunner().invoke(small, [str(tmp_path / "step"), str(tmp_path / "out")])
+    assert type(done.exception) is kind or (kind is OSError and isinstance(done.exception, OSError))
+    assert str(tmp_path / inside) in str(done.exception)
+
+
+def test_what_is_no_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    """A named pipe, a device and a socket are named at once; a pipe without a name is read, as of <(command)."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, arguments in (
+        (tmp_path / "pipe", ["check-config"]),
+        (Path("/dev/null"), ["check-config"]),
+        (Path("/dev/full"), ["launch", "--dry-run", "--config"]),
+    ):
+        done = CliRunner().invoke(app, [*arguments, str(path)])
+        assert isinstance(done.exception, MegasdcError) and done.exception.exit_code == 70
+        assert f"{path} is no file and no folder" in str(done.exception)
+    reader, writer = os.pipe()
+    os.write(writer, SMOKE.read_bytes())
+    os.close(writer)
+    done = megasdc("check-config", f"/dev/fd/{reader}", pass_fds=[reader])
+    os.close(reader)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_path_of_the_command_line_is_checked() -> None:
+    """No command has an argument or option that names a file or folder and goes unchecked."""
+    todo, seen, unchecked = [app], 0, []
+    while todo:
+        application = todo.pop()
+        todo += [group.typer_instance for group in application.registered_groups]
+        for command in application.registered_commands:
+            for name, hint in get_type_hints(command.callback, include_extras=True).items():
+                if "pathlib.Path" not in str(hint):
+                    continue
+                seen += 1
+                (settings,) = hint.__metadata__
+                if settings.callback is None or settings.readable:
+                    unchecked.append(f"{command.name} {name}")
+    assert seen > 30
+    assert unchecked == []
+
+
+def test_a_missing_checkpoint_is_told_before_anything_is_imported(tmp_path: Path) -> None:
+    """Neither eval nor generate spends seconds on imports to say that a folder is not there."""
+    for command in (["eval"], ["generate", "--prompt", "a"]):
+        done = megasdc(*command, tmp_path / "none", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+        assert done.returncode == 72
+        assert f"{tmp_path}/none is not there" in done.stderr.decode()
+        assert b" torch\n" not in done.stderr
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Where writing fails the old content is there, and nothing else; links and permissions stay, devices are kept."""
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    with pytest.raises(UnicodeEncodeError):
+        program.write_whole(file, "half" * 100_000 + "\ud800")
+    assert (file.read_text(), sorted(os.listdir(tmp_path))) == ("old", ["file", "link"])
+    program.write_whole(link, "new")
+    assert (file.read_text(), link.is_symlink(), file.stat().st_mode & 0o777) == ("new", True, 0o640)
+    with pytest.raises(OSError, match="No space left"):
+        program.write_whole(Path("/dev/full"), "x")
+    assert Path("/dev/full").is_char_device()
