@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts this host's part of a run without SSH. Call it once on every host, with the same arguments but NODE_RANK:
 #
-#   launch/no_ssh.sh NODE_RANK HOSTFILE CONFIG [--set a.b.c=value ...]
+#   launch/no_ssh.sh NODE_RANK HOSTFILE CONFIG [--set a.b.c=value ...] [--allow-changed a.b.c ...]
 #
 # NODE_RANK is the host's line in HOSTFILE, from 0; HOSTFILE names every host of the run. Optional environment:
 #   MASTER_ADDR        address of the first host; default: its name in HOSTFILE

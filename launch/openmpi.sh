@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a run through OpenMPI instead of pdsh:
 #
-#   launch/openmpi.sh HOSTFILE CONFIG [--set a.b.c=value ...]
+#   launch/openmpi.sh HOSTFILE CONFIG [--set a.b.c=value ...] [--allow-changed a.b.c ...]
 #
 # HOSTFILE has lines `NAME slots=RANKS`, which OpenMPI reads too. Hosts are checked over SSH first, environment and
 # rank numbers reach ranks through megasdc.launcher.rank (mpi4py is not needed), and the exit code is true as with

@@ -19,6 +19,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the run's JSON file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b.c=value", help="override one value")
+    parser.add_argument(
+        "--allow-changed",
+        action="append",
+        default=[],
+        metavar="a.b.c",
+        help="let a resume go on with another value of this field than the checkpoint has",
+    )
     parser.add_argument("--local_rank", type=int, help="given by the launcher; the environment's LOCAL_RANK counts")
     arguments = parser.parse_args()
     # Before torch is imported: large tensors on the host get huge pages; a CPU run saves a tenth of its time in page
@@ -34,7 +41,7 @@ def main() -> int:
     if run_dir is not None:
         with contextlib.suppress(OSError):
             write_started(run_dir, rank)
-    code, error = pretrain(arguments.config, arguments.set)
+    code, error = pretrain(arguments.config, arguments.set, arguments.allow_changed)
     if run_dir is not None:
         try:
             write_done(run_dir, rank, code, error)

@@ -9,6 +9,7 @@ they agree again.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def load_checkpoint(
     chosen: Chosen,
     dims: ParallelDims,
     *,
+    check: Callable[[dict[str, Any]], None] = lambda shared_state: None,
     events: EventLog | None = None,
     node: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -58,6 +60,7 @@ def load_checkpoint(
         engine: the PipelineEngine.
         chosen: what ``find_checkpoint`` returned.
         dims: layout and place of this rank.
+        check: given what was saved for all ranks before anything else is compared; raises CheckpointError to refuse it.
         events: where the load is reported, by rank 0.
         node: name of this rank's node; null means the host's name.
         group: group of all ranks, on the host; null means the default group.
@@ -75,9 +78,10 @@ def load_checkpoint(
     rank_state: dict[str, Any] = {}
     problem: Problem | None = None
     try:
+        shared_state = json.loads((chosen.path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+        check(shared_state)
         expected = expected_files(engine, chosen.path, place.rank)
         _compare(engine, chosen, dims, expected)
-        shared_state = json.loads((chosen.path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
         for name in expected:
             load_checked(chosen.path / name, mmap=True)
         rank_state = load_checked(chosen.path / rank_state_file(place.rank))

@@ -131,7 +131,7 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
             problem = replace(describe_error(error, what), storage=False)
         what = f"{found.path} was loaded in part, the engine must not be used"
         raise_together(problem, found.place, what, group)
-        _place_steps(engine.optimizer.optimizer)
+        place_steps(engine.optimizer.optimizer)
         finish()
 
 
@@ -156,7 +156,7 @@ def _universal_load(engine: Any) -> Iterator[tuple[CheckedReader, Any]]:
         del optimizer.update_lp_params
 
 
-def _place_steps(optimizer: torch.optim.Optimizer) -> None:
+def place_steps(optimizer: torch.optim.Optimizer) -> None:
     """Put step counters where torch's fused and capturable optimizers want them, as their own load does."""
     for group in optimizer.param_groups:
         if not (group.get("fused") or group.get("capturable")):

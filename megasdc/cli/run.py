@@ -62,6 +62,14 @@ def launch(
         Path | None, input_option("--script", reads=LaunchError, help="Training script; default: pretrain_gpt.py.")
     ] = None,
     overrides: Overrides = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-changed",
+            metavar="PATH",
+            help="Let a resume go on with another value of this field than the checkpoint has; may be repeated.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -77,6 +85,7 @@ def launch(
         backend=launcher,
         launcher_args=tuple(launcher_args or ()),
         overrides=tuple(overrides or ()),
+        allow_changed=tuple(allow_changed or ()),
         script=script or DEFAULT_SCRIPT,
     )
     result = launch_run(request, dry_run=dry_run, quiet=as_json)

@@ -78,7 +78,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
             f"compared with; start at least {2 * ranks * replicas} ranks, or set megasdc.audit.enabled false."
         )
         raise ConfigError(text, config.source)
-    train, micro, accumulation = _batch_sizes(config, data)
+    train, micro, accumulation = batch_sizes(config, data)
     if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
         raise ConfigError(few, config.source)
     return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
@@ -94,8 +94,19 @@ def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, in
     return layout.train_batch_size, layout.micro_batch_size, layout.accumulation_steps, layout.data
 
 
-def _batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
-    """Derive the one size that is absent, or check all three: train = micro x accumulation x data."""
+def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
+    """Derive the sizes that are absent, or check all three: train = micro x accumulation x data.
+
+    Args:
+        config: of which DeepSpeed's part counts.
+        data: data-parallel size.
+
+    Returns:
+        (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps).
+
+    Raises:
+        ConfigError: they disagree.
+    """
     train: int | None = config.deepspeed.get("train_batch_size")
     micro: int | None = config.deepspeed.get("train_micro_batch_size_per_gpu")
     accumulation: int | None = config.deepspeed.get("gradient_accumulation_steps")

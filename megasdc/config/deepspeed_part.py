@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megasdc.config.fields import APPLIED, FLAG, UNIVERSAL, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -26,12 +26,18 @@ SILENT_STEPS_PER_PRINT = 10**9
 class OptimizerParams(Section):
     """Arguments of Adam and AdamW."""
 
+    at_resume = "applied"
+
     lr: PositiveFloat = Field(3e-4, description="Largest learning rate.")
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="Decay of the two moments.")
     eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
     weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled decay; not applied to norms and biases.")
-    torch_adam: bool = Field(True, description="PyTorch's optimizer; false: DeepSpeed's compiled one.")
-    adam_w_mode: bool = Field(True, description="Adam only: decouple the weight decay as AdamW does.")
+    torch_adam: bool = Field(
+        True, description="PyTorch's optimizer; false: DeepSpeed's compiled one.", json_schema_extra=UNIVERSAL
+    )
+    adam_w_mode: bool = Field(
+        True, description="Adam only: decouple the weight decay as AdamW does.", json_schema_extra=UNIVERSAL
+    )
     fused: bool = Field(True, description="torch_adam only: one kernel for all parameters.")
     foreach: bool | None = Field(None, description="torch_adam only: multi-tensor kernels; excludes fused.")
     bias_correction: bool = Field(True, description="DeepSpeed's compiled Adam only: correct the moments' bias.")
@@ -40,13 +46,17 @@ class OptimizerParams(Section):
 class Optimizer(Section):
     """DeepSpeed's `optimizer`."""
 
+    at_resume = "universal"
+
     type: Literal["Adam", "AdamW"] = Field("AdamW", description="Optimizer.")
     params: OptimizerParams = Field(default_factory=lambda: OptimizerParams.model_validate({}))
-    legacy_fusion: bool = Field(False, description="As DeepSpeed documents it.")
+    legacy_fusion: bool = Field(False, description="As DeepSpeed documents it.", json_schema_extra=APPLIED)
 
 
 class SchedulerParams(Section):
     """Arguments of all schedules together; which schedule takes which is in `SCHEDULER_PARAMS`."""
+
+    at_resume = "applied"
 
     total_num_steps: PositiveInt = Field(1, description="Steps of the schedule; left out: training.steps.")
     warmup_num_steps: PositiveInt = Field(1, description="Steps of warm-up; left out: min(2000, 10 % of the steps).")
@@ -62,12 +72,16 @@ class SchedulerParams(Section):
 class Scheduler(Section):
     """DeepSpeed's `scheduler`."""
 
+    at_resume = "applied"
+
     type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = Field("WarmupCosineLR", description="Schedule.")
     params: SchedulerParams = Field(default_factory=lambda: SchedulerParams.model_validate({}))
 
 
 class Zero(Section):
     """DeepSpeed's `zero_optimization`, as far as stage 1 reads it."""
+
+    at_resume = "applied"
 
     stage: Literal[1] = Field(
         1, description="ZeRO stage; the pipeline engine cannot reduce gradients in stages 2 and 3, and 0 shards nothing"
@@ -86,16 +100,18 @@ class Zero(Section):
     )
     offload_optimizer: dict[str, Any] | None = None
     ignore_unused_parameters: bool = True
-    round_robin_gradients: bool = False
-    parameter_alignment: bool = False
+    round_robin_gradients: bool = Field(False, json_schema_extra=UNIVERSAL)
+    parameter_alignment: bool = Field(False, json_schema_extra=UNIVERSAL)
 
 
 class Bf16(Section):
     """DeepSpeed's `bf16`."""
 
+    at_resume = "universal"
+
     enabled: bool = Field(False, description="Train in bfloat16.")
-    immediate_grad_update: bool = False
-    check_grad_overflow: bool = True
+    immediate_grad_update: bool = Field(False, json_schema_extra=APPLIED)
+    check_grad_overflow: bool = Field(True, json_schema_extra=APPLIED)
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
@@ -103,25 +119,31 @@ class Bf16(Section):
 class Fp16(Section):
     """DeepSpeed's `fp16`."""
 
-    enabled: bool = Field(False, description="Train in float16 with loss scaling.")
+    at_resume = "applied"
+
+    enabled: bool = Field(False, description="Train in float16 with loss scaling.", json_schema_extra=UNIVERSAL)
     auto_cast: bool = False
     loss_scale: NonNegativeFloat = Field(0.0, description="Fixed loss scale; 0: dynamic.")
-    initial_scale_power: NonNegativeInt = 16
+    initial_scale_power: NonNegativeInt = Field(16, json_schema_extra=FLAG)
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: PositiveInt = 1
-    fp16_master_weights_and_grads: bool = False
+    fp16_master_weights_and_grads: bool = Field(False, json_schema_extra=UNIVERSAL)
 
 
 class DataTypes(Section):
     """DeepSpeed's `data_types`."""
+
+    at_resume = "universal"
 
     grad_accum_dtype: DataType | None = Field(None, description="Type in which gradients are accumulated.")
 
 
 class Pipeline(Section):
     """DeepSpeed's `pipeline`."""
+
+    at_resume = "applied"
 
     activation_checkpoint_interval: NonNegativeInt = Field(
         0, description="Layers between saved activations; 0: nothing is recomputed."
@@ -134,6 +156,8 @@ class Pipeline(Section):
 class ActivationCheckpointing(Section):
     """DeepSpeed's `activation_checkpointing`."""
 
+    at_resume = "applied"
+
     partition_activations: bool = False
     number_checkpoints: PositiveInt | None = None
     contiguous_memory_optimization: bool = False
@@ -145,11 +169,15 @@ class ActivationCheckpointing(Section):
 class ParallelWrite(Section):
     """DeepSpeed's `checkpoint.parallel_write`."""
 
+    at_resume = "-"
+
     pipeline_stage: bool = False
 
 
 class Checkpoint(Section):
     """DeepSpeed's `checkpoint`."""
+
+    at_resume = "-"
 
     tag_validation: Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"] = "Warn"
     parallel_write: ParallelWrite = Field(default_factory=lambda: ParallelWrite.model_validate({}))
@@ -165,6 +193,8 @@ class Checkpoint(Section):
 class TensorBoard(Section):
     """DeepSpeed's `tensorboard` and `csv_monitor`."""
 
+    at_resume = "-"
+
     enabled: bool = False
     output_path: str = ""
     job_name: str = "DeepSpeedJobName"
@@ -172,6 +202,8 @@ class TensorBoard(Section):
 
 class Wandb(Section):
     """DeepSpeed's `wandb`."""
+
+    at_resume = "-"
 
     enabled: bool = False
     group: str | None = None
@@ -181,6 +213,8 @@ class Wandb(Section):
 
 class Comet(Section):
     """DeepSpeed's `comet`."""
+
+    at_resume = "-"
 
     enabled: bool = False
     samples_log_interval: PositiveInt = 100
@@ -196,6 +230,8 @@ class Comet(Section):
 class CommsLogger(Section):
     """DeepSpeed's `comms_logger`."""
 
+    at_resume = "-"
+
     enabled: bool = False
     prof_all: bool = True
     prof_ops: list[str] = Field(default_factory=list)
@@ -205,6 +241,8 @@ class CommsLogger(Section):
 
 class ThroughputTimer(Section):
     """DeepSpeed's `timers.throughput`."""
+
+    at_resume = "-"
 
     enabled: bool = True
     synchronized: bool = True
@@ -219,10 +257,18 @@ class Timers(Section):
 class DeepSpeedPart(Section):
     """Every top-level DeepSpeed key that goes with ZeRO-1 pipeline training; all may be left out."""
 
-    train_batch_size: PositiveInt = Field(1, description="Samples of one step over all ranks.")
-    train_micro_batch_size_per_gpu: PositiveInt = Field(1, description="Samples of one micro-batch on one replica.")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-batches of one step on one replica.")
-    gradient_clipping: NonNegativeFloat = Field(1.0, description="Largest gradient norm; 0: no clipping.")
+    at_resume = "-"
+
+    train_batch_size: PositiveInt = Field(1, description="Samples of one step over all ranks.", json_schema_extra=FLAG)
+    train_micro_batch_size_per_gpu: PositiveInt = Field(
+        1, description="Samples of one micro-batch on one replica.", json_schema_extra=APPLIED
+    )
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="Micro-batches of one step on one replica.", json_schema_extra=APPLIED
+    )
+    gradient_clipping: NonNegativeFloat = Field(
+        1.0, description="Largest gradient norm; 0: no clipping.", json_schema_extra=APPLIED
+    )
     optimizer: Optimizer = Field(default_factory=lambda: Optimizer.model_validate({}))
     scheduler: Scheduler = Field(default_factory=lambda: Scheduler.model_validate({}))
     zero_optimization: Zero = Field(default_factory=lambda: Zero.model_validate({}))
@@ -242,19 +288,19 @@ class DeepSpeedPart(Section):
     comms_logger: CommsLogger = Field(default_factory=lambda: CommsLogger.model_validate({}))
     timers: Timers = Field(default_factory=lambda: Timers.model_validate({}))
     aio: dict[str, Any] = Field(default_factory=dict)
-    communication_data_type: DataType | None = None
-    seq_parallel_communication_data_type: DataType | None = None
-    disable_allgather: bool = False
+    communication_data_type: DataType | None = Field(None, json_schema_extra=APPLIED)
+    seq_parallel_communication_data_type: DataType | None = Field(None, json_schema_extra=APPLIED)
+    disable_allgather: bool = Field(False, json_schema_extra=APPLIED)
     dump_state: bool = False
-    gradient_predivide_factor: PositiveFloat = 1.0
+    gradient_predivide_factor: PositiveFloat = Field(1.0, json_schema_extra=APPLIED)
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     memory_breakdown: bool = False
-    prescale_gradients: bool = False
+    prescale_gradients: bool = Field(False, json_schema_extra=APPLIED)
     steps_per_print: PositiveInt | None = None
     vocabulary_size: PositiveInt | None = None
     wall_clock_breakdown: bool = False
     zero_allow_untested_optimizer: bool = False
-    zero_force_ds_cpu_optimizer: bool = True
+    zero_force_ds_cpu_optimizer: bool = Field(True, json_schema_extra=APPLIED)
 
 
 def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[str, Any]:

@@ -15,6 +15,8 @@ Seconds = Annotated[float, Field(ge=0)]
 class DelaySpec(FaultPlace):
     """One delay before micro-batches; without a rank or tensor rank, on tensor rank 0 of each stage that fits."""
 
+    at_resume = "applied"
+
     kind: Literal[
         "bounded_lognormal",
         "normal",

@@ -20,6 +20,8 @@ class PolicySection(Section):
     warn: the step is committed as it is.
     """
 
+    at_resume = "applied"
+
     persistent: Policy = Field("halt", description="The rank computes the same wrong value each time.")
     intermittent: Policy = Field("halt", description="The rank is wrong again, but not always or not equally.")
     not_reproduced: Policy = Field("repair", description="The rank was right in all repeats.")
@@ -28,6 +30,8 @@ class PolicySection(Section):
 
 class AlwaysOnSection(Section):
     """Checks of every step."""
+
+    at_resume = "applied"
 
     enabled: bool = Field(False, description="Check every step; off: no hook is attached anywhere.")
     recompute: bool | None = Field(
@@ -59,6 +63,8 @@ class AlwaysOnSection(Section):
 class SdcSection(Section):
     """Detection of silent data corruption: checks of every step, and what follows from any finding."""
 
+    at_resume = "applied"
+
     always_on: AlwaysOnSection = Field(default_factory=lambda: AlwaysOnSection.model_validate({}))
     repeats: PositiveInt = Field(
         5, description="How often a disputed micro-batch is computed again to tell persistent from other faults."
@@ -74,6 +80,8 @@ class SdcSection(Section):
 
 class AuditSection(Section):
     """Steps whose first micro-batch is the same on all replicas, so that every result of it can be compared."""
+
+    at_resume = "applied"
 
     enabled: bool = Field(False, description="Audit every `interval` steps, on SIGUSR2 and on alarms.")
     interval: PositiveInt = Field(50, description="Steps K from one audit to the next.")

@@ -19,6 +19,8 @@ Seconds = Annotated[float, Field(ge=0)]
 class DropComputeSection(Section):
     """DropCompute (Giladi et al., NeurIPS 2023): a late replica starts no more micro-batches in a step."""
 
+    at_resume = "applied"
+
     enabled: bool = Field(False, description="Measure micro-batches and leave late ones out; off: no hook is attached.")
     threshold: Seconds | Literal["auto", "inf"] = Field(
         "auto",

@@ -31,12 +31,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class BurstSection(Section):
     """Faults that come in bursts."""
 
+    at_resume = "applied"
+
     length: PositiveInt = Field(..., description="Steps of one burst.")
     probability: Share = Field(..., description="Probability that a burst starts at a step, in [0, 1].")
 
 
 class FaultPlace(Section):
     """On which ranks, in which steps and micro-batches; what is null does not restrict."""
+
+    at_resume = "applied"
 
     rank: NonNegativeInt | None = Field(None, description="Global rank; in a study: rank of its replica; null: any.")
     replica: NonNegativeInt | None = Field(

@@ -1,18 +1,47 @@
-"""What do all sections share? Their base and the types of their numbers."""
+"""What do all sections share? Their base, the types of their numbers, and what a change at a resume means."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
+AtResume = Literal["refused", "universal", "flag", "applied", "-"]
+"""What becomes of a field that has another value than in the checkpoint that a run goes on from.
+
+refused: the saved weights would mean another model. universal: refused too, but a new run may start so from a universal
+checkpoint. flag: refused unless ``--allow-changed`` names the field. applied: from the first step on, and told. -: it
+decides nothing of what is trained or looked for, or how a start is made.
+"""
+REFUSED: dict[str, Any] = {"at_resume": "refused"}
+UNIVERSAL: dict[str, Any] = {"at_resume": "universal"}
+FLAG: dict[str, Any] = {"at_resume": "flag"}
+APPLIED: dict[str, Any] = {"at_resume": "applied"}
+NO_MATTER: dict[str, Any] = {"at_resume": "-"}
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, strict about types, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    at_resume: ClassVar[AtResume | None] = None
+    """Of fields that state none by ``json_schema_extra``; None: every field that is no section must."""
+
+
+def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
+    """What becomes of a field that is changed at a resume.
+
+    Raises:
+        ValueError: neither the field nor its section states it.
+    """
+    extra = field.json_schema_extra
+    stated = extra.get("at_resume") if isinstance(extra, dict) else getattr(section, "at_resume", None)
+    if stated not in get_args(AtResume):
+        raise ValueError(f"{section.__name__}: a field states no at_resume ({field.description})")
+    return stated  # type: ignore[return-value]

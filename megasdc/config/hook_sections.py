@@ -22,6 +22,8 @@ Theta = Threshold | Annotated[list[Point], Field(min_length=1)]
 class HookSpec(Section):
     """One entry: a bound on gradients, a reset of the moments, or a hook of the user's own."""
 
+    at_resume = "applied"
+
     hook: Literal["absolute", "spike_aware", "momentum_reset", "file"] = Field(
         ...,
         description="absolute: |g| <= theta. spike_aware: |g| <= sqrt(theta V) where g^2 / V > theta, V the second "

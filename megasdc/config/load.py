@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from megasdc.config.contradictions import find_problems
 from megasdc.config.deepspeed_keys import REFUSED
 from megasdc.config.deepspeed_part import DeepSpeedPart, fill_defaults, precision_of
+from megasdc.config.fields import at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problem import Problem
 from megasdc.config.read import apply_overrides, dotted, read_json, shown
@@ -30,7 +31,7 @@ from megasdc.errors import ConfigError
 Path_ = tuple[str | int, ...]
 
 
-class _File(DeepSpeedPart):
+class WholeFile(DeepSpeedPart):
     """The whole file: DeepSpeed's keys and ours."""
 
     megasdc: MegasdcSection
@@ -45,11 +46,13 @@ class RunConfig:
             size may be absent: `resolve_batch` gives all three.
         megasdc: our sections, presets expanded.
         source: the file it came from; null if it came from a dict. Two equal configurations may differ in it.
+        allow_changed: fields that may have another value than in the checkpoint that is gone on from; as `source`.
     """
 
     deepspeed: dict[str, Any]
     megasdc: MegasdcSection
     source: str | None = field(default=None, compare=False)
+    allow_changed: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def precision(self) -> str:
@@ -61,18 +64,20 @@ class RunConfig:
         return {**copy.deepcopy(self.deepspeed), "megasdc": self.megasdc.model_dump(mode="json")}
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: Sequence[str] = ()) -> RunConfig:
     """Read, check and complete a JSON file.
 
     Args:
         path: the file.
         overrides: texts ``a.b.c=value``, applied in order before anything is checked.
+        allow_changed: paths ``a.b.c`` of fields that a resume may find changed, see `megasdc.config.changes`.
 
     Raises:
         ConfigError: with every problem found; each states dotted path, value got, values allowed, remedy.
     """
     raw, problems = read_json(path)
-    return _build(raw, overrides, str(path), problems)
+    problems += _allowance_problems(allow_changed)
+    return replace(_build(raw, overrides, str(path), problems), allow_changed=tuple(allow_changed))
 
 
 def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str | None = None) -> RunConfig:
@@ -113,6 +118,27 @@ def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, pr
     return RunConfig(deepspeed, file, source)
 
 
+def _allowance_problems(names: Iterable[str]) -> list[str]:
+    """List the names after ``--allow-changed`` that are no fields, or fields that are never taken up changed."""
+    problems = []
+    for name in names:
+        path: Path_ = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
+        found, info, annotation = _locate(path)
+        section = model_in(_locate(path[:-1])[2]) if path[:-1] else WholeFile
+        if section is not None and model_in(annotation) is not None:
+            problems.append(f"--allow-changed {name}: is a section; name its fields, one by one.")
+        elif found != path or info is None or section is None:
+            homes = _homes(str(path[-1]))
+            hint = f"did you mean {' or '.join(homes[:3])}?" if homes else "see megasdc config-table."
+            problems.append(f"--allow-changed {name}: is no field of the configuration; {hint}")
+        elif at_resume_of(section, info) in ("refused", "universal"):
+            problems.append(
+                f"--allow-changed {name}: no run goes on with another value; train anew in another "
+                "megasdc.logging.run_dir, or see README, A changed configuration."
+            )
+    return problems
+
+
 def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
     """Put the preset's sizes under the given ones, in place; an unknown preset makes the sizes not given doubtful."""
     section = raw.get("megasdc")
@@ -135,7 +161,7 @@ def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
     """List unknown keys, missing keys, wrong types and values out of range."""
     found: dict[Path_, Problem] = {}
     try:
-        _File.model_validate(raw)
+        WholeFile.model_validate(raw)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
             path, info, annotation = _locate(item["loc"])
@@ -171,7 +197,7 @@ def _unknown_key(raw: Any, path: Path_) -> Problem:
     if name in REFUSED:
         return Problem((name,), f"{name}: got {value}; not supported: {REFUSED[name]}. Remove the key.")
     _, _, annotation = _locate(path[:-1])
-    model = (model_in(annotation) if path[:-1] else None) or _File
+    model = (model_in(annotation) if path[:-1] else None) or WholeFile
     names = list(model.model_fields)
     where = dotted(path[:-1])
     paths = [name]
@@ -203,7 +229,7 @@ def _locate(loc: Path_) -> tuple[Path_, FieldInfo | None, Any]:
     """Follow pydantic's location through the sections; the tags of a union, which name no key, end the path."""
     path: list[str | int] = []
     info: FieldInfo | None = None
-    annotation: Any = _File
+    annotation: Any = WholeFile
     for item in loc:
         model, element = model_in(annotation), element_in(annotation)
         if model is not None and isinstance(item, str):

@@ -15,7 +15,18 @@ from megasdc.config.delay_sections import DelaySpec
 from megasdc.config.detection_sections import AuditSection, SdcSection
 from megasdc.config.drop_sections import DropComputeSection
 from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
-from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
+from megasdc.config.fields import (
+    APPLIED,
+    FLAG,
+    NO_MATTER,
+    REFUSED,
+    UNIVERSAL,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 from megasdc.config.hook_sections import HookSpec
 from megasdc.config.study_sections import StudySection
 
@@ -23,58 +34,88 @@ from megasdc.config.study_sections import StudySection
 class ModelSection(Section):
     """The GPT to train: a preset, single sizes, or a preset with some sizes changed."""
 
-    preset: str | None = Field(None, description="Name of a preset size; null: sizes are given field by field.")
-    num_layers: PositiveInt = Field(2, description="Number of transformer layers.")
-    hidden_size: PositiveInt = Field(128, description="Width h of the residual stream.")
-    num_attention_heads: PositiveInt = Field(4, description="Number of query heads.")
+    preset: str | None = Field(
+        None, description="Name of a preset size; null: sizes are given field by field.", json_schema_extra=NO_MATTER
+    )
+    num_layers: PositiveInt = Field(2, description="Number of transformer layers.", json_schema_extra=REFUSED)
+    hidden_size: PositiveInt = Field(128, description="Width h of the residual stream.", json_schema_extra=REFUSED)
+    num_attention_heads: PositiveInt = Field(4, description="Number of query heads.", json_schema_extra=REFUSED)
     num_query_groups: PositiveInt | None = Field(
-        None, description="Number of key/value heads (grouped-query attention); null: as many as query heads."
+        None,
+        description="Number of key/value heads (grouped-query attention); null: as many as query heads.",
+        json_schema_extra=REFUSED,
     )
     kv_channels: PositiveInt | None = Field(
-        None, description="Width of one head; null: hidden_size / num_attention_heads."
+        None, description="Width of one head; null: hidden_size / num_attention_heads.", json_schema_extra=REFUSED
     )
     ffn_hidden_size: PositiveInt | None = Field(
         None,
         description="Width of the MLP; null: 4 h, or with a gated MLP 8/3 h rounded up to a multiple of 64.",
+        json_schema_extra=REFUSED,
     )
     max_positions: PositiveInt = Field(
-        2048, description="Longest sequence the model can see, in tokens; size of the learned position table."
+        2048,
+        description="Longest sequence the model can see, in tokens; size of the learned position table.",
+        json_schema_extra=FLAG,
     )
-    position_embedding: Literal["learned", "rope"] = Field("learned", description="Kind of position information.")
-    rotary_base: PositiveInt = Field(10000, description="Base of the rotary frequencies; read with rope only.")
-    normalization: Literal["LayerNorm", "RMSNorm"] = Field("LayerNorm", description="Kind of normalisation.")
-    norm_epsilon: PositiveFloat = Field(1e-5, description="Added to the variance in every normalisation.")
+    position_embedding: Literal["learned", "rope"] = Field(
+        "learned", description="Kind of position information.", json_schema_extra=REFUSED
+    )
+    rotary_base: PositiveInt = Field(
+        10000, description="Base of the rotary frequencies; read with rope only.", json_schema_extra=FLAG
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = Field(
+        "LayerNorm", description="Kind of normalisation.", json_schema_extra=REFUSED
+    )
+    norm_epsilon: PositiveFloat = Field(
+        1e-5, description="Added to the variance in every normalisation.", json_schema_extra=FLAG
+    )
     activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = Field(
-        "gelu_tanh", description="MLP activation; gelu_tanh is GPT-2's tanh approximation of GELU."
+        "gelu_tanh",
+        description="MLP activation; gelu_tanh is GPT-2's tanh approximation of GELU.",
+        json_schema_extra=FLAG,
     )
-    gated_mlp: bool = Field(False, description="Gate the MLP; silu with a gate is SwiGLU.")
-    bias: bool = Field(True, description="Biases in the linear layers of attention and MLP.")
-    qkv_bias: bool = Field(False, description="A bias on query, key and value also where `bias` is false.")
-    tie_embeddings: bool = Field(True, description="Output weights are the word embedding.")
-    hidden_dropout: Probability = Field(0.0, description="Dropout on embeddings and residual branches, in [0, 1).")
+    gated_mlp: bool = Field(False, description="Gate the MLP; silu with a gate is SwiGLU.", json_schema_extra=REFUSED)
+    bias: bool = Field(True, description="Biases in the linear layers of attention and MLP.", json_schema_extra=REFUSED)
+    qkv_bias: bool = Field(
+        False, description="A bias on query, key and value also where `bias` is false.", json_schema_extra=REFUSED
+    )
+    tie_embeddings: bool = Field(True, description="Output weights are the word embedding.", json_schema_extra=REFUSED)
+    hidden_dropout: Probability = Field(
+        0.0, description="Dropout on embeddings and residual branches, in [0, 1).", json_schema_extra=FLAG
+    )
     attention_dropout: Probability = Field(
-        0.0, description="Dropout on attention probabilities, in [0, 1); above 0 attention is computed unfused."
+        0.0,
+        description="Dropout on attention probabilities, in [0, 1); above 0 attention is computed unfused.",
+        json_schema_extra=FLAG,
     )
-    init_std: PositiveFloat = Field(0.02, description="Standard deviation of initial weights.")
+    init_std: PositiveFloat = Field(0.02, description="Standard deviation of initial weights.", json_schema_extra=FLAG)
     vocab_multiple: PositiveInt = Field(
-        128, description="The vocabulary is padded to a multiple of this; must be divisible by every tensor size used."
+        128,
+        description="The vocabulary is padded to a multiple of this; must be divisible by every tensor size used.",
+        json_schema_extra=FLAG,
     )
     backend: Literal["torch", "transformer_engine"] = Field(
         "torch",
         description="Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).",
+        json_schema_extra=FLAG,
     )
     initial_weights: str | None = Field(
         None,
         description="Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",
+        json_schema_extra=NO_MATTER,
     )
     megatron: dict[str, Any] = Field(
         default_factory=dict,
         description="Further fields of Megatron-core's TransformerConfig that have effect, by name; applied last.",
+        json_schema_extra=FLAG,
     )
 
 
 class SourceSection(Section):
     """One source of text for `prepare-data`."""
+
+    at_resume = "-"
 
     kind: Literal["stdlib", "files", "hub"] = Field(
         "stdlib",
@@ -104,6 +145,8 @@ class SourceSection(Section):
 class TokenizerSection(Section):
     """The tokenizer that `prepare-data` trains or loads."""
 
+    at_resume = "-"
+
     kind: Literal["sentencepiece", "huggingface"] = Field("sentencepiece", description="Tokenizer library.")
     path: str | None = Field(
         None,
@@ -119,34 +162,45 @@ class TokenizerSection(Section):
 class BlendSection(Section):
     """One folder of prepared data in a blend."""
 
-    path: str = Field(..., description="Folder of prepared data.")
+    at_resume = "universal"
+
+    path: str = Field(..., description="Folder of prepared data.", json_schema_extra=APPLIED)
     weight: PositiveFloat = Field(..., description="Its share of the samples, relative to the other weights.")
 
 
 class DataSection(Section):
     """Where the tokens are and how they are cut into samples."""
 
-    path: str = Field(..., description="Folder of prepared data (the output of `megasdc prepare-data`).")
+    path: str = Field(
+        ..., description="Folder of prepared data (the output of `megasdc prepare-data`).", json_schema_extra=APPLIED
+    )
     blend: list[BlendSection] = Field(
         default_factory=list,
         description="Folders to draw samples from, each with its weight; `path` must be one of them, and all must have "
         "been prepared with one tokenizer. Empty: `path` alone.",
+        json_schema_extra=UNIVERSAL,
     )
-    sequence_length: PositiveInt = Field(512, description="Tokens s of one sample.")
+    sequence_length: PositiveInt = Field(512, description="Tokens s of one sample.", json_schema_extra=UNIVERSAL)
     split: list[NonNegativeInt] = Field(
         [98, 1, 1],
         min_length=3,
         max_length=3,
         description="Shares of the documents for train, validation and test; fixed when the data are prepared.",
+        json_schema_extra=FLAG,
     )
-    seed: NonNegativeInt = Field(1234, description="Seed of the order of documents and samples.")
+    seed: NonNegativeInt = Field(
+        1234, description="Seed of the order of documents and samples.", json_schema_extra=UNIVERSAL
+    )
     mask_end_of_document: bool = Field(
-        False, description="Leave the loss at end-of-document tokens out of every sum and average."
+        False,
+        description="Leave the loss at end-of-document tokens out of every sum and average.",
+        json_schema_extra=FLAG,
     )
     sources: list[SourceSection] = Field(
         default_factory=lambda: [SourceSection.model_validate({})],
         min_length=1,
         description="What `prepare-data` reads, in this order.",
+        json_schema_extra=NO_MATTER,
     )
     tokenizer: TokenizerSection = Field(
         default_factory=lambda: TokenizerSection.model_validate({}), description="What `prepare-data` tokenizes with."
@@ -161,54 +215,77 @@ class DataSection(Section):
 class ParallelSection(Section):
     """How the ranks divide the model; data parallel is what remains: world size / (tensor x pipeline)."""
 
-    tensor: PositiveInt = Field(1, description="Tensor-parallel ranks (TP).")
-    pipeline: PositiveInt = Field(1, description="Pipeline stages (PP).")
+    tensor: PositiveInt = Field(1, description="Tensor-parallel ranks (TP).", json_schema_extra=UNIVERSAL)
+    pipeline: PositiveInt = Field(1, description="Pipeline stages (PP).", json_schema_extra=UNIVERSAL)
     sequence_parallel: bool = Field(
-        False, description="Split norms and dropout along the sequence over the tensor ranks; needs tensor > 1."
+        False,
+        description="Split norms and dropout along the sequence over the tensor ranks; needs tensor > 1.",
+        json_schema_extra=APPLIED,
     )
     partition: Literal["uniform", "parameters"] | list[PositiveInt] = Field(
         "uniform",
         description="Transformer layers of each stage: equal counts, equal numbers of parameters, or given counts.",
+        json_schema_extra=UNIVERSAL,
     )
     timeout_s: PositiveFloat = Field(
-        1800.0, description="Seconds after which a collective is given up, set on every process group."
+        1800.0,
+        description="Seconds after which a collective is given up, set on every process group.",
+        json_schema_extra=NO_MATTER,
     )
     threads: NonNegativeInt = Field(
-        1, description="CPU threads of a rank on machines without an accelerator; 0: PyTorch's own choice."
+        1,
+        description="CPU threads of a rank on machines without an accelerator; 0: PyTorch's own choice.",
+        json_schema_extra=APPLIED,
     )
 
 
 class TrainingSection(Section):
     """How long to train, and what is looked at meanwhile."""
 
-    steps: PositiveInt = Field(..., description="Optimizer steps of the whole run, resumed parts included.")
-    seed: NonNegativeInt = Field(1234, description="Seed of initial weights and dropout.")
-    eval_interval: NonNegativeInt = Field(0, description="Steps between evaluations; 0: none.")
+    steps: PositiveInt = Field(
+        ..., description="Optimizer steps of the whole run, resumed parts included.", json_schema_extra=APPLIED
+    )
+    seed: NonNegativeInt = Field(1234, description="Seed of initial weights and dropout.", json_schema_extra=UNIVERSAL)
+    eval_interval: NonNegativeInt = Field(
+        0, description="Steps between evaluations; 0: none.", json_schema_extra=APPLIED
+    )
     eval_samples: PositiveInt = Field(
-        64, description="Validation samples of one evaluation, the same each time; rounded up to whole micro-batches."
+        64,
+        description="Validation samples of one evaluation, the same each time; rounded up to whole micro-batches.",
+        json_schema_extra=APPLIED,
     )
     time_limit_s: PositiveFloat | None = Field(
-        None, description="Save and stop at the first step boundary after so many seconds; null: no limit."
+        None,
+        description="Save and stop at the first step boundary after so many seconds; null: no limit.",
+        json_schema_extra=NO_MATTER,
     )
     stop_step: PositiveInt | None = Field(
-        None, description="Save and stop after this step although the run is longer; null: go on to `steps`."
+        None,
+        description="Save and stop after this step although the run is longer; null: go on to `steps`.",
+        json_schema_extra=NO_MATTER,
     )
     max_skipped_steps: PositiveInt = Field(
-        100, description="Stop with the non-finite exit code after so many skipped steps in a row."
+        100,
+        description="Stop with the non-finite exit code after so many skipped steps in a row.",
+        json_schema_extra=APPLIED,
     )
     garbage_collection: Literal["python", "managed"] = Field(
         "python",
         description="python: Python collects garbage whenever it does by itself, each rank at another moment; managed: "
         "all ranks at the end of the same steps, without looking at what was built before the first.",
+        json_schema_extra=NO_MATTER,
     )
     garbage_collection_interval: PositiveInt = Field(
         50,
         description="managed: steps between collections; memory that only garbage in cycles holds stays taken so long.",
+        json_schema_extra=NO_MATTER,
     )
 
 
 class DeterminismSection(Section):
     """Whether two runs on machines of one kind must agree in every bit."""
+
+    at_resume = "applied"
 
     enabled: bool = Field(
         False,
@@ -225,12 +302,16 @@ class DeterminismSection(Section):
 class CheckpointSection(Section):
     """When and where to save, what to keep, what to resume from."""
 
+    at_resume = "-"
+
     folder: str | None = Field(None, description="Folder of checkpoints; null: `checkpoints` in the run folder.")
     interval: NonNegativeInt = Field(0, description="Steps between checkpoints; 0: only at the end.")
     keep_last: NonNegativeInt = Field(2, description="Newest checkpoints kept; 0: all.")
     keep_every: NonNegativeInt = Field(0, description="Checkpoints whose step is a multiple are kept too; 0: none.")
     storage: Literal["shared", "node_local"] = Field(
-        "shared", description="Whether all nodes see one checkpoint folder or each node has its own."
+        "shared",
+        description="Whether all nodes see one checkpoint folder or each node has its own.",
+        json_schema_extra=UNIVERSAL,
     )
     resume: Literal["auto", "never", "must"] = Field(
         "auto",
@@ -259,6 +340,8 @@ class CheckpointSection(Section):
 class LoggingSection(Section):
     """Where a run writes, and how often it reports."""
 
+    at_resume = "-"
+
     run_dir: str = Field(..., description="Folder of this run; created if absent.")
     interval: PositiveInt = Field(10, description="Steps between reported lines and metrics.")
     progress_bar: bool = Field(True, description="A progress bar with ETA where rank 0 writes to a terminal.")
@@ -269,6 +352,8 @@ class LoggingSection(Section):
 
 class TraceSection(Section):
     """Exact checksums of what every submodule computes, written to the run folder."""
+
+    at_resume = "applied"
 
     enabled: bool = Field(False, description="Record a trace; off: no hook is attached anywhere.")
     granularity: Literal["layer", "submodule", "gemm"] = Field(
@@ -296,6 +381,8 @@ class TraceSection(Section):
 class GoldenSection(Section):
     """The workload of golden traces: seeded weights and tokens, no corpus; `trace` says what is recorded of it."""
 
+    at_resume = "applied"
+
     steps: PositiveInt = Field(2, description="Optimizer steps of one run.")
     micro_batches: PositiveInt = Field(2, description="Micro-batches of a step on each replica.")
     micro_batch_size: PositiveInt = Field(1, description="Samples of a micro-batch; more fill the device.")
@@ -322,14 +409,19 @@ class MegasdcSection(Section):
     study: StudySection = Field(default_factory=lambda: StudySection.model_validate({}))
     drop_compute: DropComputeSection = Field(default_factory=lambda: DropComputeSection.model_validate({}))
     optimizer_hooks: list[HookSpec] = Field(
-        [], description="What bounds gradients and resets moments, in this order; empty: nothing."
+        [],
+        description="What bounds gradients and resets moments, in this order; empty: nothing.",
+        json_schema_extra=APPLIED,
     )
-    faults: list[FaultSpec] = Field([], description="Faults injected on purpose; empty: none, no hook is attached.")
+    faults: list[FaultSpec] = Field(
+        [], description="Faults injected on purpose; empty: none, no hook is attached.", json_schema_extra=APPLIED
+    )
     process_faults: list[ProcessFaultSpec] = Field(
-        [], description="Ranks ended, stopped or slowed on purpose; empty: none."
+        [], description="Ranks ended, stopped or slowed on purpose; empty: none.", json_schema_extra=APPLIED
     )
     delay: list[DelaySpec] = Field(
         [],
         description="Delays before micro-batches on purpose; all that fit are added; empty: none, no hook is attached.",
+        json_schema_extra=APPLIED,
     )
     logging: LoggingSection

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveInt, Section
+from megasdc.config.fields import FLAG, NonNegativeInt, PositiveInt, Section
 
 COMPUTATION_SYNC, PARAMETER_SYNC, FREE_RUN = "computation_sync", "parameter_sync", "free_run"
 PAPER_FORWARD = ("*.word_embeddings", "*.self_attention.linear_proj", "*.mlp.linear_fc2", "*.output")
@@ -17,18 +17,22 @@ PAPER_BACKWARD = ("*.self_attention.linear_qkv", "*.mlp.linear_fc1", "*.output")
 class StudySection(Section):
     """Several whole runs in one launch, one of them trusted (Ma et al. 2025, arXiv 2502.12340)."""
 
+    at_resume = "applied"
+
     mode: Literal["computation_sync", "parameter_sync", "free_run"] | None = Field(
         None,
         description="computation_sync: every result is compared with the trusted replica's and overwritten by it; "
         "parameter_sync: gradients are compared, and after each step parameters and optimizer state are overwritten; "
         "free_run: nothing is overwritten, parameters are compared; null: no study.",
+        json_schema_extra=FLAG,
     )
     replicas: Annotated[int, Field(ge=2)] | None = Field(
         None,
         description="Replicas of the study, each a whole run of (ranks of the launch / replicas) ranks with a folder "
         "`replica_K` in `logging.run_dir`; needed with a mode.",
+        json_schema_extra=FLAG,
     )
-    trusted: NonNegativeInt = Field(0, description="The replica that counts as healthy.")
+    trusted: NonNegativeInt = Field(0, description="The replica that counts as healthy.", json_schema_extra=FLAG)
     submodules: Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
         description="computation_sync: patterns of full names whose forward and backward results are compared; null: "

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megasdc.config.deepspeed_part import DeepSpeedPart
+from megasdc.config.fields import AtResume, at_resume_of
 from megasdc.config.sections import MegasdcSection
 
 BEGIN = "<!-- config-table:begin -->"
@@ -97,17 +99,18 @@ def element_in(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is list else None
 
 
-def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def rows_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, AtResume]]:
+    """Yield path, field, and what becomes of it when it is changed at a resume, of every field that is no section."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = model_in(field.annotation)
         element = element_in(field.annotation)
         if inner is not None:
-            yield from _rows(inner, f"{path}.")
+            yield from rows_of(inner, f"{path}.")
             continue
-        yield path, field
+        yield path, field, at_resume_of(model, field)
         if element is not None and (inner := model_in(element)) is not None:
-            yield from _rows(inner, f"{path}[].")
+            yield from rows_of(inner, f"{path}[].")
 
 
 def _default_text(field: FieldInfo) -> str:
@@ -122,12 +125,29 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def render_table() -> str:
-    """Return the markdown table of every field under `megasdc`: path, type, default, meaning."""
-    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for path, field in _rows(MegasdcSection, ""):
-        cells = (f"`{path}`", field_text(field), _default_text(field), field.description or "")
+    """Return the markdown tables: every field under `megasdc`, and of DeepSpeed's keys what a resume makes of them."""
+    lines = ["| field | type | default | at resume | meaning |", "|---|---|---|---|---|"]
+    for path, field, at_resume in rows_of(MegasdcSection, ""):
+        cells = (f"`{path}`", field_text(field), _default_text(field), at_resume, field.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_deepspeed_lines()]) + "\n"
+
+
+def _deepspeed_lines() -> Iterator[str]:
+    """The table of DeepSpeed's keys by what becomes of them at a resume."""
+    yield "| at resume | DeepSpeed's keys |"
+    yield "|---|---|"
+    kinds: dict[str, dict[str, AtResume]] = {}
+    for path, _, at_resume in rows_of(DeepSpeedPart, ""):
+        kinds.setdefault(path.split(".")[0], {})[path] = at_resume
+    del kinds["bfloat16"]  # another name of bf16
+    for kind in get_args(AtResume):
+        names: list[str] = []
+        for key, fields in kinds.items():
+            alike = set(fields.values()) == {kind}  # the section's name stands for all of it
+            names += [key] if alike else [path for path, at_resume in fields.items() if at_resume == kind]
+        if names:
+            yield f"| {kind} | {', '.join(f'`{name}`' for name in names)} |"
 
 
 def update_readme(path: Path | str, check: bool = False) -> bool:

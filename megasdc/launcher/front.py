@@ -56,6 +56,7 @@ def launch(
     script: Path | str = DEFAULT_SCRIPT,
     *,
     num_gpus: int | None = None,
+    allow_changed: Sequence[str] = (),
 ) -> int:
     """Start a run, wait for its end, and return its true exit code; problems go to standard error.
 
@@ -66,6 +67,7 @@ def launch(
         overrides: texts ``a.b.c=value``.
         script: the training script.
         num_gpus: ranks on each host; None means all slots of the hostfile.
+        allow_changed: paths ``a.b.c`` of fields that a resume may find changed.
     """
     request = LaunchRequest(
         Path(config_path),
@@ -73,6 +75,7 @@ def launch(
         num_gpus=num_gpus,
         launcher_args=tuple(launcher_args),
         overrides=tuple(overrides),
+        allow_changed=tuple(allow_changed),
         script=Path(script),
     )
     return launch_run(request).exit_code

@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--launcher-code", required=True, type=int, help="exit code of what started the ranks")
     parser.add_argument("--config", required=True, help="the run's JSON file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b.c=value", help="override one value")
+    parser.add_argument("--allow-changed", action="append", metavar="a.b.c", help="as the ranks had it; not read here")
     arguments = parser.parse_args(argv)
     launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
     if not launch_id:

@@ -41,6 +41,7 @@ class LaunchRequest:
         backend: launcher backend.
         launcher_args: further options for DeepSpeed's launcher.
         overrides: texts ``a.b.c=value``.
+        allow_changed: paths ``a.b.c`` of fields that a resume may find changed.
         script: the training script.
         failure_grace_s: seconds that other ranks get after one has failed.
     """
@@ -53,6 +54,7 @@ class LaunchRequest:
     backend: str = "pdsh"
     launcher_args: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    allow_changed: tuple[str, ...] = ()
     script: Path = DEFAULT_SCRIPT
     failure_grace_s: float = FAILURE_GRACE_S
 
@@ -101,7 +103,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         ConfigError: the configuration or its layout is wrong.
         LaunchError: hostfile, filters, options or environment are wrong; all problems at once.
     """
-    config = load_config(request.config_path, request.overrides)
+    config = load_config(request.config_path, request.overrides, request.allow_changed)
     problems: list[str] = []
     options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args))
     placement = _collect_error(problems, lambda: _place(request))
@@ -165,6 +167,8 @@ def _rank_command(
     arguments = ["--config", str(request.config_path.absolute())]
     for override in request.overrides:
         arguments += ["--set", override]
+    for name in request.allow_changed:
+        arguments += ["--allow-changed", name]
     return RankCommand(
         cwd=str(cwd),
         script=str(request.script.absolute()),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.config import parse_config
+from megasdc.config.read import shown
 from megasdc.data.manifest import Manifest
 from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.events import Event
@@ -61,6 +62,7 @@ class RunSummary:
         tokens_per_s: median over the reported windows, all ranks; null: none was reported.
         skipped_steps: steps that the optimizer did not take.
         resumed_from: steps that the run resumed from.
+        changed_settings: fields of the configuration that a resume found changed, as sentences.
         checkpoints: folders of the checkpoints that are kept.
         failure: how the last launch failed; null: it did not, or it left no word.
     """
@@ -76,6 +78,7 @@ class RunSummary:
     tokens_per_s: float | None
     skipped_steps: int
     resumed_from: list[int]
+    changed_settings: list[str]
     checkpoints: list[str]
     failure: Failure | None = None
 
@@ -120,6 +123,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         tokens_per_s=rates[len(rates) // 2] if rates else None,
         skipped_steps=last.get("train/skipped_steps", 0),
         resumed_from=sorted({one.step for one in run.of("resume", "checkpoint") if one.step is not None}),
+        changed_settings=[_change_text(event) for event in run.of("resume", "changed")],
         checkpoints=sorted(str(path) for path in checkpoints.glob("step_*")),
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
     )
@@ -164,6 +168,12 @@ def _place(event: Event) -> str:
     )
 
 
+def _change_text(event: Event) -> str:
+    """What a resume found changed."""
+    old, new = shown(event.fields["old"]), shown(event.fields["new"])
+    return f"{event.fields['path']}: {old} -> {new} after step {event.step}"
+
+
 def _unigram_entropy(data: Path) -> float | None:
     try:
         return Manifest.load(data).unigram_entropy_nats
@@ -194,6 +204,7 @@ def render(summary: RunSummary) -> str:
         lines.append(f"speed             {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in all")
     if summary.resumed_from:
         lines.append(f"resumed from step {', '.join(map(str, summary.resumed_from))}")
+    lines += [f"changed           {text}" for text in summary.changed_settings]
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")
     return "\n".join(lines)
 

@@ -96,7 +96,8 @@ def build_run(
         build_process_faults(sections, run),
         [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else [],
     )
-    hook_states = resume(run, config, None if bridge is None else partial(agree_on_checkpoint, bridge))
+    agree = None if bridge is None else partial(agree_on_checkpoint, bridge)
+    hook_states = resume(run, config, agree, None if part is None else part.section)
     if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
         _write_resolved(folder, config)
         if part is not None and part.cut.launch_rank == 0:

@@ -124,7 +124,8 @@ def build_hooks(parts: HookParts) -> list[StepHook]:
         hooks.append(ManagedCollection(training.garbage_collection_interval))
     hooks.append(_reporter(parts, sizes, writer))
     before_save = None if detection is None else detection.before_save
-    hooks.append(Saver(parts.config, writer, parts.manifest.tokenizer.checksum, before_save))
+    study = None if parts.study is None else parts.study.section
+    hooks.append(Saver(parts.config, writer, parts.manifest.tokenizer.checksum, before_save, study))
     return hooks + _drilling(parts)
 
 

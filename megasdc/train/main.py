@@ -38,12 +38,16 @@ STORAGE_ERRNOS = frozenset(
 )
 
 
-def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseException | None]:
+def pretrain(
+    config_path: str, overrides: Sequence[str], allow_changed: Sequence[str] = ()
+) -> tuple[int, BaseException | None]:
     """Train as one rank of a run.
 
     Args:
         config_path: the JSON file.
         overrides: texts ``a.b.c=value``.
+        allow_changed: paths ``a.b.c`` of fields that may have another value than in the checkpoint that is gone on
+            from.
 
     Returns:
         The exit code, and the error behind it if there is one.
@@ -55,7 +59,7 @@ def pretrain(config_path: str, overrides: Sequence[str]) -> tuple[int, BaseExcep
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
     try:
-        config = load_config(config_path, overrides)
+        config = load_config(config_path, overrides, allow_changed)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         cut = cut_world(config.megasdc.study, os.environ)
         sections = (config if cut is None else replica_config(config, cut.replica)).megasdc

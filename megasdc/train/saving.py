@@ -13,7 +13,7 @@ from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, ope
 from megasdc.checkpoint.places import Problem, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
-from megasdc.config import RunConfig
+from megasdc.config import RunConfig, StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import Position, merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng, seed_generators
@@ -23,6 +23,7 @@ from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
 from megasdc.parallel.collectives import gather_objects
+from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Saver(StepHook):
         writer: where rank 0 writes metrics; null on other ranks.
         tokenizer_checksum: of the tokenizer that the data were prepared with; stored too.
         before_save: looks at what is about to be saved, on all ranks; null: nothing does.
+        study: that the run is a replica of; null: none.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Saver(StepHook):
         writer: MetricsWriter | None,
         tokenizer_checksum: str,
         before_save: Callable[[Run], None] | None = None,
+        study: StudySection | None = None,
     ) -> None:
         self.config = config
         self.before_save = before_save
+        self.study = study
         self.tokenizer_checksum = tokenizer_checksum
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
@@ -103,6 +107,7 @@ class Saver(StepHook):
             "tokenizer_checksum": self.tokenizer_checksum,
             "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks},
             "config": self.config.resolved(),
+            "study": None if self.study is None else self.study.model_dump(mode="json"),
         }
 
     def close(self) -> None:
@@ -111,23 +116,30 @@ class Saver(StepHook):
             self.writer.close()
 
 
-def resume(run: Run, config: RunConfig, agree: Callable[[int], int | None] | None = None) -> dict[str, Any]:
+def resume(
+    run: Run,
+    config: RunConfig,
+    agree: Callable[[int], int | None] | None = None,
+    study: StudySection | None = None,
+) -> dict[str, Any]:
     """Go on from the newest usable checkpoint, if there is one and the configuration wants it.
 
-    Without one the run starts from the universal checkpoint that the configuration names, or from step 0.
+    Without one the run starts from the universal checkpoint that the configuration names, or from step 0. What was
+    changed in the configuration since the checkpoint was saved is refused, or acts from the next step on and is told.
 
     Args:
         run: at step 0; on return at the step that was loaded.
         config: the run's configuration.
         agree: told the step of the checkpoint found, 0 for none; answers null, or the newest step to look for again;
             null: nobody has to agree.
+        study: that the run is a replica of; null: none.
 
     Returns:
         States of the hooks by class name, for hooks that are not built yet; empty at step 0.
 
     Raises:
-        CheckpointError: none is usable, one is of another model or layout, or the configuration demands what is not
-            there.
+        CheckpointError: none is usable, one is of another model, layout or configuration, or the configuration demands
+            what is not there.
 
     Collective: all ranks of the world.
     """
@@ -156,7 +168,16 @@ def resume(run: Run, config: RunConfig, agree: Callable[[int], int | None] | Non
             run.events.emit("start", "metrics_set_aside", path=str(kept))
             logger.warning("no checkpoint in %s, so the run starts anew; the metrics found are now %s", folder, kept)
         return hooks
-    loaded = load_checkpoint(run.engine, found, run.dims, events=run.events, group=run.host_group)
+    changed = ChangedSettings(run.engine, config, study)
+    data = found.manifest.layout.data
+    loaded = load_checkpoint(
+        run.engine,
+        found,
+        run.dims,
+        check=lambda saved: changed.check(saved, data),
+        events=run.events,
+        group=run.host_group,
+    )
     leave_behind(folder, found, storage=section.storage, events=run.events, group=run.host_group)
     run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
@@ -164,11 +185,12 @@ def resume(run: Run, config: RunConfig, agree: Callable[[int], int | None] | Non
     run.loader.position = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
     _prolong_stream(run)
     restore_rng(loaded.rank_state["rng"])
+    changed.apply(run)
     if run.dims.rank == 0:
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
         logger.info("resumed from %s", found.path)
-    return state["hooks"]
+    return changed.hook_states(state["hooks"])
 
 
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
@@ -195,7 +217,10 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     section, dims = config.megasdc.checkpoint, run.dims
     found = open_universal(folder, storage=section.storage, verify=section.verify, group=run.host_group)
     state = found.shared_state
-    position, problem = Position(), None
+    changed = ChangedSettings(run.engine, config, None)
+    problem = changed.problem_of(state, found.manifest.source_layout.data)
+    raise_together(problem, found.place, f"{found.path} cannot be started from, nothing was changed", run.host_group)
+    position = Position()
     try:
         if "loader" not in section.universal_without:
             position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
@@ -214,9 +239,10 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     run.loader.position = position
     _prolong_stream(run)
     seed_generators(config.megasdc.training.seed, run.step, dims.rank)
+    changed.apply(run)
     if dims.rank == 0:
         _tell_universal(run, config, found)
-    return {} if "hooks" in section.universal_without else state["hooks"]
+    return {} if "hooks" in section.universal_without else changed.hook_states(state["hooks"])
 
 
 def _restore_counters(run: Run, state: dict[str, Any]) -> None:

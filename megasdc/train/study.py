@@ -82,6 +82,7 @@ class Study(StepHook):
         self, part: StudyPart, bridge: Bridge, run: Run, eval_loader: EvalLoader | None, save_interval: int
     ) -> None:
         self._part = part
+        self.section = part.section
         self._bridge = bridge
         self._eval_loader = eval_loader
         self._save_interval = save_interval

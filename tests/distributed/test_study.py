@@ -262,7 +262,7 @@ def _lines(run_dir: Path) -> list[str]:
 @pytest.mark.parametrize("mode", ["free_run", pytest.param("computation_sync", marks=pytest.mark.full)])
 def test_a_killed_study_goes_on(tmp_path: Path, data: Path, mode: str) -> None:
     """SIGKILL to a harmed replica, and the newest checkpoint of the other lost: both go on from the last that both
-    have, no line is doubled, and the end is that of a study that was never killed.
+    have, no line is doubled, and the end is that of a study that was never killed; another trusted replica is refused.
     """
     fault = {"submodule": "*.linear_fc2", "kind": "scale", "factor": 3.0, "replica": 1, "elements": 4}
     options = {"training__steps": 6, "checkpoint__interval": 2, "study__interval": 3, "faults": [fault]}
@@ -286,6 +286,9 @@ def test_a_killed_study_goes_on(tmp_path: Path, data: Path, mode: str) -> None:
     for replica in (0, 1):
         states = [_state(tmp_path / name / f"replica_{replica}", 6) for name in ("whole", "killed")]
         assert states[0] == states[1]
+    for code, message in train_run(killed, 2, "megasdc.study.trusted=1"):
+        assert code == 72
+        assert "megasdc.study.trusted: saved with 0, now 1" in str(message)
 
 
 def _stop_one(config: str) -> int:

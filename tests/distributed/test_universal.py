@@ -303,7 +303,10 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path, data: Path, univ
     assert "2.layer.mlp.linear_fc1.weight/exp_avg.pt is truncated" in str(message)
     code, message = _start(tmp_path / "larger", data, universal, model={**SMALL, "hidden_size": 64})
     assert code == 72
-    assert "this run's is" in str(message)
+    assert "megasdc.model.hidden_size: saved with 32, now 64" in str(message)
+    code, message = _start(tmp_path / "heads", data, universal, model={**SMALL, "num_attention_heads": 2})
+    assert code == 72
+    assert "megasdc.model.num_attention_heads: saved with 4, now 2" in str(message)
     code, message = _start(tmp_path / "other_data", data, universal, data__seed=7)
     assert code == 72
     assert "universal_without" in str(message)

@@ -68,11 +68,11 @@ def write_config(path: Path, data: Path, run_dir: Path, **changes: Any) -> Path:
     return path
 
 
-def pretrain_rank(config: str, overrides: list[str]) -> tuple[int, str | None]:
+def pretrain_rank(config: str, overrides: list[str], allow: tuple[str, ...] = ()) -> tuple[int, str | None]:
     """Body of a rank: train as the entry script does; returns exit code and message."""
     from megasdc.train.main import pretrain
 
-    code, error = pretrain(config, overrides)
+    code, error = pretrain(config, overrides, allow)
     sys.stderr.flush()
     return code, None if error is None else str(error)
 

@@ -34,6 +34,7 @@ _LANE_OF = {
     ("save", "checkpoint"): SAVE,
     ("resume", "checkpoint"): RESUME,
     ("resume", "universal"): RESUME,
+    ("resume", "changed"): RESUME,
     ("start", "run"): START,
     ("stop", "requested"): START,
     ("end", "run"): START,

@@ -1,22 +1,25 @@
 """The README's table of fields is generated from the sections and kept up to date."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megasdc.config import MegasdcSection
+from megasdc.config.fields import AtResume
 from megasdc.config.table import BEGIN, END, render_table, type_text, update_readme
 
 README = Path(__file__).parents[3] / "README.md"
 
 
 def test_table_has_every_field_with_a_meaning():
-    """One row a field, each with type, default and a meaning that ends a sentence."""
-    rows = [line.split(" | ") for line in render_table().splitlines()[2:]]
-    assert all(len(row) == 4 for row in rows)
+    """One row a field, each with type, default, what a resume makes of it and a meaning that ends a sentence."""
+    rows = [line.split(" | ") for line in render_table().partition("\n\n")[0].splitlines()[2:]]
+    assert all(len(row) == 5 for row in rows)
     paths = [row[0].removeprefix("| ") for row in rows]
     assert "`model.num_layers`" in paths and "`data.sources[].kind`" in paths and "`training.steps`" in paths
-    assert all(row[1] and row[2] and row[3].removesuffix(" |").endswith(".") for row in rows)
+    assert all(row[1] and row[2] and row[4].removesuffix(" |").endswith(".") for row in rows)
+    assert {row[3] for row in rows} == set(get_args(AtResume))
     assert {path.strip("`").split(".")[0].removesuffix("[]") for path in paths} == set(MegasdcSection.model_fields)
 
 

@@ -1,9 +1,13 @@
-"""Every host of a launch must be able to read all prepared data."""
+"""What a plan gives the ranks and asks of the hosts: all prepared data, and the options of the command line."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from megasdc.errors import ConfigError
 from megasdc.launcher.plan import LaunchRequest, make_plan
 
 BLEND = Path(__file__).parents[3] / "configs" / "blend.json"
@@ -17,3 +21,17 @@ def test_every_folder_of_a_blend_is_looked_for(tmp_path, monkeypatch):
     assert plan.needs.readable[-2:] == folders
     alone = make_plan(LaunchRequest(BLEND, num_gpus=2, overrides=("megasdc.data.blend=[]",)), lambda text: None)
     assert alone.needs.readable[-1:] == folders[:1] and folders[1] not in alone.needs.readable
+
+
+def test_ranks_are_told_which_fields_may_be_changed(tmp_path, monkeypatch):
+    """--allow-changed reaches every rank beside the overrides; a name without meaning ends the plan."""
+    monkeypatch.chdir(tmp_path)
+    names = ("megasdc.model.hidden_dropout", "train_batch_size")
+    request = LaunchRequest(BLEND, num_gpus=2, overrides=("megasdc.training.steps=9",), allow_changed=names)
+    plan = make_plan(request, lambda text: None)
+    assert plan.rank.arguments[2:] == [
+        *("--set", "megasdc.training.steps=9"),
+        *("--allow-changed", names[0], "--allow-changed", names[1]),
+    ]
+    with pytest.raises(ConfigError, match="hidden_dropuot"):
+        make_plan(replace(request, allow_changed=("hidden_dropuot",)), lambda text: None)

@@ -38,6 +38,7 @@ RUN = RunSummary(
     tokens_per_s=12_345.6,
     skipped_steps=2,
     resumed_from=[10, 20],
+    changed_settings=["optimizer.params.lr: 0.01 -> 0.001 after step 20"],
     checkpoints=["runs/a/checkpoints/step_00000040"],
 )
 
@@ -63,6 +64,7 @@ def test_what_is_not_there_is_said_or_left_out() -> None:
         render(run) for run in (RUN, replace(RUN, eval_loss=None, skipped_steps=0, resumed_from=[], checkpoints=[]))
     )
     assert "40 of 60 (2 skipped)" in whole and "resumed from step 10, 20" in whole and "5.500" in whole
+    assert "changed           optimizer.params.lr: 0.01 -> 0.001 after step 20" in whole
     assert "skipped" not in bare and "resumed" not in bare and "validation" not in bare
     assert "checkpoints       none" in bare
 

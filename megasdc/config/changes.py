@@ -1,0 +1,162 @@
+"""What differs between the configuration in a checkpoint and that of this start, and may the run go on with it?
+
+The class of each field, ``megasdc.config.fields.AtResume``, stands where the field is declared. Configurations are
+compared as plain values, so that one that another version wrote, with fields more or less, is compared too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megasdc.config.checks import batch_sizes
+from megasdc.config.contradictions import ffn_width, head_width, query_groups
+from megasdc.config.fields import AtResume, at_resume_of
+from megasdc.config.load import RunConfig, WholeFile
+from megasdc.config.read import dotted, shown
+from megasdc.config.sections import ModelSection
+from megasdc.config.table import element_in, model_in
+from megasdc.errors import ConfigError
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_WIDTHS = {"kv_channels": head_width, "ffn_hidden_size": ffn_width, "num_query_groups": query_groups}
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field with another value.
+
+    Attributes:
+        path: of the field, dotted, with the place in a list as a number.
+        old: in the checkpoint; a default where it has none.
+        new: of this start.
+        at_resume: what becomes of it.
+    """
+
+    path: str
+    old: Any
+    new: Any
+    at_resume: AtResume
+
+    def __str__(self) -> str:
+        return f"{self.path}: saved with {shown(self.old)}, now {shown(self.new)}"
+
+
+def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, data: int) -> list[Change]:
+    """List the fields that differ, those that are of no matter left out.
+
+    Args:
+        saved: the resolved file in the checkpoint.
+        config: of this start.
+        saved_data: data-parallel size of the run that saved, for the batch sizes that follow from it.
+        data: that of this start.
+    """
+    old, new = copy.deepcopy(dict(saved)), config.resolved()
+    _fill_batch_sizes(old, config, saved_data)
+    _fill_batch_sizes(new, config, data)
+    _fill_widths(old, new)
+    return [change for change in _compare_sections(WholeFile, old, new, ()) if change.at_resume != "-"]
+
+
+def may_change(change: Change, allowed: Collection[str], universal: bool) -> bool:
+    """Whether a run goes on although this field has changed.
+
+    Args:
+        change: found.
+        allowed: paths that ``--allow-changed`` names.
+        universal: whether a new run begins from a universal checkpoint.
+    """
+    if change.at_resume == "flag":
+        return universal or any(change.path == name or change.path.startswith(f"{name}.") for name in allowed)
+    return change.at_resume == "applied" or (change.at_resume == "universal" and universal)
+
+
+def explain_refusal(refused: Iterable[Change]) -> str:
+    """Say which changed fields forbid that a run goes on, and what to do."""
+    lines, kinds = [], set()
+    for change in refused:
+        kinds.add(change.at_resume)
+        lines.append(f"  - {change}")
+    remedies = ["Set the saved values again, or train anew in another megasdc.logging.run_dir."]
+    if "universal" in kinds:
+        names = ", ".join(change.path for change in refused if change.at_resume == "universal")
+        remedies.append(
+            f"A new run can start with another {names} from a universal checkpoint: megasdc convert-checkpoint, then "
+            "megasdc.checkpoint.universal."
+        )
+    if "flag" in kinds:
+        flags = " ".join(f"--allow-changed {change.path}" for change in refused if change.at_resume == "flag")
+        remedies.append(f"If you mean it, this run goes on with {flags}.")
+    head = "it was saved with another configuration, with which this run cannot go on:"
+    return "\n".join([head, *lines, " ".join(remedies)])
+
+
+def _fill_batch_sizes(raw: dict[str, Any], config: RunConfig, data: int) -> None:
+    """Put in the batch sizes that follow from the others, so that the same sizes written otherwise are equal."""
+    given = {name: raw[name] for name in _BATCH if raw.get(name) is not None}
+    with suppress(ConfigError):
+        raw.update(zip(_BATCH, batch_sizes(replace(config, deepspeed=given), data), strict=True))
+
+
+def _fill_widths(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Where one of them leaves a width of the model to be derived and the other gives it, put it in."""
+    models = [raw.get("megasdc", {}).get("model", {}) for raw in (old, new)]
+    for name, derive in _WIDTHS.items():
+        if (models[0].get(name) is None) == (models[1].get(name) is None):
+            continue
+        for model in models:
+            with suppress(ValidationError):
+                known = {key: value for key, value in model.items() if key in ModelSection.model_fields}
+                model[name] = derive(ModelSection.model_validate(known))
+
+
+def _compare_sections(
+    section: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any], at: tuple[str | int, ...]
+) -> Iterator[Change]:
+    for name in dict.fromkeys([*section.model_fields, *old, *new]):
+        before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        field = section.model_fields.get(name)
+        if before is _ABSENT and after is _ABSENT:
+            continue
+        if field is None:  # of another version: nothing reads it now
+            yield Change(dotted((*at, name)), _plain(before), _plain(after), "applied")
+            continue
+        before, after = (_default(field) if value is _ABSENT else value for value in (before, after))
+        yield from _compare_values(section, field, before, after, (*at, name))
+
+
+def _compare_values(
+    section: type[BaseModel], field: FieldInfo, old: Any, new: Any, at: tuple[str | int, ...]
+) -> Iterator[Change]:
+    if old == new:
+        return
+    inner, element = model_in(field.annotation), model_in(element_in(field.annotation))
+    if inner is not None and isinstance(old, Mapping) and isinstance(new, Mapping):
+        yield from _compare_sections(inner, old, new, at)
+    elif isinstance(old, list) and isinstance(new, list) and element is not None and len(old) == len(new):
+        for place, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _compare_sections(element, before, after, (*at, place))
+    else:
+        yield Change(dotted(at), old, new, at_resume_of(section, field))
+
+
+def _default(field: FieldInfo) -> Any:
+    if field.is_required():
+        return None
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, list):
+        return [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return None if value is _ABSENT else value
