@@ -9,6 +9,8 @@ in spirit. Codes above 128 stay free for signals.
 
 from __future__ import annotations
 
+import re
+
 
 class MegasdcError(Exception):
     """Base of every error that megasdc raises on purpose.
@@ -17,6 +19,9 @@ class MegasdcError(Exception):
     """
 
     exit_code = 1
+
+
+_MESSAGE = re.compile(r"\d+ problems?(?: in (.+))?:\n  - ")
 
 
 class ConfigError(MegasdcError):
@@ -30,6 +35,9 @@ class ConfigError(MegasdcError):
     exit_code = 70
 
     def __init__(self, problems: list[str] | str, source: str | None = None) -> None:
+        if isinstance(problems, str) and (whole := _MESSAGE.match(problems)):
+            # The message of such an error that another process sent as text: its problems are the problems.
+            problems, source = problems[whole.end() :].split("\n  - "), source or whole[1]
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         self.source = source
         where = f" in {source}" if source else ""

@@ -8,6 +8,7 @@ with its states and no other, and every pickle against the allow-list.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -138,7 +139,8 @@ def convert_to_universal(
     except OSError as error:
         raise StorageError(f"{final} cannot be written: {error}") from error
     finally:
-        remove_entry(temporary)
+        with contextlib.suppress(NotADirectoryError):  # below a file: nothing was begun
+            remove_entry(temporary)
     return ConversionReport(
         source=str(source.path),
         path=str(final),
@@ -274,6 +276,8 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
         finally:
             _end_group(process)
     if process.returncode != 0:
+        if os.strerror(errno.ENOSPC) in _tail(log, 1000):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise CheckpointError(
             f"DeepSpeed's conversion of {source} failed with exit code {process.returncode}:\n{_tail(log, _TAIL_LINES)}"
         )

@@ -31,6 +31,7 @@ from megasdc.config import ModelSection
 from megasdc.data.tokenizer import kind_of_files, load_tokenizer
 from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
+from megasdc.program import why_unreadable
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
@@ -207,10 +208,19 @@ def _local(source: Path | str) -> Path:
     """The local folder of a model; one on the hub is downloaded, without pickles.
 
     Raises:
+        CheckpointError: a path that is no folder, or may not be read.
         ConfigError: there is neither such a folder nor such a name.
     """
-    if Path(source).is_dir():
-        return Path(source)
+    folder = Path(source)
+    if problem := why_unreadable(folder):
+        raise CheckpointError(f"MODEL: {source} {problem}")
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2 or folder.parts[0] in (".", "..", "~"):
+        what = "is a file" if folder.exists() else "is not there"
+        raise CheckpointError(
+            f"MODEL: {source} {what}; needed is the folder of a model, or a name of the hub: OWNER/NAME"
+        )
     try:
         from huggingface_hub import snapshot_download
 

@@ -111,6 +111,10 @@ class Manifest(_Record):
             raise DataError(
                 f"{path} is missing: {folder} holds no prepared data; run `megasdc prepare-data`"
             ) from error
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}; data.path names a folder of prepared data"
+            ) from error
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise DataError(f"{path} is damaged: {error}; prepare the data again") from error
 

@@ -59,6 +59,11 @@ class HostReport:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def num_unwritable(self) -> int:
+        """Problems that are folders which cannot be written to."""
+        return sum(len(found["unwritable"]) for found in self.facts.values())
+
     def hosts_without_gpu(self, needs: HostNeeds) -> list[str]:
         """Return the hosts whose ranks will run on the CPU."""
         return [host for host, found in self.facts.items() if needs.cpu_only or not found["has_gpu"]]

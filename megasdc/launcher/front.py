@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megasdc import run_lock
-from megasdc.errors import LaunchError
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import environment, read_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
@@ -95,11 +95,12 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
     Raises:
         ConfigError: the configuration or its layout is wrong.
         LaunchError: hosts, versions, files, environment or arguments are not fit to start; all problems at once.
+        StorageError: folders cannot be written to, and nothing else is wrong.
     """
     plan = make_plan(request, say)
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs)
     if problems := [*_folders_in_use(plan), *report.problems]:
-        raise LaunchError("\n".join(problems))
+        raise (StorageError if len(problems) == report.num_unwritable else LaunchError)("\n".join(problems))
     plan = _with_master_address(plan, report)
     say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
     if dry_run:

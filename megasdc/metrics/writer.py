@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -12,6 +13,9 @@ from typing import Any
 from megasdc.metrics.names import METRICS
 
 METRICS_FILE = "metrics.jsonl"
+_NEVER: dict[str, Any] = {"step": math.inf}
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -56,8 +60,11 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = [_row_of(line) for line in lines if line.endswith(b"\n")]
+    if damaged := rows.count(None):
+        logger.warning("%s: %d damaged lines are left out", path, damaged)
+    return [row for row in rows if row is not None]
 
 
 def cut_back(run_dir: Path | str, step: int) -> int:
@@ -68,16 +75,16 @@ def cut_back(run_dir: Path | str, step: int) -> int:
         step: last step that is kept; 0 drops all.
 
     Returns:
-        Number of lines dropped, a broken last line included. The file is replaced by one rename.
+        Number of lines dropped, broken and damaged ones included. The file is replaced by one rename.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and (_row_of(line) or _NEVER)["step"] <= step]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
@@ -85,12 +92,13 @@ def cut_back(run_dir: Path | str, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _step_of(line: str) -> float:
-    """Step of a line; infinite for one that was not written whole, so that it is dropped."""
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is damaged: not written whole, or not text."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf
+        row = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def set_aside(run_dir: Path | str) -> Path | None:

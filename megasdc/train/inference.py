@@ -26,6 +26,7 @@ from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel
 from megasdc.parallel import groups
+from megasdc.program import why_unreadable
 
 USED_KEYS = (
     "megasdc.data",
@@ -297,6 +298,8 @@ def _check_data(weights: WeightSource, section: DataSection) -> None:
         DataError: they are not.
     """
     for folder in [section.path, *(part.path for part in section.blend)]:
+        if problem := why_unreadable(folder):
+            raise DataError(f"data {folder} {problem}")
         if not Path(folder).exists():
             raise DataError(
                 f"the data {folder} of {weights.path} are not there; name them with --set megasdc.data.path=DIR, or "

@@ -53,6 +53,13 @@ def test_config_error_lists_every_problem():
     assert str(errors.ConfigError("only one.")) == "1 problem:\n  - only one."
 
 
+def test_a_config_error_of_another_process_is_not_one_problem_more():
+    """Its message, sent as text, makes the same error again: the same problems, the same place, counted once."""
+    for error in (errors.ConfigError(["a: x.", "b: y."], "my file.json"), errors.ConfigError("one.")):
+        again = errors.ConfigError(str(error))
+        assert (str(again), again.problems, again.source) == (str(error), error.problems, error.source)
+
+
 def test_a_port_in_use_is_named(monkeypatch):
     """A rendezvous on a taken port ends with 78, the port and the remedy, not as if another rank had gone."""
     with socket.socket() as taken:

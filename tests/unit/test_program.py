@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from megasdc import program
+from megasdc.checkpoint.import_hf import import_hf
 from megasdc.cli import app
 from megasdc.errors import CheckpointError, MegasdcError, StorageError
 
@@ -188,3 +189,11 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         program.write_whole(Path("/dev/full"), "x")
     assert Path("/dev/full").is_char_device()
+
+
+def test_a_model_to_import_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    """Of a path it is said that nothing lies there, or that it is a file; no network, no nested message."""
+    (tmp_path / "file").touch()
+    for name, why in (("a/b", "is not there"), ("file", "is a file")):
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/{name} {why}"):
+            import_hf(tmp_path / name, tmp_path / "out")

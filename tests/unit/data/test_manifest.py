@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.data.manifest import verify_prepared
+from megasdc.data.manifest import Manifest, verify_prepared
 from megasdc.errors import DataError
 
 
@@ -64,3 +64,10 @@ def test_no_manifest(tmp_path):
     """A folder without a manifest is no prepared data; the message says which command makes them."""
     with pytest.raises(DataError, match="run `megasdc prepare-data`"):
         verify_prepared(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/full"])
+def test_what_is_no_folder_is_named(path):
+    """A device or a file as data.path is told as such, not by a traceback."""
+    with pytest.raises(DataError, match=f"{path}/manifest.json cannot be read: Not a directory"):
+        Manifest.load(path)

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import probe, read_on_host
 from megasdc.launcher.checks import DISTRIBUTIONS, master_address, version_problems
+from megasdc.launcher.front import LaunchRequest, launch_run
 from megasdc.launcher.operator_build import judge_locks
 from megasdc.launcher.remote import Transport
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
+SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
 FREE = {"holder": None, "judged": True, "idle_s": 5.0, "network": False}
 
 
@@ -115,3 +118,14 @@ def test_master_address_must_be_on_a_card_of_that_host() -> None:
     assert master_address("127.0.0.1", ["127.0.0.1"]) == "127.0.0.1"
     assert master_address("127.0.0.1", ["10.0.0.1"]) is None
     assert master_address("no-such-host.invalid", ["10.0.0.1"]) is None
+
+
+@pytest.mark.parametrize(("data", "kind"), [(".", StorageError), ("none", LaunchError)])
+def test_a_folder_that_cannot_be_written_alone_is_a_matter_of_storage(
+    tmp_path: Path, data: str, kind: type[Exception]
+) -> None:
+    """A run folder that cannot be made is 77 before the start as it is in a rank; with other problems 78."""
+    (tmp_path / "file").touch()
+    sets = (f"megasdc.logging.run_dir={tmp_path}/file/run", f"megasdc.data.path={tmp_path / data}")
+    with pytest.raises(kind, match=f"{tmp_path}/file/run cannot be written to there"):
+        launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)

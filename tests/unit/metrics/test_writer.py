@@ -40,3 +40,17 @@ def test_what_json_does_not_have_is_null(tmp_path):
     writer.close()
     assert "NaN" not in writer.path.read_text() and "Infinity" not in writer.path.read_text()
     assert read_metrics(tmp_path)[0]["train/grad_norm"] is None
+
+
+def test_bytes_that_are_no_text_do_not_stop_a_resume(tmp_path):
+    """Binary bytes within and at the end, as of a torn block, are dropped and counted; whole lines stay as they are."""
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2):
+        writer.write(step, {"train/loss": float(step)})
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b"\xff\x00\x80\n" + b"[1]\n" + second + bytes(range(256)) * 3)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert cut_back(tmp_path, 2) > 2
+    assert path.read_bytes() == first + second
