@@ -118,6 +118,9 @@ def raise_together(problem: Problem | None, place: Place, what: str, group: dist
     if not failed:
         return
     rank, node, first = min(failed, key=lambda entry: (not entry[2].storage, entry[0]))
-    others = f"; {len(failed) - 1} other ranks failed too" if len(failed) > 1 else ""
     kind = StorageError if first.storage else CheckpointError
+    alike = len(failed) == len(answers) and all(found == first for _, _, found in failed)
+    if alike and not first.storage:  # no rank is to blame
+        raise kind(f"{what}: {first.text}")
+    others = f"; {len(failed) - 1} other ranks failed too" if len(failed) > 1 else ""
     raise kind(f"{what}: rank {rank} on {node}: {first.text}{others}")
