@@ -60,6 +60,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from hook_problems(file, deepspeed)
     yield from drop_problems(file)
     yield from _precision_problems(deepspeed, given)
+    yield from _monitor_problems(deepspeed)
     yield from _optimizer_problems(deepspeed)
     yield from _scheduler_problems(deepspeed)
     yield from fault_problems(file, deepspeed)
@@ -349,6 +350,7 @@ def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Ite
     # keeps in param.grad_accum, where neither its sum of tied weights nor ours over tensor ranks sees them.
     offload = deepspeed["zero_optimization"].get("offload_optimizer")
     device = offload.get("device", "none") if offload else "none"
+    yield from _master_problems(deepspeed, precision, device != "none")
     if precision == "bf16" and kind == "fp32" and device != "none":
         yield Problem(
             ("data_types.grad_accum_dtype", "zero_optimization.offload_optimizer", "bf16.enabled"),
@@ -356,6 +358,43 @@ def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Ite
             f'zero_optimization.offload_optimizer.device "{device}"; set grad_accum_dtype "bf16" or remove '
             "offload_optimizer.",
         )
+
+
+def _master_problems(deepspeed: dict[str, Any], precision: str, offloads: bool) -> Iterator[Problem]:
+    """Master weights in 16 bits, which DeepSpeed's ZeRO optimizer has with offload and its own CPU Adam alone."""
+    key = f"{precision}_master_weights_and_grads"
+    section = deepspeed.get(precision, {})
+    if not section.get(key) or deepspeed.get("data_types", {}).get("grad_accum_dtype") == "fp32":
+        return
+    states_too = section.get("bf16_optimizer_states") and not offloads
+    if not states_too and (not offloads or deepspeed["optimizer"]["params"]["torch_adam"]):
+        other = "set bf16.bf16_optimizer_states true without offload, " if precision == "bf16" else ""
+        yield Problem(
+            (f"{precision}.{key}", "zero_optimization.offload_optimizer", "optimizer.params.torch_adam"),
+            f'{precision}.{key}: got true with data_types.grad_accum_dtype "{precision}"; it needs '
+            'zero_optimization.offload_optimizer.device "cpu" and optimizer.params.torch_adam false; set both, '
+            f"{other}or remove it.",
+        )
+
+
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""The package that each of DeepSpeed's monitors imports."""
+
+
+def _monitor_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    for key, package in MONITORS.items():
+        if deepspeed.get(key, {}).get("enabled") and not _installed(package):
+            yield Problem(
+                (f"{key}.enabled",),
+                f"{key}.enabled: got true, but the package {package} is not installed; run `pip install {package}` on "
+                "every host, or remove it.",
+            )
+
+
+def _installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of that name, as monitors leave in the working folder, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _optimizer_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:

@@ -78,6 +78,23 @@ class Scheduler(Section):
     params: SchedulerParams = Field(default_factory=lambda: SchedulerParams.model_validate({}))
 
 
+class OffloadOptimizer(Section):
+    """DeepSpeed's `zero_optimization.offload_optimizer`."""
+
+    at_resume = "applied"
+
+    device: Literal["none", "cpu", "nvme"] = Field("none", description="Where the optimizer's state lies.")
+    nvme_path: str | None = None
+    buffer_count: NonNegativeInt = 4
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: Ratio = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: Ratio = 0.8
+
+
 class Zero(Section):
     """DeepSpeed's `zero_optimization`, as far as stage 1 reads it."""
 
@@ -98,7 +115,7 @@ class Zero(Section):
         False,
         description="megasdc's own checkpoints load under another number of replicas; DeepSpeed's way fails there",
     )
-    offload_optimizer: dict[str, Any] | None = None
+    offload_optimizer: OffloadOptimizer | None = None
     ignore_unused_parameters: bool = True
     round_robin_gradients: bool = Field(False, json_schema_extra=UNIVERSAL)
     parameter_alignment: bool = Field(False, json_schema_extra=UNIVERSAL)
@@ -227,6 +244,19 @@ class Comet(Section):
     mode: Literal["get", "create", "get_or_create"] | None = None
 
 
+class Aio(Section):
+    """DeepSpeed's `aio`, which it reads and, in ZeRO-1, does not use."""
+
+    at_resume = "-"
+
+    block_size: PositiveInt = 1048576
+    queue_depth: PositiveInt = 8
+    intra_op_parallelism: PositiveInt = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: Literal[False] = Field(False, description="GPUDirect Storage is for the offloads of ZeRO stage 3.")
+
+
 class CommsLogger(Section):
     """DeepSpeed's `comms_logger`."""
 
@@ -287,7 +317,7 @@ class DeepSpeedPart(Section):
     comet: Comet = Field(default_factory=lambda: Comet.model_validate({}))
     comms_logger: CommsLogger = Field(default_factory=lambda: CommsLogger.model_validate({}))
     timers: Timers = Field(default_factory=lambda: Timers.model_validate({}))
-    aio: dict[str, Any] = Field(default_factory=dict)
+    aio: Aio = Field(default_factory=lambda: Aio.model_validate({}))
     communication_data_type: DataType | None = Field(None, json_schema_extra=APPLIED)
     seq_parallel_communication_data_type: DataType | None = Field(None, json_schema_extra=APPLIED)
     disable_allgather: bool = Field(False, json_schema_extra=APPLIED)

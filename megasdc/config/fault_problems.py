@@ -30,7 +30,7 @@ def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[
         file: our sections.
         deepspeed: DeepSpeed's keys with defaults filled in.
     """
-    slots = submodule_slots(file.model, file.parallel)
+    slots = submodule_slots(file.model, file.parallel) if file.faults else {}
     interval = deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
     for index, entry in enumerate(file.faults):
         path = f"megasdc.faults.{index}"

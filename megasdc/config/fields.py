@@ -7,8 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+LARGEST_INTEGER = 2**53
+"""Up to here every JSON reader keeps an integer as it is (RFC 8259, section 6); nothing that is counted is larger."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 

@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from megasdc.config.contradictions import find_problems
 from megasdc.config.deepspeed_keys import REFUSED
 from megasdc.config.deepspeed_part import DeepSpeedPart, fill_defaults, precision_of
-from megasdc.config.fields import at_resume_of
+from megasdc.config.fields import LARGEST_INTEGER, at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problem import Problem
-from megasdc.config.read import apply_overrides, dotted, read_json, shown
+from megasdc.config.read import apply_overrides, dotted, read_json, shown, unusable_values
 from megasdc.config.sections import MegasdcSection
 from megasdc.config.table import element_in, field_text, model_in, type_text
 from megasdc.errors import ConfigError
@@ -103,7 +103,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str]) -> RunConfig:
     problems += apply_overrides(raw, overrides, _list_default)
-    wrong = _expand_preset(raw) | _type_problems(raw)
+    wrong = _expand_preset(raw) | _unusable_problems(raw) | _type_problems(raw)
     found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))
@@ -169,6 +169,15 @@ def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
     return found
 
 
+def _unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
+    """List texts that no file name can hold, and numbers that no JSON file can."""
+    found: dict[Path_, Problem] = {}
+    for path, reason in unusable_values(raw):
+        name = dotted(path)
+        found[path] = Problem((name,), f"{name}: {reason}, got {shown(_value_at(raw, path))}; write it without.")
+    return found
+
+
 def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annotation: Any) -> Problem:
     name = dotted(path)
     if kind == "extra_forbidden":
@@ -178,6 +187,8 @@ def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annota
     if kind == "missing":
         return Problem((name,), f"{name}: missing; needed: {allowed}{meaning}.")
     value = _value_at(raw, path)
+    if isinstance(value, int) and value > LARGEST_INTEGER:
+        allowed += f", up to {LARGEST_INTEGER}"
     remedy = _default_remedy(info)
     if kind == "string_type" and isinstance(value, (int, float)):
         remedy += f"; on the command line write --set '{name}=\"{value}\"'"

@@ -8,9 +8,12 @@ import importlib.util
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megasdc.config.sections import ModelSection
+from megasdc.config.table import type_text
 
 _RECOMPUTE = "set pipeline.activation_checkpoint_interval instead"
 _DTYPE = "set bf16.enabled or fp16.enabled instead"
@@ -73,11 +76,36 @@ NEEDS: dict[str, tuple[str, Any]] = {
 """Fields that, with backend torch, have effect only with this value of this field of `megasdc.model`."""
 
 
+VALUES: dict[str, Any] = {
+    "activation_func_clamp_value": Annotated[float, Field(gt=0)] | None,
+    "deterministic_mode": bool,
+    "glu_linear_offset": float,
+    "no_rope_freq": Annotated[int, Field(gt=0)] | list[Literal[0, 1]] | None,
+    "qk_layernorm": bool,
+    "softmax_scale": float | None,
+}
+"""What the fields of backend torch may be."""
+
+
+def _value_problem(name: str, value: Any, layers: int) -> str | None:
+    """What is wrong with the value of a field of backend torch."""
+    try:
+        TypeAdapter(VALUES[name], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        return f"allowed: {type_text(VALUES[name])}"
+    if name == "no_rope_freq" and isinstance(value, list) and value and len(value) != layers:
+        return f"the list has {len(value)} entries; needed: one for each of the {layers} layers"
+    if name == "no_rope_freq" and isinstance(value, int) and layers % value:
+        return f"it does not divide megasdc.model.num_layers {layers}; choose another"
+    return None
+
+
 def megatron_problems(model: ModelSection) -> dict[str, str]:
     """Check the names in `model.megatron`.
 
     Args:
-        model: with names and values; the values are checked by Megatron-core when the model is built.
+        model: with names and values; values of fields that are not in `VALUES` are checked by Megatron-core when the
+            model is built.
 
     Returns:
         What is wrong, by name. Names that exist but have their own field in the config are wrong too. Without
@@ -100,6 +128,8 @@ def megatron_problems(model: ModelSection) -> dict[str, str]:
         elif model.backend == "torch" and name in NEEDS and getattr(model, NEEDS[name][0]) != NEEDS[name][1]:
             field, value = NEEDS[name]
             wrong[name] = f"it has effect only with megasdc.model.{field} {json.dumps(value)}; set that or remove it"
+        elif name in VALUES and (reason := _value_problem(name, model.megatron[name], model.num_layers)):
+            wrong[name] = reason
     return wrong
 
 

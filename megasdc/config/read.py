@@ -8,7 +8,9 @@ that cannot be read at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,15 @@ ListDefault = Callable[[tuple[str | int, ...]], list[Any] | None]
 """Gives the default of a list field, so that an override can change one item of a list that the file leaves out."""
 
 
+DEEPEST = 100
+"""Levels of lists and objects in each other; fields lie at most a few deep."""
+MOST_DIGITS = 400
+"""Digits of an integer; the largest floating-point number has 309."""
+
+
 def dotted(path: Iterable[str | int]) -> str:
     """Write a path the way messages and `--set` do: ``megasdc.data.split.0``."""
-    return ".".join(str(item) for item in path)
+    return ".".join(item if isinstance(item, str) and item.isprintable() else json.dumps(item) for item in path)
 
 
 def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
@@ -44,24 +52,57 @@ def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"{source}: is not UTF-8 text ({error.reason} at byte {error.start}).") from error
     try:
         found = loads(text)
+        plain = _plain(found)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
         raise ConfigError(
             f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}; the line is: {line!r}.", source
         ) from error
     except RecursionError as error:
-        raise ConfigError("the file nests lists or objects too deeply.", source) from error
+        raise ConfigError(f"the file nests lists or objects more than {DEEPEST} deep.", source) from error
     if not isinstance(found, dict):
         raise ConfigError(f"the file holds {shown(found)}; needed: one object {{...}}.", source)
     problems = [
         f"{dotted(at)}: the key stands more than once in its object; keep one of them." for at in _duplicates(found, ())
     ]
-    return _plain(found), problems
+    return plain, problems
 
 
 def loads(text: str) -> Any:
-    """Parse JSON, refusing NaN and Infinity, and marking duplicate keys in `_Object.duplicates`."""
-    return json.loads(text, object_pairs_hook=_Object, parse_constant=_refuse_constant)
+    """Parse JSON, refusing what is no finite number, and marking duplicate keys in `_Object.duplicates`."""
+    try:
+        return json.loads(
+            text, object_pairs_hook=_Object, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_finite
+        )
+    except _RefusedNumber as error:
+        place = next((token.start() for token in _TOKEN.finditer(text) if token[0] == error.written), 0)
+        raise json.JSONDecodeError(str(error), text, place) from error
+
+
+def unusable_values(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Find what no file name and no JSON file can hold, keys included.
+
+    Yields:
+        Path and reason of every text with a NUL character or half a surrogate pair, and of every NaN and infinity.
+    """
+    if isinstance(value, str) and (reason := _unusable_text(value)):
+        yield at, reason
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield at, "is not a finite number"
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if reason := _unusable_text(key):
+                yield (*at, key), f"the key {reason}"
+            yield from unusable_values(inner, (*at, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from unusable_values(inner, (*at, index))
+
+
+def _unusable_text(text: str) -> str | None:
+    if "\0" in text:
+        return "holds a NUL character"
+    return "holds half a surrogate pair" if any("\ud800" <= letter <= "\udfff" for letter in text) else None
 
 
 def shown(value: Any) -> str:
@@ -92,6 +133,8 @@ def _apply(raw: dict[str, Any], text: str, list_default: ListDefault) -> str | N
         return f"--set {text}: needs the form path=value, such as megasdc.training.steps=100."
     try:
         value = _plain(loads(written))
+    except RecursionError:
+        return f"{name}: nests lists or objects more than {DEEPEST} deep."
     except ValueError:
         value = written
     at: Any = raw
@@ -123,8 +166,33 @@ class _Object(dict[str, Any]):
         self.duplicates = sorted({key for key, _ in pairs if key in seen or seen.add(key)})  # type: ignore[func-returns-value]
 
 
+class _RefusedNumber(ValueError):
+    """A number that JSON or a computer does not have; ``written`` as in the text."""
+
+    def __init__(self, written: str, reason: str) -> None:
+        super().__init__(f"{shown(written).strip(chr(34))} {reason}")
+        self.written = written
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:{}"\[\]]+')
+"""A text or another scalar of a JSON file."""
+
+
 def _refuse_constant(name: str) -> Any:
-    raise json.JSONDecodeError(f"{name} is not a JSON value", name, 0)
+    raise _RefusedNumber(name, "is not a JSON value")
+
+
+def _integer(written: str) -> int:
+    if len(written) > MOST_DIGITS:
+        raise _RefusedNumber(written, f"has {len(written)} digits; allowed are {MOST_DIGITS}")
+    return int(written)
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise _RefusedNumber(written, "is larger than every floating-point number")
+    return value
 
 
 def _duplicates(value: Any, at: tuple[str | int, ...]) -> Iterable[tuple[str | int, ...]]:
@@ -137,7 +205,9 @@ def _duplicates(value: Any, at: tuple[str | int, ...]) -> Iterable[tuple[str | i
             yield from _duplicates(inner, (*at, index))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
+    if depth > DEEPEST:
+        raise RecursionError
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _plain(inner, depth + 1) for key, inner in value.items()}
+    return [_plain(inner, depth + 1) for inner in value] if isinstance(value, list) else value

@@ -37,7 +37,9 @@ class ModelSection(Section):
     preset: str | None = Field(
         None, description="Name of a preset size; null: sizes are given field by field.", json_schema_extra=NO_MATTER
     )
-    num_layers: PositiveInt = Field(2, description="Number of transformer layers.", json_schema_extra=REFUSED)
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        2, description="Number of transformer layers.", json_schema_extra=REFUSED
+    )
     hidden_size: PositiveInt = Field(128, description="Width h of the residual stream.", json_schema_extra=REFUSED)
     num_attention_heads: PositiveInt = Field(4, description="Number of query heads.", json_schema_extra=REFUSED)
     num_query_groups: PositiveInt | None = Field(
@@ -227,12 +229,12 @@ class ParallelSection(Section):
         description="Transformer layers of each stage: equal counts, equal numbers of parameters, or given counts.",
         json_schema_extra=UNIVERSAL,
     )
-    timeout_s: PositiveFloat = Field(
+    timeout_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
         1800.0,
         description="Seconds after which a collective is given up, set on every process group.",
         json_schema_extra=NO_MATTER,
     )
-    threads: NonNegativeInt = Field(
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         1,
         description="CPU threads of a rank on machines without an accelerator; 0: PyTorch's own choice.",
         json_schema_extra=APPLIED,

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megasdc.config.deepspeed_part import DeepSpeedPart
-from megasdc.config.fields import AtResume, at_resume_of
+from megasdc.config.fields import LARGEST_INTEGER, AtResume, at_resume_of
 from megasdc.config.sections import MegasdcSection
 
 BEGIN = "<!-- config-table:begin -->"
@@ -56,7 +56,7 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         f"{sign} {getattr(item, name)}"
         for item in _flat(metadata)
         for kind, name, sign in _ALL_BOUNDS
-        if isinstance(item, kind)
+        if isinstance(item, kind) and getattr(item, name) != LARGEST_INTEGER
     ]
     return f"{words} {' and '.join(bounds)}" if bounds else words
 

@@ -199,7 +199,8 @@ class TestProblems:
         """One line holds the dotted path, the value got, the values allowed, the meaning and the default."""
         (problem,) = problems_of(minimal(model={"num_layers": 0}))
         assert problem == (
-            "megasdc.model.num_layers: got 0; allowed: integer > 0 (Number of transformer layers); leave it out for 2."
+            "megasdc.model.num_layers: got 0; allowed: integer > 0 and <= 10000 (Number of transformer layers); leave "
+            "it out for 2."
         )
 
     def test_no_contradiction_is_reported_about_a_field_that_is_wrong_by_itself(self):

@@ -73,10 +73,12 @@ def _section_pairs():
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
     return {
         "zero_optimization": (ours.Zero, DeepSpeedZeroConfig),
+        "zero_optimization.offload_optimizer": (ours.OffloadOptimizer, DeepSpeedZeroOffloadOptimizerConfig),
         "bf16": (ours.Bf16, DeepSpeedBF16Config),
         "fp16": (ours.Fp16, DeepSpeedFP16Config),
         "tensorboard": (ours.TensorBoard, monitor.TensorBoardConfig),
@@ -97,13 +99,23 @@ def test_sections_have_deepspeeds_fields(section):
     assert _names(theirs) - set(mine.model_fields) - refused == set()
 
 
-@pytest.mark.parametrize("section", ["bf16", "fp16", "tensorboard", "comms_logger", "zero_optimization"])
+@pytest.mark.parametrize(
+    "section",
+    ["bf16", "fp16", "tensorboard", "comms_logger", "zero_optimization", "zero_optimization.offload_optimizer"],
+)
 def test_defaults_that_are_shown_are_deepspeeds(section):
     """Simple defaults of a section equal DeepSpeed's, so that messages do not promise another value."""
     mine, theirs = _section_pairs()[section]
     for name, info in mine.model_fields.items():
         if name != "stage" and info.default_factory is None:
             assert info.default == theirs.model_fields[name].default, name
+
+
+def test_aio_has_deepspeeds_fields_and_defaults():
+    """DeepSpeed has no class for this section; its default dict names the keys."""
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    assert ours.Aio.model_validate({}).model_dump() == AIO_DEFAULT_DICT
 
 
 def test_activation_checkpointing_has_deepspeeds_fields():

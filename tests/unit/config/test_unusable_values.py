@@ -1,0 +1,113 @@
+"""What no run can use is refused when the file is checked, at its place, not by a traceback in a rank."""
+
+import copy
+import importlib
+
+import pytest
+
+from megasdc.config import load_config, parse_config
+from megasdc.errors import ConfigError
+
+MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+
+
+def problems_of(raw, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw, overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "column", "reason"),
+    [
+        ("NaN", 2, 9, "NaN is not a JSON value"),
+        ("-Infinity", 2, 9, "-Infinity is not a JSON value"),
+        ("1e400", 2, 9, "1e400 is larger than every floating-point number"),
+        ("9" * 5000, 2, 9, "has 5000 digits; allowed are 400"),
+    ],
+)
+def test_a_number_that_does_not_exist_is_blamed_where_it_stands(tmp_path, written, line, column, reason):
+    """NaN, infinities and numbers without end are refused with their own line and column, not those of a text."""
+    file = tmp_path / "c.json"
+    file.write_text(f'{{"a{written[:20]}": 1,\n  "lr": {written}\n}}')
+    with pytest.raises(ConfigError, match=f"line {line}, column {column}: .*{reason}"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+def test_deep_nesting_is_refused(tmp_path, depth):
+    """A file or an override that nests without end gives one problem."""
+    text = "[" * depth + "]" * depth
+    (tmp_path / "c.json").write_text(f'{{"a": {text}}}')
+    with pytest.raises(ConfigError, match="more than 100 deep"):
+        load_config(tmp_path / "c.json")
+    assert "more than 100 deep" in problems_of(MINIMAL, [f"megasdc.training.steps={text}"])[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        ("megasdc.logging.run_dir", "a\0b", ["NUL"]),
+        ("megasdc.data.path", "a\ud800b", ["surrogate"]),
+        ("megasdc.model.initial_weights", "\0", ["NUL"]),
+        ("megasdc.optimizer_hooks", [{"hook": "file", "path": "a\0", "name": "x"}], ["optimizer_hooks.0.path", "NUL"]),
+        ("megasdc.model.hidden_size", 10**30, ["allowed: integer > 0", f"up to {2**53}"]),
+        ("megasdc.model.num_layers", 300_000_000, ["integer > 0 and <= 10000"]),
+        ("megasdc.parallel.threads", 100_000, ["<= 1024"]),
+        ("megasdc.parallel.timeout_s", 1e-4, [">= 1"]),
+        ("megasdc.parallel.timeout_s", 9.3e9, ["<= 1000000000"]),
+        ("megasdc.parallel.timeout_s", 1e308, ["<= 1000000000"]),
+        ("zero_optimization.offload_optimizer", {"device": "tape"}, ['"none" or "cpu" or "nvme"']),
+        ("zero_optimization.offload_optimizer", {"devise": "cpu"}, ["did you mean", "offload_optimizer.device"]),
+        ("aio", {"block_sise": 1}, ["did you mean aio.block_size?"]),
+        ("aio.use_gds", True, ["allowed: false"]),
+        ("wandb.enabled", True, ["package wandb is not installed", "pip install wandb"]),
+        ("comet.enabled", True, ["package comet_ml is not installed"]),
+        ("megasdc.model.megatron", {"qk_layernorm": 1}, ["allowed: true or false"]),
+        ("megasdc.model.megatron", {"softmax_scale": "x"}, ["allowed: number or null"]),
+    ],
+)
+def test_what_ranks_cannot_use_is_refused(path, value, parts):
+    """Texts that are no file names, endless sizes and times, what is not installed: one problem names the field."""
+    raw = copy.deepcopy(MINIMAL)
+    *parents, last = path.split(".")
+    at = raw
+    for key in parents:
+        at = at.setdefault(key, {})
+    at[last] = value
+    (problem,) = problems_of(raw)
+    assert problem.startswith(path)
+    assert all(part in problem for part in parts), problem
+
+
+@pytest.mark.parametrize("name", ["wandb", "comet_ml"])
+def test_a_monitor_that_is_installed_is_accepted(tmp_path, monkeypatch, name):
+    """A package that can be imported passes; a mere folder of its name, such as logs leave, is none."""
+    section = {"wandb": "wandb", "comet_ml": "comet"}[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / name).mkdir()
+    assert "not installed" in problems_of({**MINIMAL, section: {"enabled": True}})[0]
+    (tmp_path / name / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert parse_config({**MINIMAL, section: {"enabled": True}}).deepspeed[section]["enabled"]
+
+
+_IN_BF16 = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+    "data_types": {"grad_accum_dtype": "bf16"},
+}
+_ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def test_master_weights_in_16_bits_need_deepspeeds_cpu_adam():
+    """Without offload and compiled Adam DeepSpeed asserts; with both, or with the moments in 16 bits too, it trains."""
+    for deepspeed in (_IN_BF16, {**_IN_BF16, **_ON_HOST}):
+        (problem,) = problems_of({**MINIMAL, **deepspeed})
+        assert problem.startswith("bf16.bf16_master_weights_and_grads: got true")
+    compiled = {"optimizer": {"params": {"torch_adam": False}}}
+    parse_config({**MINIMAL, **_IN_BF16, **_ON_HOST, **compiled})
+    parse_config({**MINIMAL, **_IN_BF16, "bf16": {**_IN_BF16["bf16"], "bf16_optimizer_states": True}})
+    in_fp16 = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+    (problem,) = problems_of({**MINIMAL, **in_fp16})
+    assert problem.startswith("fp16.fp16_master_weights_and_grads: got true")
+    parse_config({**MINIMAL, **in_fp16, **_ON_HOST, **compiled})
