@@ -113,26 +113,32 @@ def layers_per_stage(parallel: ParallelSection, sizes: ModelSizes) -> list[int]:
 
 
 def _balance(sizes: ModelSizes, stages: int) -> list[int]:
-    """Counts whose largest stage has as few parameters as possible, by trying every limit that a stage can have."""
-    layers = sizes.num_layers
-    first = sizes.embedding + sizes.positions
-    last = sizes.final_norm + (sizes.output or sizes.logits)
-    weights = [sizes.layer] * layers
-    weights[0] += first
-    weights[-1] += last
-    candidates = sorted({sum(weights[i:j]) for i in range(layers) for j in range(i + 1, layers + 1)})
-    for limit in candidates:
-        counts: list[int] = []
-        load = count = 0
-        for position, weight in enumerate(weights):
-            stages_left = stages - len(counts) - 1
-            if count and (load + weight > limit or layers - position <= stages_left):
-                counts.append(count)
-                load = count = 0
-            load, count = load + weight, count + 1
-        counts.append(count)
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        heaviest = max(sum(weights[e - c : e]) for e, c in zip(ends, counts, strict=True))
-        if len(counts) == stages and heaviest <= limit:
-            return counts
-    raise AssertionError(f"{layers} layers always divide into {stages} stages")
+    """Counts whose largest stage has as few parameters as possible."""
+    weights = [sizes.layer] * sizes.num_layers
+    weights[0] += sizes.embedding + sizes.positions
+    weights[-1] += sizes.final_norm + (sizes.output or sizes.logits)
+    low, high = max(weights), sum(weights)
+    while low < high:  # whoever fits under a limit fits under a larger one
+        limit = (low + high) // 2
+        if _filled(weights, stages, limit) is None:
+            low = limit + 1
+        else:
+            high = limit
+    counts = _filled(weights, stages, low)
+    assert counts is not None, f"{sizes.num_layers} layers always divide into {stages} stages"
+    return counts
+
+
+def _filled(weights: list[int], stages: int, limit: int) -> list[int] | None:
+    """Fill one stage after the other up to a limit, leaving a layer for each that follows; null: too many stages."""
+    counts: list[int] = []
+    load = count = 0
+    for position, weight in enumerate(weights):
+        stages_left = stages - len(counts) - 1
+        if count and (load + weight > limit or len(weights) - position <= stages_left):
+            if len(counts) + 1 == stages:
+                return None
+            counts.append(count)
+            load = count = 0
+        load, count = load + weight, count + 1
+    return [*counts, count]
