@@ -27,6 +27,7 @@ def check_config(
     Relative paths in the file mean the folder that the run is started in.
     """
     from megasdc.config import check_layout, find_warnings, load_config
+    from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
 
     try:
         config = load_config(file, overrides or ())
@@ -42,6 +43,10 @@ def check_config(
         typer.echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
         raise typer.Exit(error.exit_code) from error
     warnings = find_warnings(config)
+    data, micro_batch = (layout.data, layout.micro_batch_size) if layout else (None, 1)
+    stages = memory_of_stages(config, 1, data, micro_batch)
+    if (too_large := memory_warning(config, stages, host_memory_bytes())) is not None:
+        warnings.append(too_large)
     if as_json:
         result = {
             "ok": True,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from megasdc.events import EventLog
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.cut import Cut
 from megasdc.train.build_detection import detects
-from megasdc.train.build_engine import build_training_engine
+from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.faults import build_injector, build_process_faults
@@ -70,7 +71,10 @@ def build_run(
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     manifest = verify_data(sections.data)[0]
+    check_memory_here(config, layout, manifest.tokenizer.vocab_size)
     folder = prepare_run_folder(Path(sections.logging.run_dir))
+    if int(os.environ.get("RANK", "0")) == 0:
+        prepare_monitor_folders(config.deepspeed)
     set_threads(sections.parallel.threads)
     set_deterministic(sections.determinism)
     clock.mark("checks")
@@ -162,8 +166,28 @@ def _build_loaders(
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)
 
 
-def prepare_run_folder(folder: Path) -> Path:
-    """Create the run folder.
+def prepare_monitor_folders(deepspeed: dict[str, Any]) -> None:
+    """Create the folders that DeepSpeed's monitors write to, which they do on rank 0.
+
+    Args:
+        deepspeed: DeepSpeed's keys.
+
+    Raises:
+        StorageError: one cannot be created or written.
+    """
+    for key in ("tensorboard", "csv_monitor"):
+        section = deepspeed.get(key, {})
+        if section.get("enabled"):
+            folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+            prepare_run_folder(folder, f"{key}.output_path")
+
+
+def prepare_run_folder(folder: Path, field: str = "megasdc.logging.run_dir") -> Path:
+    """Create a folder of the run.
+
+    Args:
+        folder: its place.
+        field: where the configuration names it.
 
     Raises:
         StorageError: it cannot be created or written.
@@ -173,9 +197,7 @@ def prepare_run_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise StorageError(
-            f"megasdc.logging.run_dir: {folder} is not writable ({error.strerror}); choose another folder"
-        ) from error
+        raise StorageError(f"{field}: {folder} is not writable ({error.strerror}); choose another folder") from error
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import socket
 from typing import Any
 
@@ -19,6 +20,7 @@ from megasdc.errors import ConfigError
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
+from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 from megasdc.train.saving import checkpoint_folder
 from megasdc.train.startup import StartClock
 
@@ -119,6 +121,27 @@ def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDim
     )
     if dims.rank == 0:
         logger.info("initial weights from %s (%s)", folder, weights.manifest.source)
+
+
+def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> None:
+    """Refuse a model that certainly does not fit into this rank's host or device, before any of it is built.
+
+    Args:
+        config: the checked configuration.
+        layout: sizes that depend on the number of ranks.
+        vocab_size: entries of the tokenizer's vocabulary.
+
+    Raises:
+        ConfigError: with what a rank needs at least, and what there is.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    device: float | None = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+    stages = memory_of_stages(config, vocab_size, layout.data, layout.micro_batch_size)
+    stage = ParallelDims.from_world(layout.tensor, layout.pipeline, layout.world_size, rank).pp_rank
+    host_ranks = int(os.environ.get("LOCAL_SIZE", "1"))  # set by DeepSpeed's launcher; else at least this rank
+    check_memory(config, stages, stage, host_ranks, host_memory_bytes(), device)
 
 
 HOST_BUCKET_ELEMENTS = 2_000_000
