@@ -12,7 +12,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import APPLIED, FLAG, UNIVERSAL, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megasdc.config.fields import (
+    APPLIED,
+    FLAG,
+    LARGEST_INTEGER,
+    UNIVERSAL,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -348,7 +357,7 @@ def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[s
     Returns:
         A new dict, ready for DeepSpeed but for the batch sizes that follow from the world size.
     """
-    part = copy.deepcopy(given)
+    part: dict[str, Any] = _large_as_floats(given)
     if "bfloat16" in part:
         part["bf16"] = part.pop("bfloat16")
     if not ("train_batch_size" in part and "gradient_accumulation_steps" in part):
@@ -366,6 +375,15 @@ def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[s
     lr = _fill_optimizer(part.setdefault("optimizer", {}))
     _fill_scheduler(part.setdefault("scheduler", {}), lr, steps)
     return part
+
+
+def _large_as_floats(value: Any) -> Any:
+    """Copy; integers that only fields of floating-point numbers accept become such, as tensors take them."""
+    if isinstance(value, dict):
+        return {key: _large_as_floats(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_large_as_floats(inner) for inner in value]
+    return float(value) if isinstance(value, int) and value > LARGEST_INTEGER else value
 
 
 def precision_of(deepspeed: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:

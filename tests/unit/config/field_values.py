@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from megasdc.config.load import _File
+from megasdc.config.load import WholeFile
 from megasdc.config.table import element_in, model_in
 
 Path_ = tuple[str | int, ...]
@@ -98,7 +98,7 @@ CONTEXTS: list[tuple[str, dict[str, Any]]] = [
         "megasdc.process_faults",
         {
             "megasdc.process_faults": [
-                {"kind": "exit", "exit_code": 9, "steps": [2, 2]},
+                {"kind": "exit", "exit_code": 9, "steps": [3, 3]},
                 {"kind": "slow", "factor": 1.01},
             ]
         },
@@ -131,7 +131,7 @@ OPEN_KEYS: dict[Path_, tuple[str, ...]] = {
 
 LONG = "x" * 300
 VALUES: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2, 3, 64, 100_000, 2**31, 2**53, 2**53 + 1, 2**63, 10**30, -(10**30),
+    None, True, False, -1, 0, 1, 2, 3, 64, 100_000, 2**31, 2**53, 2**53 + 1, 2**63, 10**30, -(10**30), 10**399,
     -0.5, 0.0, 1e-300, 1e-4, 0.5, 1.0, 1.5, 9.3e9, 1e30, 1e308, float("inf"), float("-inf"), float("nan"),
     "", " ", "x", "*", "[", "nan", "inf", "\0", "a\0b", "\ud800", "\u00e9", LONG, "x" * 5000, "../x", "/proc/x/y",
     "/dev/null", "/dev/full/x", [], [None], [0], [1], [-1], [1, 1], [2, 1, 0], [1, None], ["x"], [""], ["\0"], [[]],
@@ -141,13 +141,13 @@ VALUES: tuple[Any, ...] = (
 
 def fields() -> Iterator[tuple[Path_, Any]]:
     """Yield the path and type of every field, in lists once for each item of its context."""
-    yield from _fields(_File, ())
+    yield from _fields(WholeFile, ())
 
 
 def _fields(model: type[BaseModel], at: Path_) -> Iterator[tuple[Path_, Any]]:
     for name, info in model.model_fields.items():
         path = (*at, name)
-        yield path, info.annotation
+        yield path, Annotated[info.annotation, *info.metadata, None]
         for key in OPEN_KEYS.get(path, ()):
             yield (*path, key), Any
         if (inner := model_in(info.annotation)) is not None:
@@ -179,7 +179,11 @@ def _own(annotation: Any) -> Iterator[Any]:
     if origin is Literal:
         yield from get_args(annotation)
         yield f"{get_args(annotation)[0]}x"
-    elif origin in (Annotated, Union, types.UnionType):
+    elif origin is Annotated:
+        yield from _own(get_args(annotation)[0])
+        bounds = (getattr(item, name, None) for item in get_args(annotation)[1:] for name in ("gt", "ge", "lt", "le"))
+        yield from (bound for bound in bounds if bound is not None)
+    elif origin in (Union, types.UnionType):
         for part in get_args(annotation):
             yield from _own(part)
     elif origin is list:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasdc.config import ffn_width, parse_config
+from megasdc.config import check_layout, ffn_width, parse_config
 from megasdc.errors import ConfigError
 from megasdc.model.sizes import model_sizes
 from megasdc.train.memory import GIB, check_memory, host_memory_bytes, memory_of_stages, memory_warning
@@ -114,3 +114,16 @@ def test_the_host_has_what_its_cgroups_leave(tmp_path):
 def test_this_host_says_how_much_it_has():
     """On Linux the real answer is a size, not infinity."""
     assert 2**28 < host_memory_bytes() < 2**60
+
+
+def test_a_rank_looks_at_its_own_host(monkeypatch):
+    """Before it builds anything a rank passes a tiny model, and refuses one that no host has the memory for."""
+    from megasdc.train.build_engine import check_memory_here
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    tiny = _config(model={"hidden_size": 64, "num_attention_heads": 4}, parallel={"pipeline": 2})
+    check_memory_here(tiny, check_layout(tiny, 2), VOCAB)
+    vast = _config(model={"hidden_size": 2**24}, parallel={"pipeline": 2})
+    with pytest.raises(ConfigError, match=r"megasdc\.model: a rank with .* this host, where 2 ranks run, has"):
+        check_memory_here(vast, check_layout(vast, 2), VOCAB)
