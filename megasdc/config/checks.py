@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megasdc.config.detection_problems import MOST_SAMPLES_LOST, samples_lost
 from megasdc.config.drop_problems import drop_layout_problems, drop_warnings
 from megasdc.config.fault_problems import fault_place_problems
+from megasdc.config.fields import LARGEST_INTEGER
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,6 +80,13 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         )
         raise ConfigError(text, config.source)
     train, micro, accumulation = batch_sizes(config, data)
+    steps = config.megasdc.training.steps
+    if train * steps > LARGEST_INTEGER:
+        text = (
+            f"megasdc.training.steps: got {steps} of {train} samples each, together more than {LARGEST_INTEGER}, up to "
+            "which samples are numbered; set fewer steps or a smaller batch."
+        )
+        raise ConfigError(text, config.source)
     if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
         raise ConfigError(few, config.source)
     return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)

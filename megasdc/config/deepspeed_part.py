@@ -150,7 +150,7 @@ class Fp16(Section):
     enabled: bool = Field(False, description="Train in float16 with loss scaling.", json_schema_extra=UNIVERSAL)
     auto_cast: bool = False
     loss_scale: NonNegativeFloat = Field(0.0, description="Fixed loss scale; 0: dynamic.")
-    initial_scale_power: NonNegativeInt = Field(16, json_schema_extra=FLAG)
+    initial_scale_power: Annotated[int, Field(ge=0, le=127)] = Field(16, json_schema_extra=FLAG)
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False

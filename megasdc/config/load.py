@@ -23,7 +23,7 @@ from megasdc.config.deepspeed_part import DeepSpeedPart, fill_defaults, precisio
 from megasdc.config.fields import LARGEST_INTEGER, at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problem import Problem
-from megasdc.config.read import apply_overrides, dotted, read_json, shown, unusable_values
+from megasdc.config.read import apply_overrides, dotted, is_unusable, read_json, shown, unusable_values
 from megasdc.config.sections import MegasdcSection
 from megasdc.config.table import element_in, field_text, model_in, type_text
 from megasdc.errors import ConfigError
@@ -170,11 +170,14 @@ def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
 
 
 def _unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """List texts that no file name can hold, and numbers that no JSON file can."""
+    """List texts that no file name can hold, and numbers that no JSON file can; keys that are such are taken out."""
     found: dict[Path_, Problem] = {}
-    for path, reason in unusable_values(raw):
+    for path, reason in list(unusable_values(raw)):
         name = dotted(path)
         found[path] = Problem((name,), f"{name}: {reason}, got {shown(_value_at(raw, path))}; write it without.")
+    for path in found:  # pydantic says of an object with such a key only that it is none
+        if path and isinstance(path[-1], str) and is_unusable(path[-1]):
+            _remove(raw, path)
     return found
 
 

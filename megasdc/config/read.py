@@ -85,13 +85,13 @@ def unusable_values(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tupl
     Yields:
         Path and reason of every text with a NUL character or half a surrogate pair, and of every NaN and infinity.
     """
-    if isinstance(value, str) and (reason := _unusable_text(value)):
+    if isinstance(value, str) and (reason := is_unusable(value)):
         yield at, reason
     elif isinstance(value, float) and not math.isfinite(value):
         yield at, "is not a finite number"
     elif isinstance(value, dict):
         for key, inner in value.items():
-            if reason := _unusable_text(key):
+            if reason := is_unusable(key):
                 yield (*at, key), f"the key {reason}"
             yield from unusable_values(inner, (*at, key))
     elif isinstance(value, list):
@@ -99,7 +99,8 @@ def unusable_values(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tupl
             yield from unusable_values(inner, (*at, index))
 
 
-def _unusable_text(text: str) -> str | None:
+def is_unusable(text: str) -> str | None:
+    """Why a text can be no file name; null if it can."""
     if "\0" in text:
         return "holds a NUL character"
     return "holds half a surrogate pair" if any("\ud800" <= letter <= "\udfff" for letter in text) else None

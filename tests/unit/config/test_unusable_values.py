@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from megasdc.config import load_config, parse_config
+from megasdc.config import check_layout, load_config, parse_config
 from megasdc.errors import ConfigError
 
 MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
@@ -61,6 +61,7 @@ def test_deep_nesting_is_refused(tmp_path, depth):
         ("zero_optimization.offload_optimizer", {"devise": "cpu"}, ["did you mean", "offload_optimizer.device"]),
         ("aio", {"block_sise": 1}, ["did you mean aio.block_size?"]),
         ("aio.use_gds", True, ["allowed: false"]),
+        ("fp16.initial_scale_power", 128, ["<= 127"]),
         ("wandb.enabled", True, ["package wandb is not installed", "pip install wandb"]),
         ("comet.enabled", True, ["package comet_ml is not installed"]),
         ("megasdc.model.megatron", {"qk_layernorm": 1}, ["allowed: true or false"]),
@@ -90,6 +91,14 @@ def test_a_monitor_that_is_installed_is_accepted(tmp_path, monkeypatch, name):
     (tmp_path / name / "__init__.py").write_text("")
     importlib.invalidate_caches()
     assert parse_config({**MINIMAL, section: {"enabled": True}}).deepspeed[section]["enabled"]
+
+
+def test_more_samples_than_can_be_numbered_are_refused():
+    """Steps times batch size stays below the integers that every file and index keeps."""
+    config = parse_config(MINIMAL, [f"megasdc.training.steps={2**53}", "megasdc.training.stop_step=1"])
+    check_layout(config, 1)
+    with pytest.raises(ConfigError, match=rf"training\.steps: got {2**53} of 2 samples each"):
+        check_layout(config, 2)
 
 
 _IN_BF16 = {
