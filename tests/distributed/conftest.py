@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from harness import extensions_dir
 
 from megasdc.launcher.operator_build import build_operator_here
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "config"))  # field_values
 
 
 @pytest.fixture(scope="session", autouse=True)
