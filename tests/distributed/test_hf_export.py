@@ -533,7 +533,7 @@ def test_models_that_cannot_be_imported(tmp_path: Path, exported: Path) -> None:
         attempt(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"))
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         attempt(lambda folder: (folder / "config.json").unlink())
-    with pytest.raises(ConfigError, match=r"MODEL: .*/nothing is not a folder here"):
+    with pytest.raises(CheckpointError, match=r"MODEL: .*/nothing is not there"):
         import_hf(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     attempt(lambda folder: None)
