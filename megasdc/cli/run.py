@@ -1,9 +1,10 @@
-"""What makes and watches a run: `megasdc prepare-data`, `launch`, `check-determinism`, `summary`."""
+"""What makes and watches a run: `megasdc prepare-data`, `verify-data`, `launch`, `check-determinism`, `summary`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,52 @@ def prepare_data(
         typer.echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
         return
     typer.echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
+    for source in manifest.sources:
+        for reason, count in source.skipped.items():
+            places = source.skipped_at.get(reason, [])
+            named = "; ".join([*places, *(["..."] if count > len(places) else [])])
+            typer.echo(f"left out of {source.source}: {count} {reason} ({named})")
+
+
+@app.command("verify-data", epilog="Example: megasdc verify-data prepared/stdlib")
+def verify_data(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of prepared data.")],
+    add_checksums: Annotated[
+        bool,
+        typer.Option(
+            "--add-checksums",
+            help="Add what data of an earlier version lack: checksums of blocks, which are checked while training, and "
+            "of the manifest. Only if nothing is wrong.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare every byte of prepared data with what was written, and name all damaged files and blocks.
+
+    A start checks all but the tokens, and some blocks of those; a block is checked again when training first reads it.
+    Exit code 0; 71 if anything is wrong.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megasdc.data import verify
+    from megasdc.errors import DataError
+
+    reports = []
+    with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
+        for folder in folders:
+            total = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
+            task = bar.add_task(str(folder), total=total)
+            report = verify.check_folder(folder, partial(bar.advance, task))
+            if add_checksums and report.ok and report.note:
+                verify.add_checksums(folder)
+                report = verify.check_folder(folder)
+            reports.append(report)
+    if as_json:
+        typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
+    else:
+        typer.echo("\n".join(report.render() for report in reports))
+    raise typer.Exit(0 if all(report.ok for report in reports) else DataError.exit_code)
 
 
 @app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")

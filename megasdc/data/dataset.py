@@ -28,8 +28,10 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 
 from megasdc.config.sections import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
+from megasdc.data.blocks import BlockChecksums, CheckedReader
 from megasdc.data.index_cache import CACHE_FOLDER, kept_index
-from megasdc.data.manifest import Manifest, verify_prepared
+from megasdc.data.manifest import Manifest
+from megasdc.data.verify import verify_prepared
 from megasdc.errors import DataError
 
 _INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
@@ -42,6 +44,7 @@ def build_datasets(
     num_eval_samples: int,
     cache_dir: Path | str | None = None,
     verify_checksums: bool = False,
+    manifests: list[Manifest] | None = None,
 ) -> tuple[TokenDataset | BlendedTokens, TokenDataset | BlendedTokens | None]:
     """Build the training and the validation stream.
 
@@ -51,7 +54,8 @@ def build_datasets(
         num_train_samples: length of the training stream; the data are repeated as often as that needs.
         num_eval_samples: length of the validation stream; 0: none is built.
         cache_dir: where sample indices are kept; null: in the folder of prepared data, or nowhere if it is read-only.
-        verify_checksums: compare the checksums of all files, not only their sizes.
+        verify_checksums: compare every byte of all files, see `verify_prepared`.
+        manifests: what `verify_data` returned for this section; null: the data are checked here.
 
     Returns:
         Training and validation stream; valid on every rank. Both are blended by the same weights.
@@ -63,7 +67,9 @@ def build_datasets(
     Collective:
         None.
     """
-    manifests = _usable_data(section, vocab_size, verify_checksums)
+    if manifests is None:
+        manifests = verify_data(section, verify_checksums)
+    _check_vocabulary(section, manifests, vocab_size)
     train = _build_stream(section, manifests, vocab_size, Split.train, num_train_samples, cache_dir)
     if num_eval_samples == 0:
         return train, None
@@ -88,20 +94,19 @@ def build_split(
     Collective:
         None.
     """
-    manifests = _usable_data(section, vocab_size)
+    manifests = verify_data(section)
+    _check_vocabulary(section, manifests, vocab_size)
     return _build_stream(section, manifests, vocab_size, Split[split], num_samples, cache_dir)
 
 
-def _usable_data(section: DataSection, vocab_size: int, checksums: bool = False) -> list[Manifest]:
-    """The manifests of data that are whole and fit a model."""
-    manifests = verify_data(section, checksums)
+def _check_vocabulary(section: DataSection, manifests: list[Manifest], vocab_size: int) -> None:
+    """Check that a model knows every id of the data."""
     needed = manifests[0].tokenizer.vocab_size
     if vocab_size < needed:
         raise DataError(
             f"the model's vocabulary has {vocab_size} ids, the tokenizer of {section.folders[0]} has "
             f"{needed}; enlarge the model's or prepare the data with another tokenizer"
         )
-    return manifests
 
 
 def _build_stream(
@@ -134,7 +139,7 @@ def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]
 
     Args:
         section: names one folder or a blend.
-        checksums: compare the checksums of all files, not only their sizes.
+        checksums: compare every byte of all files, see `verify_prepared`.
 
     Returns:
         The manifest of each of `section.folders`; their tokenizers are equal.
@@ -237,6 +242,12 @@ class TokenDataset(torch.utils.data.Dataset):
         self._adapter = _TokenizerAdapter(str(self.path), manifest, self.identity)
         self._prefix = str(self.path.with_suffix(""))
         self._tokens = IndexedDataset(self._prefix)
+        if manifest.block_bytes is not None:
+            self._tokens.bin_reader = CheckedReader(
+                self._tokens.bin_reader,
+                BlockChecksums(self.path, manifest.block_bytes),
+                manifest.files[self.path.name].size_bytes,
+            )
         self._epochs: dict[int, GPTDataset] = {}
         self.samples_per_epoch = len(self._epoch(0))
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config.sections import DataSection
-from megasdc.data.manifest import MANIFEST_FILE, Manifest, sync_folder, verify_prepared
+from megasdc.data.manifest import MANIFEST_FILE, Manifest, sync_folder
 from megasdc.data.sources import fingerprint_source
 from megasdc.data.tokenizer import checksum_tokenizer
+from megasdc.data.verify import verify_prepared
 from megasdc.errors import DataError
 
 
@@ -32,7 +33,7 @@ def describe_settings(section: DataSection) -> dict[str, Any]:
 
 
 def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
-    """Return the manifest of equal prepared data, or None when the way is free."""
+    """Return the manifest of equal prepared data, or None when the way is free; with force every byte is looked at."""
     if not out.exists():
         return None
     if not out.is_dir() or not (out / MANIFEST_FILE).exists():
@@ -45,7 +46,7 @@ def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manif
             raise DataError(
                 f"{out} was prepared with other settings: {'; '.join(differences)}; use force to replace it"
             )
-        return verify_prepared(out)
+        return verify_prepared(out, quick=not force)
     except DataError:
         if force:
             return None

@@ -1,24 +1,33 @@
-"""What is in a folder of prepared data, and is it whole? The manifest: counts, origin, sizes and checksums.
+"""What is in a folder of prepared data? The manifest: counts, origin, sizes and checksums.
 
-The manifest holds nothing that differs between two runs on the same input: no times, no host names.
+The manifest holds nothing that differs between two runs on the same input: no times, no host names. It names its own
+checksum too, so that a changed byte anywhere in the folder is found. Format version 1 had neither that checksum nor
+those of blocks; it is still read, and `megasdc verify-data --add-checksums` brings it up to date.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megasdc.data.blocks import REMEDY, num_blocks
 from megasdc.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
 SPLITS = ("train", "valid", "test")
 TOKENIZER_FOLDER = "tokenizer"
+SHORT_TOKENS = 65500
+"""Vocabularies with fewer ids have tokens of two bytes, others of four: Megatron-core's `DType.optimal_dtype`."""
+_INDEX_HEADER_BYTES = 34
+"""Of Megatron-core's ``.idx``; per document follow a length and a pointer, then the bounds of all documents."""
 
 
 class _Record(BaseModel):
@@ -28,35 +37,36 @@ class _Record(BaseModel):
 
 
 class SourceRecord(_Record):
-    """One source as it was read."""
+    """One source as it was read; `skipped` counts what was left out by reason, `skipped_at` names the first of them."""
 
     source: str
     licence: str
-    num_documents: int
+    num_documents: int = Field(ge=0)
     skipped: dict[str, int]
+    skipped_at: dict[str, list[str]] = {}
 
 
 class TokenizerRecord(_Record):
     """The tokenizer in the folder."""
 
     kind: str
-    vocab_size: int
-    end_of_document: int
+    vocab_size: int = Field(gt=0, lt=2**31)
+    end_of_document: int = Field(ge=0)
     checksum: str
 
 
 class SplitRecord(_Record):
     """Size of one split; the tokens include one end-of-document token a document, the bytes are UTF-8 text."""
 
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
+    num_documents: int = Field(ge=1)
+    num_tokens: int = Field(ge=1)
+    num_bytes: int = Field(ge=0)
 
 
 class FileRecord(_Record):
     """Size and XXH3-64 of one file."""
 
-    size_bytes: int
+    size_bytes: int = Field(ge=0)
     checksum: str
 
 
@@ -69,6 +79,7 @@ class Manifest(_Record):
         unigram_entropy_nats: entropy of the token frequencies of the training split, in nats a token: the loss of a
             model that knows frequencies and nothing else.
         files: by path relative to the folder, all files but the manifest.
+        block_bytes: see `megasdc.data.blocks`; null: the files have no checksums of blocks (format version 1).
     """
 
     format_version: int
@@ -81,12 +92,20 @@ class Manifest(_Record):
     unigram_entropy_nats: float
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    block_bytes: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Manifest:
+        if problem := next(_contradictions(self), None):
+            raise ValueError(problem)
+        return self
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` in one rename, on disk when this returns."""
+        content = self.model_dump()
         partial = folder / (MANIFEST_FILE + ".partial")
         with open(partial, "w", encoding="utf-8") as file:
-            json.dump(self.model_dump(), file, indent=2, sort_keys=True)
+            json.dump({**content, "checksum": digest_settings(content)}, file, indent=2, sort_keys=True)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
@@ -98,14 +117,23 @@ class Manifest(_Record):
         """Read the manifest of a folder.
 
         Raises:
-            DataError: the folder or the manifest is missing, damaged, or of another format version.
+            DataError: the folder or the manifest is missing, changed since it was written, contradicts itself, or is of
+                another format version.
         """
         path = Path(folder) / MANIFEST_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format_version"]
-            if version != FORMAT_VERSION:
-                raise DataError(f"{path} has format version {version}, this megasdc reads {FORMAT_VERSION}")
+            if version not in READ_VERSIONS:
+                raise DataError(
+                    f"{path} has format version {version}, this megasdc reads {' and '.join(map(str, READ_VERSIONS))}"
+                )
+            if version > 1:
+                claimed = content.pop("checksum")
+                if (found := digest_settings(content)) != claimed:
+                    raise DataError(
+                        f"{path} was changed: its content has checksum {found}, expected {claimed}; {REMEDY}"
+                    )
             return cls.model_validate(content)
         except FileNotFoundError as error:
             raise DataError(
@@ -115,34 +143,77 @@ class Manifest(_Record):
             raise DataError(
                 f"{path} cannot be read: {error.strerror}; data.path names a folder of prepared data"
             ) from error
-        except (ValueError, KeyError, TypeError, ValidationError) as error:
-            raise DataError(f"{path} is damaged: {error}; prepare the data again") from error
+        except ValidationError as error:
+            found = "; ".join(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}"
+                for one in error.errors()
+            )
+            raise DataError(f"{path} is damaged: {found}; {REMEDY}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path} is damaged: {type(error).__name__}: {error}; {REMEDY}") from error
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What in a manifest cannot be so, by the rules that the files were written by."""
+    tokenizer, blocks = manifest.tokenizer, manifest.block_bytes
+    if (manifest.format_version > 1) != (blocks is not None):
+        yield f"block_bytes is {blocks} with format version {manifest.format_version}"
+    if (found := digest_settings(manifest.settings)) != manifest.settings_digest:
+        yield f"settings_digest is {manifest.settings_digest}, the settings have {found}"
+    if tokenizer.end_of_document >= tokenizer.vocab_size:
+        yield f"end_of_document is {tokenizer.end_of_document} of {tokenizer.vocab_size} ids"
+    dtype, token_bytes = ("uint16", 2) if tokenizer.vocab_size < SHORT_TOKENS else ("int32", 4)
+    if manifest.dtype != dtype:
+        yield f"dtype is {manifest.dtype}, tokens with {tokenizer.vocab_size} ids are {dtype}"
+    expected: dict[str, int] = {}
+    for name, split in manifest.splits.items():
+        if name not in SPLITS:
+            yield f"splits holds {name}, known are {', '.join(SPLITS)}"
+        expected[f"{name}.bin"] = split.num_tokens * token_bytes
+        expected[f"{name}.idx"] = _INDEX_HEADER_BYTES + split.num_documents * 12 + (split.num_documents + 1) * 8
+        if blocks is not None:
+            expected[f"{name}.checksums"] = num_blocks(expected[f"{name}.bin"], blocks) * 8
+    if not expected:
+        yield "splits is empty"
+    for name, size in expected.items():
+        if name not in manifest.files:
+            yield f"files lacks {name}"
+        elif manifest.files[name].size_bytes != size:
+            yield f"{name} has {manifest.files[name].size_bytes} bytes by files, {size} by splits"
+    others = [PurePosixPath(name) for name in manifest.files if name not in expected]
+    for path in others:
+        if path.parts[0] != TOKENIZER_FOLDER or ".." in path.parts:
+            yield f"files holds {path}, which is no file of prepared data"
+    if not others:
+        yield f"files lacks those of {TOKENIZER_FOLDER}/"
 
 
 def digest_settings(settings: dict[str, Any]) -> str:
-    """Return the XXH3-64 of the canonical JSON of settings."""
+    """Return the XXH3-64 of the canonical JSON of settings, or of a manifest."""
     return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode())
 
 
-def checksum_file(path: Path) -> str:
-    """Return the XXH3-64 of a file's bytes."""
+def checksum_file(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
+    """Return the XXH3-64 of a file's bytes; `advance` is called with the bytes of each piece read."""
     state = xxhash.xxh3_64()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             state.update(block)
+            advance(len(block))
     return state.hexdigest()
+
+
+def record_file(path: Path) -> FileRecord:
+    """Put a file on disk and return its size and checksum."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return FileRecord(size_bytes=path.stat().st_size, checksum=checksum_file(path))
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
     """Put all files of a folder on disk and return their sizes and checksums, by relative path."""
-    records = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        records[path.relative_to(folder).as_posix()] = FileRecord(
-            size_bytes=path.stat().st_size, checksum=checksum_file(path)
-        )
-    return records
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): record_file(path) for path in paths}
 
 
 def sync_folder(folder: Path) -> None:
@@ -152,36 +223,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
-    """Check that prepared data are whole.
-
-    Args:
-        folder: the folder of prepared data.
-        quick: compare sizes of all files and checksums of the tokenizer only; false: checksums of all files.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        DataError: a file is missing, has another size or another checksum; the message names it.
-    """
-    root = Path(folder)
-    manifest = Manifest.load(root)
-    for name, record in manifest.files.items():
-        path = root / name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is missing, its manifest lists {record.size_bytes} bytes; {_REMEDY}") from error
-        if size != record.size_bytes:
-            raise DataError(f"{path} has {size} bytes, its manifest says {record.size_bytes}; {_REMEDY}")
-        if not quick or name.startswith(TOKENIZER_FOLDER + "/"):
-            checksum = checksum_file(path)
-            if checksum != record.checksum:
-                raise DataError(f"{path} has checksum {checksum}, its manifest says {record.checksum}; {_REMEDY}")
-    return manifest
-
-
-_REMEDY = "prepare the data again with force, or copy them again"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import rich.progress
 from rich.console import Console
 
 from megasdc.config.sections import DataSection, SourceSection
+from megasdc.data.blocks import BLOCK_BYTES, write_checksums
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
 from megasdc.data.manifest import (
     FORMAT_VERSION,
@@ -38,6 +38,7 @@ from megasdc.data.pool import WorkerPool
 from megasdc.data.shards import SHARD_CHARACTERS, group_documents, read_shard, shard_path
 from megasdc.data.sources import (
     LICENCES,
+    LeftOut,
     describe_source,
     iterate_documents,
     sample_documents,
@@ -129,6 +130,8 @@ def _build(
     records, frequencies, dtype = merge_shards(
         shards, splits, result, tokenizer.vocab_size, lambda done: bar.advance(task, done)
     )
+    for name in records:
+        write_checksums(result / f"{name}.bin")
     shutil.copytree(tokenizer_folder, result / TOKENIZER_FOLDER)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -148,6 +151,7 @@ def _build(
             name: version(name) for name in ("megatron-core", "numpy", "datasets", "sentencepiece", "transformers")
         },
         files=record_files(result),
+        block_bytes=BLOCK_BYTES,
     )
     manifest.save(result)
     sync_folder(result / TOKENIZER_FOLDER)
@@ -160,11 +164,11 @@ class _Stream:
 
     sources: list[SourceSection]
     num_documents: list[int] = field(default_factory=list)
-    skipped: list[Counter[str]] = field(default_factory=list)
+    skipped: list[LeftOut] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[str]:
         self.num_documents = [0] * len(self.sources)
-        self.skipped = [Counter() for _ in self.sources]
+        self.skipped = [LeftOut() for _ in self.sources]
         for index, source in enumerate(self.sources):
             for text in iterate_documents(source, self.skipped[index]):
                 self.num_documents[index] += 1
@@ -178,6 +182,7 @@ class _Stream:
                 licence=LICENCES[source.kind],
                 num_documents=count,
                 skipped=dict(sorted(skipped.items())),
+                skipped_at=dict(sorted(skipped.places.items())),
             )
             for source, count, skipped in zip(self.sources, self.num_documents, self.skipped, strict=True)
         ]

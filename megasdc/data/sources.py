@@ -28,6 +28,8 @@ BUILDERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".zst")
 """Endings that may follow those of `BUILDERS`."""
 _BLOCK_BYTES = 1 << 20
+NUM_PLACES = 5
+"""So many documents that were left out are named, for each reason."""
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
     "files": "not known to megasdc: see where the files come from",
@@ -36,7 +38,26 @@ LICENCES = {
 """Licence note of each kind of source."""
 
 
-def iterate_documents(section: SourceSection, skipped: Counter[str] | None = None) -> Iterator[str]:
+class LeftOut(Counter[str]):
+    """Counts of what was left out of a source, by reason.
+
+    Attributes:
+        places: of the first of each reason, by file and row; rows count from 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, list[str]] = {}
+
+    def add(self, reason: str, place: str) -> None:
+        """Count one."""
+        self[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < NUM_PLACES:
+            places.append(place)
+
+
+def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) -> Iterator[str]:
     """Yield the documents of one source, the same in every call.
 
     Args:
@@ -49,13 +70,10 @@ def iterate_documents(section: SourceSection, skipped: Counter[str] | None = Non
     Raises:
         DataError: a file is missing, empty or damaged, a column is missing, or the source holds no text at all.
     """
-    counts: Counter[str] = Counter() if skipped is None else skipped
+    counts = LeftOut() if skipped is None else skipped
     readers = {"stdlib": _read_stdlib, "files": _read_files, "hub": _read_hub}
     num_documents = 0
     for text in readers[section.kind](section, counts):
-        if not text:
-            counts["empty documents"] += 1
-            continue
         yield text
         num_documents += 1
         if num_documents == section.max_documents:
@@ -152,13 +170,20 @@ def _list_files(where: str) -> list[Path]:
     return sorted(paths)
 
 
-def _read_stdlib(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
+def _read_stdlib(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
     """Yield the Python files of the standard library; test files that are not UTF-8 on purpose are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
     for path in _list_stdlib(section):
+        place = f"file {path.relative_to(root).as_posix()}"
         try:
-            yield path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            skipped["files that are not UTF-8"] += 1
+            skipped.add("files that are not UTF-8", place)
+            continue
+        if text:
+            yield text
+        else:
+            skipped.add("empty documents", place)
 
 
 def _list_stdlib(section: SourceSection) -> list[Path]:
@@ -169,7 +194,7 @@ def _list_stdlib(section: SourceSection) -> list[Path]:
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _read_files(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
+def _read_files(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
     import datasets
 
     for path in list_files(section):
@@ -190,7 +215,7 @@ def _read_files(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
             raise DataError(f"file {path} cannot be read as {builder}: {type(error).__name__}: {error}") from error
 
 
-def _read_hub(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
+def _read_hub(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
     import datasets
 
     name = _need_path(section)
@@ -206,13 +231,15 @@ def _read_hub(section: SourceSection, skipped: Counter[str]) -> Iterator[str]:
         raise DataError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _texts(rows: Iterable[dict[str, Any]], column: str, place: str, skipped: Counter[str]) -> Iterator[str]:
+def _texts(rows: Iterable[dict[str, Any]], column: str, place: str, skipped: LeftOut) -> Iterator[str]:
     for number, row in enumerate(rows):
         if column not in row:
             raise DataError(f"{place} has no column {column!r}; its columns are {sorted(row)}; set text_field to one")
         text = row[column]
         if text is None:
-            skipped["documents without text"] += 1
+            skipped.add("documents without text", f"{place}, row {number}")
+        elif text == "":
+            skipped.add("empty documents", f"{place}, row {number}")
         elif isinstance(text, str):
             yield text
         else:

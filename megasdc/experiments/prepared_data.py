@@ -8,8 +8,9 @@ from pathlib import Path
 
 from megasdc.config import DataSection, MegasdcSection
 from megasdc.data.destination import describe_settings
-from megasdc.data.manifest import MANIFEST_FILE, Manifest, verify_prepared
+from megasdc.data.manifest import MANIFEST_FILE, Manifest
 from megasdc.data.prepare import prepare
+from megasdc.data.verify import verify_prepared
 from megasdc.errors import ConfigError, MegasdcError
 from megasdc.experiments.plan import PlannedRun
 

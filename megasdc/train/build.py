@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.config import Layout, RunConfig, check_layout, replica_config
+from megasdc.config import DataSection, Layout, RunConfig, check_layout, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
+from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.time_split import TimeSplit
@@ -70,7 +71,8 @@ def build_run(
         whole, config = config, replica_config(config, cut.replica)
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
-    manifest = verify_data(sections.data)[0]
+    manifests = verify_data(sections.data)
+    manifest = manifests[0]
     check_memory_here(config, layout, manifest.tokenizer.vocab_size)
     folder = prepare_run_folder(Path(sections.logging.run_dir))
     if int(os.environ.get("RANK", "0")) == 0:
@@ -90,8 +92,9 @@ def build_run(
     if dims.rank == 0:
         versions = installed_versions()
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=versions)
+        _tell_unchecked(sections.data, manifests, events)
     engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size, clock)
-    loader, eval_loader = _build_loaders(config, layout, dims, manifest)
+    loader, eval_loader = _build_loaders(config, layout, dims, manifests)
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
     run, kept = _assemble(config, folder, engine, loader, events, split)
@@ -149,21 +152,29 @@ def _assemble(
 
 
 def _build_loaders(
-    config: RunConfig, layout: Layout, dims: ParallelDims, manifest: Manifest
+    config: RunConfig, layout: Layout, dims: ParallelDims, manifests: list[Manifest]
 ) -> tuple[MicroBatchLoader, EvalLoader | None]:
     sections = config.megasdc
     eval_samples = sections.training.eval_samples if sections.training.eval_interval else 0
     train, valid = build_datasets(
         sections.data,
-        manifest.tokenizer.vocab_size,
+        manifests[0].tokenizer.vocab_size,
         sections.training.steps * layout.train_batch_size,
         eval_samples,
+        manifests=manifests,
     )
     epoch = train.samples_per_epoch if isinstance(train, TokenDataset) else None
     loader = MicroBatchLoader(train, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
     if valid is None:
         return loader, None
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)
+
+
+def _tell_unchecked(section: DataSection, manifests: list[Manifest], events: EventLog) -> None:
+    for folder, manifest in zip(section.folders, manifests, strict=True):
+        if text := unchecked(folder, manifest):
+            logger.warning("%s", text)
+            events.emit("data", "unchecked", folder=folder, format_version=manifest.format_version)
 
 
 def prepare_monitor_folders(deepspeed: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs import prepare_text, train_run, write_config
+from whole_runs import events_of, prepare_text, train_run, write_config
 
 from megasdc.run_lock import Holder, read_holder, take
 
@@ -41,6 +42,11 @@ def _foreign_ids(folder: Path) -> None:
     (folder / "train.bin").write_bytes(content)
 
 
+def _edit_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"vocab_size": 500', '"vocab_size": 400'))
+
+
 def _other_tokenizer(folder: Path) -> None:
     model = next(iter((folder / "tokenizer").glob("*.model")))
     content = bytearray(model.read_bytes())
@@ -52,7 +58,8 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("missing", shutil.rmtree, r"data/manifest.json is missing.*prepare-data"),
     ("truncated", _truncate, r"train.bin has \d+ bytes, its manifest says \d+"),
     ("empty", _empty, r"train.idx has 0 bytes, its manifest says \d+"),
-    ("foreign_ids", _foreign_ids, r"train.bin, sample position \d+, token \d+: id 65535 is not in \[0, 500\)"),
+    ("foreign_ids", _foreign_ids, r"train.bin is damaged: block 0 \(bytes 0 to 65535\) has checksum"),
+    ("edited_manifest", _edit_manifest, r"manifest.json was changed: its content has checksum \w+, expected \w+"),
     ("other_tokenizer", _other_tokenizer, r"tokenizer/\S+ has checksum"),
 ]
 
@@ -70,6 +77,22 @@ def test_damaged_data_end_with_the_data_code(
     assert {code for code, _ in results} <= {71, HANG, PEER}
     _matches(results, 71, message)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_data_of_the_version_before_train(tmp_path: Path, data: Path) -> None:
+    """Data without checksums of blocks are trained on, which one event of the run says, by folder."""
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    content = json.loads((copy / "manifest.json").read_text())
+    del content["checksum"], content["block_bytes"]
+    for source in content["sources"]:
+        del source["skipped_at"]
+    kept = {name: record for name, record in content["files"].items() if not name.endswith(".checksums")}
+    (copy / "manifest.json").write_text(json.dumps({**content, "format_version": 1, "files": kept}))
+    config = write_config(tmp_path / "c.json", copy, tmp_path / "run")
+    assert train_run(config, 2, "megasdc.training.stop_step=1") == [(0, None)] * 2
+    events = events_of(tmp_path / "run", "data", "unchecked")
+    assert [(event["rank"], event["folder"]) for event in events] == [(0, str(copy))]
 
 
 def _matches(results: list[Any], code: int, message: str) -> None:

@@ -21,6 +21,7 @@ from megasdc.checkpoint.logical import load_weights, open_weights
 from megasdc.cli import main
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
+from megasdc.data.manifest import Manifest
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
 from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
 
@@ -443,9 +444,9 @@ def test_eval_on_data_of_another_tokenizer_is_refused(tmp_path: Path, trained: T
     from megasdc.train.inference import evaluate_weights
 
     other = shutil.copytree(data, tmp_path / "other")
-    content = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
-    content["tokenizer"]["checksum"] = "0" * 16
-    (other / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    manifest = Manifest.load(other)
+    tokenizer = manifest.tokenizer.model_copy(update={"checksum": "0" * 16})
+    manifest.model_copy(update={"tokenizer": tokenizer}).save(other)
     folder = str(trained("gpt", (1, 1, 1)) / "checkpoints")
     with pytest.raises(DataError, match="prepared with a tokenizer of checksum 0000"):
         evaluate_weights(folder, overrides=[f"megasdc.data.path={other}"])

@@ -99,6 +99,7 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
 
     class Manifest:
         unigram_entropy_nats = 6.5
+        sources = []
 
         def model_dump(self, mode):
             return {"format_version": 1}

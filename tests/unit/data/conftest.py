@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
@@ -42,6 +43,25 @@ def prepared(tmp_path_factory, corpus):
     section = section_for(tmp_path_factory.mktemp("out") / "data set", corpus)
     prepare(section, workers=1, progress=False)
     return section
+
+
+def to_version_1(folder):
+    """Make prepared data what the version before would have written: no checksums of blocks, none of the manifest."""
+    path = Path(folder) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"], content["block_bytes"]
+    content["format_version"] = 1
+    for source in content["sources"]:
+        del source["skipped_at"]
+    for file in Path(folder).glob("*.checksums"):
+        del content["files"][file.name]
+        file.unlink()
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+@pytest.fixture(name="to_version_1", scope="session")
+def to_version_1_fixture():
+    return to_version_1
 
 
 @pytest.fixture(name="section_for", scope="session")

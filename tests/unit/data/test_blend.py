@@ -299,13 +299,14 @@ def test_bad_parts_are_named(tmp_path, corpus, prepared, second, section, sectio
         build(section, tmp_path)[0][100]
 
 
-def test_damage_is_named_by_part(tmp_path, prepared, second):
+def test_damage_is_named_by_part(tmp_path, prepared, second, to_version_1):
     """An id beyond the vocabulary is refused with the file of its part, not with all files."""
     copy = tmp_path / "copy"
     shutil.copytree(second.path, copy)
     tokens = np.fromfile(copy / "train.bin", dtype=np.uint16)
     tokens[:] = 64_000
     tokens.tofile(copy / "train.bin")
+    to_version_1(copy)
     train, _ = build(blend_of(prepared, (prepared, 3), (place(second, copy), 1)), tmp_path / "cache")
     first = next(position for position in range(100) if train.locate(position)[0] == 1)
     loader = MicroBatchLoader(train, 1, 0, 1)

@@ -203,13 +203,14 @@ def test_id_beyond_the_vocabulary(value):
     assert loader.position == Position(2)
 
 
-def test_damaged_file_is_caught_before_the_model(tmp_path, prepared):
-    """A token overwritten in the .bin file, its size unchanged, is refused by the loader if beyond the vocabulary."""
+def test_damaged_file_is_caught_before_the_model(tmp_path, prepared, to_version_1):
+    """Without checksums of blocks, an overwritten token is refused by the loader if beyond the vocabulary."""
     folder = tmp_path / "copy"
     shutil.copytree(prepared.path, folder)
     tokens = np.fromfile(folder / "train.bin", dtype=np.uint16)
     tokens[:] = 64_000
     tokens.tofile(folder / "train.bin")
+    to_version_1(folder)
     train, _ = build_datasets(prepared.model_copy(update={"path": str(folder)}), 640, 10, 0, tmp_path / "cache")
     with pytest.raises(DataError, match=r"train\.bin, sample position 0, token 0: id 64000 is not in \[0, 640\)"):
         next(MicroBatchLoader(train, 1, 0, 1))

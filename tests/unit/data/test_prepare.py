@@ -18,12 +18,13 @@ import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megasdc.data.manifest import Manifest, verify_prepared
+from megasdc.data.manifest import Manifest
 from megasdc.data.merge import assign_splits, entropy_nats
 from megasdc.data.pool import WorkerPool
 from megasdc.data.prepare import prepare
 from megasdc.data.sources import iterate_documents
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
+from megasdc.data.verify import verify_prepared
 from megasdc.errors import DataError, StorageError
 
 SMALL_SHARDS = 20_000
@@ -219,7 +220,7 @@ def test_given_tokenizer_and_splits_left_out(tmp_path, corpus, prepared, section
     )
     manifest = prepare(section, progress=False)
     assert set(manifest.splits) == {"train"}
-    assert set(manifest.files) == {"train.bin", "train.idx", "tokenizer/tokenizer.model"}
+    assert set(manifest.files) == {"train.bin", "train.checksums", "train.idx", "tokenizer/tokenizer.model"}
     assert manifest.tokenizer == Manifest.load(prepared.path).tokenizer
 
 

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from megasdc.config.sections import SourceSection
-from megasdc.data.sources import describe_source, fingerprint_source, iterate_documents, sample_documents
+from megasdc.data.sources import LeftOut, describe_source, fingerprint_source, iterate_documents, sample_documents
 from megasdc.errors import DataError
 
 
@@ -29,7 +29,7 @@ def jsonl(*texts, key="text"):
 
 def test_stdlib_is_the_text_of_its_modules_in_order():
     """The standard library is read byte for byte, sorted, without site-packages; what is left out is counted."""
-    skipped = Counter()
+    skipped = LeftOut()
     texts = list(iterate_documents(SourceSection(kind="stdlib"), skipped))
     root = Path(sysconfig.get_path("stdlib"))
     assert texts[0] == (root / "__future__.py").read_text("utf-8")
@@ -102,9 +102,14 @@ def test_text_unit(tmp_path, unit, texts):
 def test_text_field_and_documents_without_text(tmp_path):
     """Another column can hold the text; null and empty texts are left out and counted."""
     (tmp_path / "a.jsonl").write_bytes(jsonl("x", None, "", "y", key="content"))
-    skipped = Counter()
+    skipped = LeftOut()
     assert list(iterate_documents(files(tmp_path, text_field="content"), skipped)) == ["x", "y"]
     assert skipped == {"documents without text": 1, "empty documents": 1}
+    path = next(tmp_path.glob("*.jsonl"))
+    assert skipped.places == {
+        "documents without text": [f"file {path}, row 1"],
+        "empty documents": [f"file {path}, row 2"],
+    }
 
 
 @pytest.mark.parametrize("streaming", [False, True])

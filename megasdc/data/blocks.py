@@ -1,0 +1,143 @@
+"""Checksums of the blocks of a ``.bin`` file, so that a few bytes of a large file can be checked alone.
+
+They lie beside it in ``SPLIT.checksums``: the XXH3-64 of each ``block_bytes`` from the file's start, as little-endian
+unsigned 64-bit integers; the last block may be shorter. A block is about what an operating system reads ahead anyway
+when one sample is asked for, so that checking it when it is first read costs microseconds and no further reading.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from megasdc.errors import DataError
+
+BLOCK_BYTES = 1 << 16
+NUM_SAMPLED = 16
+"""Blocks of each ``.bin`` file that are checked at the start of every rank."""
+REMEDY = "copy the folder again, or prepare the data again with --force; megasdc verify-data names all that is damaged"
+_DTYPE = np.dtype("<u8")
+
+
+def num_blocks(size_bytes: int, block_bytes: int) -> int:
+    """Number of blocks of a file."""
+    return -(-size_bytes // block_bytes)
+
+
+def checksums_file(path: Path) -> Path:
+    """The file with the checksums of a ``.bin`` file."""
+    return path.with_suffix(".checksums")
+
+
+def write_checksums(path: Path, block_bytes: int = BLOCK_BYTES) -> Path:
+    """Write the checksums of a ``.bin`` file beside it; returns the file."""
+    found = []
+    with open(path, "rb") as file:
+        while block := file.read(block_bytes):
+            found.append(xxhash.xxh3_64_intdigest(block))
+    target = checksums_file(path)
+    np.array(found, dtype=_DTYPE).tofile(target)
+    return target
+
+
+class BlockChecksums:
+    """The checksums of one ``.bin`` file.
+
+    Args:
+        path: the ``.bin`` file.
+        block_bytes: size of a block.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+
+    def __init__(self, path: Path, block_bytes: int) -> None:
+        self.path = path
+        self.block_bytes = block_bytes
+        self._expected: np.ndarray = np.memmap(checksums_file(path), dtype=_DTYPE, mode="r")
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def problem(self, number: int, block: bytes | memoryview) -> str | None:
+        """What is wrong with a block, from 0; null if nothing is."""
+        found, expected = xxhash.xxh3_64_intdigest(block), int(self._expected[number])
+        if found == expected:
+            return None
+        start = number * self.block_bytes
+        return (
+            f"{self.path} is damaged: block {number} (bytes {start} to {start + len(block) - 1}) has checksum "
+            f"{found:016x}, expected {expected:016x}"
+        )
+
+    def sample_problems(self) -> Iterator[str]:
+        """What is wrong with the first, the last, and a few blocks between them, drawn anew in every process.
+
+        Other ranks and later starts thus look at other blocks; no random generator of training is touched.
+        """
+        between = range(1, len(self) - 1)
+        chosen = {0, len(self) - 1, *random.SystemRandom().sample(between, min(NUM_SAMPLED - 2, len(between)))}
+        yield from self._problems(sorted(chosen))
+
+    def find_problems(self) -> Iterator[str]:
+        """Every damaged block of the file."""
+        yield from self._problems(range(len(self)))
+
+    def _problems(self, numbers: Iterable[int]) -> Iterator[str]:
+        with open(self.path, "rb", buffering=0) as file:
+            for number in numbers:
+                file.seek(number * self.block_bytes)
+                if text := self.problem(number, file.read(self.block_bytes)):
+                    yield text
+
+
+class BinReader(Protocol):
+    """What Megatron-core's IndexedDataset reads a ``.bin`` file with."""
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """Elements from a byte on."""
+        ...
+
+
+class CheckedReader:
+    """Reads a ``.bin`` file and checks every block before its first use in this process.
+
+    Args:
+        reader: reads without checks.
+        checksums: of the file.
+        size_bytes: of the file.
+    """
+
+    def __init__(self, reader: BinReader, checksums: BlockChecksums, size_bytes: int) -> None:
+        self._reader = reader
+        self._checksums = checksums
+        self._size_bytes = size_bytes
+        self._checked = bytearray(len(checksums))
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """Elements from a byte on.
+
+        Raises:
+            DataError: a block is damaged; the message names it.
+        """
+        size = self._checksums.block_bytes
+        first, end = int(offset) // size, num_blocks(int(offset) + int(count) * np.dtype(dtype).itemsize, size)
+        if self._checked.count(0, first, end):
+            self._check(first, end)
+        return self._reader.read(dtype=dtype, count=count, offset=offset)
+
+    def _check(self, first: int, end: int) -> None:
+        size = self._checksums.block_bytes
+        for number in range(first, end):
+            if self._checked[number]:
+                continue
+            length = min(size, self._size_bytes - number * size)
+            block = self._reader.read(dtype=np.uint8, count=length, offset=number * size)
+            if text := self._checksums.problem(number, block.data):
+                raise DataError(f"{text}; {REMEDY}")
+            self._checked[number] = 1

@@ -1,0 +1,174 @@
+"""Are prepared data what they were when they were written? A quick look before a start, and one at every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.data.blocks import BLOCK_BYTES, REMEDY, BlockChecksums, checksums_file, write_checksums
+from megasdc.data.manifest import FORMAT_VERSION, TOKENIZER_FOLDER, FileRecord, Manifest, checksum_file, record_file
+from megasdc.data.tokenizer import load_tokenizer
+from megasdc.errors import DataError, StorageError
+
+ADD_CHECKSUMS = "megasdc verify-data --add-checksums"
+
+
+def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
+    """Check that prepared data are whole.
+
+    Args:
+        folder: the folder of prepared data.
+        quick: of each ``.bin`` file the size and a few blocks are checked, of all others every byte; false: every byte
+            of all files.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DataError: a file is missing, has another size or another checksum; the message names it.
+    """
+    manifest = Manifest.load(folder)
+    if problem := next(_file_problems(Path(folder), manifest, quick), None):
+        raise DataError(f"{problem}; {REMEDY}")
+    return manifest
+
+
+def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
+    """What the start and the loader cannot check of data that an earlier version prepared; null: all is checked."""
+    if manifest.block_bytes is not None:
+        return None
+    return (
+        f"{folder} was prepared by a version that kept no checksums of blocks nor of the manifest: the tokens that are "
+        f"trained on are not checked; `{ADD_CHECKSUMS} {folder}` checks every byte once and adds them"
+    )
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was found in a folder of prepared data.
+
+    Attributes:
+        folder: that was looked at.
+        problems: one sentence each.
+        num_files: that were read, the manifest not counted.
+        size_bytes: of them.
+        note: what is not kept in checksums; null: all is.
+    """
+
+    folder: str
+    problems: list[str]
+    num_files: int = 0
+    size_bytes: int = 0
+    note: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result for programs."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def render(self) -> str:
+        """The result for people."""
+        if self.ok:
+            lines = [f"{self.folder}: {self.num_files} files, {self.size_bytes:,} bytes, all as they were written"]
+        else:
+            count = len(self.problems)
+            lines = [f"{self.folder}: {count} problem{'s' if count != 1 else ''}"]
+            lines += [*(f"  - {problem}" for problem in self.problems), f"  {REMEDY}"]
+        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+
+
+def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: None) -> DataReport:
+    """Read every byte of prepared data and compare it with what was written; go on after what is wrong.
+
+    Args:
+        folder: the folder of prepared data.
+        advance: called with the bytes of each piece read.
+    """
+    try:
+        manifest = Manifest.load(folder)
+    except DataError as error:
+        return DataReport(str(folder), [str(error).removesuffix(f"; {REMEDY}")])
+    problems = list(_file_problems(folder, manifest, False, advance))
+    if not problems:
+        problems = list(_tokenizer_problems(folder, manifest))
+    sizes = [record.size_bytes for record in manifest.files.values()]
+    return DataReport(str(folder), problems, len(sizes), sum(sizes), unchecked(folder, manifest))
+
+
+def add_checksums(folder: Path) -> None:
+    """Bring the manifest of data that an earlier version prepared up to date; `check_folder` has found nothing wrong.
+
+    No other file is changed, and runs that use the data may go on.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    manifest = Manifest.load(folder)
+    if manifest.block_bytes is not None:
+        return
+    files = dict(manifest.files)
+    try:
+        for name in manifest.splits:
+            path = write_checksums(folder / f"{name}.bin")
+            files[path.name] = record_file(path)
+        _renewed(manifest, files).save(folder)
+    except OSError as error:
+        raise StorageError(f"no checksums can be added to {folder}: {error}; nothing was changed") from error
+
+
+def _renewed(manifest: Manifest, files: dict[str, FileRecord]) -> Manifest:
+    content = {name: value for name, value in manifest if name not in ("files", "block_bytes", "format_version")}
+    return Manifest(**content, files=files, block_bytes=BLOCK_BYTES, format_version=FORMAT_VERSION)
+
+
+def _file_problems(
+    root: Path, manifest: Manifest, quick: bool, advance: Callable[[int], None] = lambda size: None
+) -> Iterator[str]:
+    """What is wrong with the files: first the sizes of all, the ``.bin`` files last, their checksums before them."""
+    wrong = set()
+    for name, record in manifest.files.items():
+        if problem := _size_problem(root / name, record):
+            wrong.add(root / name)
+            yield problem
+    tokens = {root / f"{name}.bin" for name in manifest.splits}
+    for name, record in sorted(manifest.files.items(), key=lambda item: root / item[0] in tokens):
+        path = root / name
+        if path in wrong:
+            continue
+        if not (quick and path in tokens) and (found := checksum_file(path, advance)) != record.checksum:
+            wrong.add(path)
+            yield f"{path} has checksum {found}, its manifest says {record.checksum}"
+        if path in tokens and manifest.block_bytes is not None and checksums_file(path) not in wrong:
+            checksums = BlockChecksums(path, manifest.block_bytes)
+            if quick:
+                yield from checksums.sample_problems()
+            elif path in wrong:
+                yield from checksums.find_problems()
+
+
+def _size_problem(path: Path, record: FileRecord) -> str | None:
+    """What is wrong with the size of a file."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing, its manifest lists {record.size_bytes} bytes"
+    return None if size == record.size_bytes else f"{path} has {size} bytes, its manifest says {record.size_bytes}"
+
+
+def _tokenizer_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """What the manifest says otherwise of the tokenizer than the tokenizer itself does."""
+    record = manifest.tokenizer
+    try:
+        tokenizer = load_tokenizer(record.kind, folder / TOKENIZER_FOLDER)
+    except (DataError, ValueError) as error:
+        yield str(error)
+        return
+    for name in ("vocab_size", "end_of_document", "checksum"):
+        if (found := getattr(tokenizer, name)) != (said := getattr(record, name)):
+            yield f"{folder / TOKENIZER_FOLDER} has {name} {found}, the manifest says {said}"
