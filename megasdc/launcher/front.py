@@ -10,8 +10,9 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from megasdc.launcher.verdict import Verdict, judge
 __all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_run"]
 
 GATHER_TIMEOUT_S = 30.0
+ASK_HOSTS_S = 20.0
+MAX_ASK_HOSTS_S = 320.0
 # Records of other hosts may come a little after the launcher's end.
 STOP_GRACE_S = 35.0
 
@@ -168,7 +171,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
-        code = process.wait(lambda: _has_failed(plan), plan.request.failure_grace_s)
+        code = process.wait(FailureWatch(plan), plan.request.failure_grace_s)
         records, unreachable = _gather(plan)
         end = time.monotonic() + STOP_GRACE_S
         while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
@@ -180,19 +183,68 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     return judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by), code
 
 
-def _has_failed(plan: LaunchPlan) -> bool:
-    done = collect(plan.run_dir, plan.launch_id).done
-    return any(record.exit_code != 0 for record in done.values())
+class FailureWatch:
+    """Whether a rank of a launch has reported a failure; called now and then.
+
+    Records that this host does not see, those of hosts with run folders of their own, are asked for over SSH in the
+    background, so that a slow host holds up nothing.
+
+    Args:
+        plan: of the launch.
+        interval_s: seconds between two such questions; more and more where no host answers.
+    """
+
+    def __init__(self, plan: LaunchPlan, interval_s: float = ASK_HOSTS_S) -> None:
+        self._plan = plan
+        self._interval_s = interval_s
+        self._ask_at = time.monotonic() + interval_s
+        self._asking: threading.Thread | None = None
+        self._failed_there = False
+
+    def __call__(self) -> bool:
+        """Look at the records here, and begin to ask other hosts when it is time."""
+        records = collect(self._plan.run_dir, self._plan.launch_id)
+        if self._failed_there or _has_failure(records):
+            return True
+        waiting = self._asking is not None and self._asking.is_alive()
+        if self._plan.transport.remote and not waiting and time.monotonic() >= self._ask_at:
+            hosts = _hosts_without(self._plan, records.started)
+            if hosts:
+                self._asking = threading.Thread(target=self._ask, args=(hosts,), daemon=True)
+                self._asking.start()
+        return False
+
+    def _ask(self, hosts: list[str]) -> None:
+        records = LaunchRecords()
+        unreachable = _read_from(self._plan, hosts, records)
+        self._failed_there = _has_failure(records)
+        if len(unreachable) == len(hosts):
+            self._interval_s = min(2 * self._interval_s, MAX_ASK_HOSTS_S)
+        self._ask_at = time.monotonic() + self._interval_s
+
+
+def _has_failure(records: LaunchRecords) -> bool:
+    return any(record.exit_code != 0 for record in records.done.values())
+
+
+def _hosts_without(plan: LaunchPlan, seen: Collection[int]) -> list[str]:
+    """Hosts of ranks that are not among those seen."""
+    missing = {host for rank, host in enumerate(plan.placement.host_of_rank) if rank not in seen}
+    return [host for host in plan.placement.hosts if host in missing]
 
 
 def _gather(plan: LaunchPlan) -> tuple[LaunchRecords, dict[str, str]]:
     """Read the records here, and over SSH those of node-local run folders; also why a host gave none."""
     records = collect(plan.run_dir, plan.launch_id)
-    missing = {host for rank, host in enumerate(plan.placement.host_of_rank) if rank not in records.done}
-    if not plan.transport.remote or not missing:
+    hosts = _hosts_without(plan, records.done)
+    if not plan.transport.remote or not hosts:
         return records, {}
+    return records, _read_from(plan, hosts, records)
+
+
+def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> dict[str, str]:
+    """Add the records that hosts have; returns why a host gave none."""
     request = {"folder": str(records_dir(plan.run_dir, plan.launch_id))}
-    hosts = [host for host in plan.placement.hosts if host in missing]
     unreachable = {}
     for answer in plan.transport.run(hosts, Path(read_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
         if answer.problem:
@@ -202,7 +254,7 @@ def _gather(plan: LaunchPlan) -> tuple[LaunchRecords, dict[str, str]]:
         records.started.update(found.started)
         records.done.update(found.done)
         records.unreadable.extend(found.unreadable)
-    return records, unreachable
+    return unreachable
 
 
 def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:

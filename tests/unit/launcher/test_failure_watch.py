@@ -1,0 +1,95 @@
+"""Does the front learn of a failure whose record lies on another host's disk?"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megasdc.launcher.front import FailureWatch
+from megasdc.launcher.hosts import Placement
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.launcher.remote import Answer, Transport
+
+
+@dataclass(frozen=True)
+class OtherDisks(Transport):
+    """Runs programs here, each host with a folder of its own in place of the front's."""
+
+    front: Path = Path()
+    disks: Path = Path()
+    asked: list[str] = field(default_factory=list)
+
+    def command(self, host: str, argv: Any) -> list[str]:
+        return [sys.executable, "-"] if host != "down" else ["false"]
+
+    def run(self, hosts: Any, program: Path, request: Any, *, timeout_s: float) -> list[Answer]:
+        self.asked.extend(hosts)
+        folder = request["folder"]
+        found = []
+        for host in hosts:
+            there = {"folder": folder.replace(str(self.front), str(self.disks / host))}
+            found += super().run([host], program, there, timeout_s=timeout_s)
+        return found
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A launch of two ranks here, one on host b, one on a host that does not answer."""
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "id")
+    front = tmp_path / "front"
+    placement = Placement({"a": [0, 1], "b": [0], "down": [0]}, remote=True)
+    transport = OtherDisks(remote=True, front=front, disks=tmp_path / "disks")
+    for rank in (0, 1):
+        write_started(front, rank)
+    write_started(tmp_path / "disks" / "b", 2)
+    return SimpleNamespace(run_dir=front, launch_id="id", placement=placement, transport=transport)
+
+
+def wait_until_asked(watch: FailureWatch, plan: Any, times: int) -> bool:
+    """Call the watch until host b was asked so many times and has answered."""
+    while plan.transport.asked.count("b") < times:
+        assert not watch()
+        time.sleep(0.01)
+    assert watch._asking is not None
+    watch._asking.join()
+    return watch()
+
+
+def test_a_failure_on_another_host_is_seen(launched: Any, tmp_path: Path) -> None:
+    """Hosts without a record here are asked, also while one does not answer; those with records here are not."""
+    watch = FailureWatch(launched, interval_s=0.0)
+    assert not wait_until_asked(watch, launched, 1)
+    write_done(tmp_path / "disks" / "b", 2, 0)
+    assert not wait_until_asked(watch, launched, 2)
+    write_done(tmp_path / "disks" / "b", 2, 71, ValueError("bad"))
+    assert wait_until_asked(watch, launched, 3)
+    assert set(launched.transport.asked) == {"b", "down"}
+
+
+def test_a_shared_run_folder_asks_nobody(launched: Any) -> None:
+    """Where the records of all hosts are seen here, no connection is made; a failure is seen at once."""
+    watch = FailureWatch(launched, interval_s=0.0)
+    for rank in (2, 3):
+        write_started(launched.run_dir, rank)
+    assert not any(watch() for _ in range(20))
+    write_done(launched.run_dir, 3, 79)
+    assert watch()
+    assert not launched.transport.asked
+
+
+def test_hosts_that_never_answer_are_asked_less_and_less(launched: Any) -> None:
+    """As under SLURM, where hosts often refuse SSH."""
+    write_started(launched.run_dir, 2)
+    watch = FailureWatch(launched, interval_s=1e-4)
+    for _ in range(3):
+        watch._ask_at = 0.0
+        watch()
+        assert watch._asking is not None
+        watch._asking.join()
+    assert watch._interval_s == pytest.approx(8e-4)
