@@ -16,6 +16,7 @@ BROKEN_COLLECTIVE = re.compile(
     r"DistBackendError|NCCL communicator|ncclRemoteError|ncclInternalError|gloo/transport|ollective operation timeout"
     r"|Connection (closed|reset) by peer"
 )
+INTERRUPTED = KeyboardInterrupt.__name__
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def judge(
     notes = [*records.unreadable, *(unreachable or {}).values()]
     if causes:
         return _rank_failed(causes[0], host_of_rank, failed, missing, notes)
-    if stopped_by is not None and not (failed and not missing):
-        return _stopped(stopped_by, host_of_rank, missing, notes)
+    interrupted = [done.rank for done in failed if done.error_class == INTERRUPTED]
+    if stopped_by is not None and (missing or interrupted or not failed):
+        return _stopped(stopped_by, host_of_rank, missing, interrupted, notes)
     if missing:
         return _ranks_missing(host_of_rank, records, missing, failed, launcher_code, notes)
     if failed:
@@ -94,7 +96,12 @@ def describe_code(code: int) -> str:
 
 
 def _is_consequence(done: DoneRecord) -> bool:
-    """Tell whether a rank failed because another one had gone; a broken collective says so where no PeerError does."""
+    """Tell whether a rank failed because another one had gone; a broken collective says so where no PeerError does.
+
+    One that was interrupted was ended on request, or by the front because another had failed.
+    """
+    if done.error_class == INTERRUPTED:
+        return True
     if done.exit_code == PeerError.exit_code or done.error_class == PeerError.__name__:
         return True
     if done.exit_code != 1:
@@ -142,10 +149,14 @@ def _ranks_missing(
     return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes])
 
 
-def _stopped(number: int, host_of_rank: Sequence[str], missing: list[int], notes: list[str]) -> Verdict:
+def _stopped(
+    number: int, host_of_rank: Sequence[str], missing: list[int], interrupted: list[int], notes: list[str]
+) -> Verdict:
     name = signal.Signals(number).name
-    if missing:
-        line = f"stopped by {name}; without a done record: {_ranks(missing, host_of_rank)}"
+    if missing or interrupted:
+        line = f"stopped by {name}"
+        line += f"; without a done record: {_ranks(missing, host_of_rank)}" if missing else ""
+        line += f"; interrupted before it could save: {_ranks(interrupted, host_of_rank)}" if interrupted else ""
         return Verdict(128 + number, None, None, [line, *notes])
     return Verdict(0, None, None, [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -78,6 +79,11 @@ def pretrain(
         code = 1 if known is None else known.exit_code
         tell_failure(folder, code, known or error, process_started)
         return code, known or error
+    except KeyboardInterrupt as error:  # the record of the end must still be written
+        logger.error("interrupted by SIGINT; steps since the last checkpoint are lost")
+        code = 128 + signal.SIGINT
+        tell_failure(folder, code, error, process_started)
+        return code, error
     finally:
         signals.close()
     return 0, None

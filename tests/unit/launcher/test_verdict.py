@@ -47,6 +47,25 @@ def test_exit_code_and_first_line(codes: dict[int, int], launcher_code: int, exp
     assert line in verdict.lines[0]
 
 
+def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:
+    """These ranks ended by SIGINT."""
+    for rank in ranks:
+        records.done[rank] = DoneRecord(rank, HOSTS[rank], 130, "KeyboardInterrupt", "", 0.5, "")
+    return records
+
+
+def test_interrupted_ranks_are_no_cause() -> None:
+    """They were stopped on request, or by the front because another had failed or was lost."""
+    for codes in ({}, {2: 79, 3: 79}):
+        ranks = [rank for rank in range(4) if rank not in codes]
+        verdict = judge(HOSTS, interrupt(records_of(codes), *ranks), 1, stopped_by=2)
+        assert (verdict.exit_code, verdict.rank) == (130, None)
+        assert "stopped by SIGINT; interrupted before it could save: rank" in verdict.lines[0]
+    assert judge(HOSTS, interrupt(records_of({0: 79, 3: 71}), 1, 2), 1).rank == 3
+    lost = judge(HOSTS, interrupt(records_of({0: 79}), 1, 2), 1)
+    assert (lost.exit_code, lost.rank) == (78, 3)
+
+
 def test_first_is_first_in_time_without_consequences() -> None:
     """A PeerError that came earlier by its clock is still a consequence."""
     verdict = judge(HOSTS, records_of({0: 72, 1: 71, 2: 79}, {0: 5.0, 1: 4.0, 2: 1.0}), 79)
