@@ -45,6 +45,12 @@ def list_steps(folder: Path | str) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
+def list_replaced(folder: Path | str) -> list[int]:
+    """Steps whose checkpoint a save that was killed had moved aside; ``remove_leftovers`` brings them back."""
+    names = (entry.name.removeprefix(REPLACED_PREFIX) for entry in Path(folder).glob(f"{REPLACED_PREFIX}*"))
+    return sorted(int(match.group(1)) for match in map(_STEP_FOLDER.fullmatch, names) if match)
+
+
 def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -> str:
     """XXH3-128 of a file's bytes, as hexadecimal digits.
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from megasdc.checkpoint.checks import check_file, check_identity, find_incomplete, find_unexpected
-from megasdc.checkpoint.files import list_steps, rank_state_file, remove_leftovers, step_folder
+from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
@@ -69,7 +69,8 @@ def find_checkpoint(
 ) -> Chosen | None:
     """Choose the newest checkpoint that is complete and unchanged on every node.
 
-    What killed saves have left is removed first. Each checkpoint passed over is an event of rank 0 with its reasons.
+    What killed saves have left is removed first, but not where ``resume`` refuses what is there. Each checkpoint passed
+    over is an event of rank 0 with its reasons.
 
     Args:
         folder: the checkpoint folder.
@@ -96,13 +97,13 @@ def find_checkpoint(
     Collective: all ranks of the world.
     """
     path, place = Path(folder), find_place(storage, node, group)
+    if resume == "never" and (steps := _look_together(path, place, events, group, clean=False).steps):
+        raise CheckpointError(
+            f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
+            "use another folder, or resume auto; nothing in it was changed"
+        )
     found = _look_together(path, place, events, group)
     if resume == "never":
-        if found.steps:
-            raise CheckpointError(
-                f"{path} holds checkpoints (newest: step {found.steps[0]}) but megasdc.checkpoint.resume is never: "
-                "use another folder, or resume auto"
-            )
         return None
     verified_only = require_verified == "always" or (require_verified == "auto" and found.corruption is not None)
     if place.rank == 0:
@@ -171,15 +172,18 @@ class _Found:
     corruption: str | None
 
 
-def _look_together(path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None) -> _Found:
-    """Clean every folder and learn what is in them."""
+def _look_together(
+    path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None, *, clean: bool = True
+) -> _Found:
+    """Learn what is in the folders of all nodes; clean them before, or count also what cleaning would bring back."""
     cleaned: list[str] = []
     mine = _Found([], set(), None)
     problem: Problem | None = None
     if place.leader:
         try:
-            cleaned = remove_leftovers(path)
-            mine = _Found(list_steps(path), set(list_verified(path)), find_corruption(path))
+            cleaned = remove_leftovers(path) if clean else []
+            steps = list_steps(path) if clean else [*list_steps(path), *list_replaced(path)]
+            mine = _Found(steps, set(list_verified(path)), find_corruption(path))
         except OSError as error:
             problem = describe_error(error, f"look into {path}")
     raise_together(problem, place, "checkpoints cannot be listed", group)

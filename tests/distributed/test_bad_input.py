@@ -202,5 +202,34 @@ def test_resume_never_protects_a_run(tmp_path: Path, data: Path) -> None:
     """With resume "never" a folder that holds a checkpoint is refused with code 72 and a remedy."""
     config = write_config(tmp_path / "c.json", data, tmp_path / "run")
     assert train_run(config, 1, "megasdc.training.stop_step=2") == [(0, None)]
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / ".tmp_step_00000003").mkdir()
+    (folder / "step_00000002").rename(folder / ".tmp_replaced_step_00000002")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     results = train_run(config, 1, "megasdc.checkpoint.resume=never")
-    _matches(results, 72, r"step 2.*never.*another folder")
+    _matches(results, 72, r"step 2.*never.*another folder.*nothing in it was changed")
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_an_interrupted_rank_leaves_a_record(tmp_path: Path, data: Path) -> None:
+    """SIGINT while training: exit code 130, and a record of the end that says so."""
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run", training__steps=1_000_000)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    script = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
+    # A shell that starts tests in the background has SIGINT ignored, which children inherit.
+    start = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); del sys.argv[0]; "
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{start}runpy.run_path(sys.argv[0], run_name='__main__')", script, "--config", config],
+        env={**os.environ, **variables, "MEGASDC_LAUNCH_ID": "this"},
+    )
+    try:
+        end = time.monotonic() + 300
+        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < end:
+            assert process.poll() is None
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 130
+    finally:
+        process.kill()
+    record = json.loads((tmp_path / "run" / "done" / "this" / "rank_00000.json").read_text())
+    assert (record["exit_code"], record["error_class"]) == (130, "KeyboardInterrupt")
