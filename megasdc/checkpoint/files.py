@@ -112,13 +112,24 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
     A folder that has the name already is moved aside first and deleted afterwards; ``remove_leftovers`` brings it back
     if the process dies in between. Of a link that has the name, only the link is.
+
+    Raises:
+        OSError: it could not be; every name is again what it was.
     """
     aside = final.with_name(f"{REPLACED_PREFIX}{final.name}")
-    if os.path.lexists(final):
+    replaces = os.path.lexists(final)
+    if replaces:
         remove_entry(aside)
         os.rename(final, aside)
-    os.rename(temporary, final)
-    sync_path(final.parent)
+    try:
+        os.rename(temporary, final)
+        sync_path(final.parent)
+    except OSError:
+        if not os.path.lexists(temporary):
+            os.rename(final, temporary)
+        if replaces:
+            os.rename(aside, final)
+        raise
     remove_entry(aside)
 
 

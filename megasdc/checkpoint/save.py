@@ -204,7 +204,9 @@ class _Job:
         """Make the written folder the checkpoint of its step, on all nodes."""
         manifest = self._manifest(records)
         self._agree(_attempt(self._rename, manifest) if self.place.leader else None)
-        self._agree(_attempt(self._publish, manifest) if self.place.leader else None)
+        if self.storage == "node_local":
+            self._agree(_attempt(self._mark, manifest) if self.place.leader else None)
+        self._agree(_attempt(self._point, manifest) if self.place.leader else None, saved=True)
 
     def _prepare(self) -> Problem | None:
         try:
@@ -241,14 +243,25 @@ class _Job:
         write_manifest(self.temporary, manifest)
         commit_folder(self.temporary, self.final)
 
-    def _publish(self, manifest: Manifest) -> None:
-        if self.storage == "node_local":
-            write_marker(self.final, manifest)
+    def _mark(self, manifest: Manifest) -> None:
+        write_marker(self.final, manifest)
+
+    def _point(self, _: Manifest) -> None:
         write_durably(self.folder / LATEST_FILE, self.final.name + "\n")
 
-    def _agree(self, problem: Problem | None) -> None:
-        """Go on if no rank has a problem; else clean up and raise on all ranks."""
+    def _agree(self, problem: Problem | None, *, saved: bool = False) -> None:
+        """Go on if no rank has a problem; else clean up and raise on all ranks.
+
+        Args:
+            problem: of this rank.
+            saved: the checkpoint is whole already and stays.
+        """
         what = f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
+        if saved:
+            what = (
+                f"checkpoint of step {self.step} was saved, {self.final} is whole and a run resumes from it, but "
+                f"{self.folder / LATEST_FILE} could not be written and names an earlier one or none"
+            )
         try:
             raise_together(problem, self.place, what, self.group)
         except MegasdcError:

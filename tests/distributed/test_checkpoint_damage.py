@@ -165,7 +165,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "files written": (save_module, "describe_file", 1),
     "manifest written": (save_module, "commit_folder", 0),
     "old one moved aside": (files.os, "rename", 0),
-    "renamed": (save_module._Job, "_publish", 0),
+    "renamed": (save_module._Job, "_point", 0),
     "deleting": (retention, "delete_folder", 0),
 }
 """Which call of the second save a rank is killed before (``os.rename``: after), and which rank."""
@@ -279,6 +279,36 @@ def test_a_full_disk_stops_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
         assert "step 2" in text
         assert names == ["latest", "step_00000001"]
         assert step == 1
+
+
+def _cannot_point(folder: str) -> tuple[str, int, list[str], int]:
+    """Save once, then again where ``latest`` cannot be replaced; return the error and what is left."""
+    run = Run()
+    run.train(1)
+    run.save(folder)
+    run.train(1)
+    if torch.distributed.get_rank() == 0:
+        (Path(folder) / "latest").unlink()
+        (Path(folder) / "latest" / "in the way").mkdir(parents=True)
+    text, code = "saved", 0
+    try:
+        run.save(folder)
+    except MegasdcError as error:
+        text, code = str(error), error.exit_code
+    names = sorted(path.name for path in Path(folder).iterdir())
+    loaded = run.resume(folder)
+    assert loaded is not None
+    return text, code, names, loaded.step
+
+
+def test_a_name_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path: Path) -> None:
+    """After the rename the checkpoint is whole: the error says so, names ``latest``, and a resume takes it."""
+    for text, code, names, step in run_distributed(_cannot_point, 2, str(tmp_path / "run")):
+        assert code == StorageError.exit_code
+        assert "checkpoint of step 2 was saved" in text and "latest could not be written" in text
+        assert "not saved" not in text
+        assert names == ["latest", "step_00000001", "step_00000002"]
+        assert step == 2
 
 
 def _cannot_create(folder: str) -> tuple[str, int]:

@@ -247,3 +247,39 @@ def test_verify_and_inspect_commands(tmp_path: Path) -> None:
     assert reports[7]["ok"]
     assert name in reports[2]["problems"][0]
     assert isinstance(runner.invoke(app, ["verify-checkpoint", str(tmp_path / "absent")]).exception, CheckpointError)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_rename_that_does_not_reach_the_disk_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    """A save that is told as failed leaves every name as it was, that of a checkpoint it was to replace too."""
+    new, final = tmp_path / ".tmp_step_00000002", tmp_path / "step_00000002"
+    new.mkdir()
+    (new / "new").touch()
+    if replaces:
+        final.mkdir()
+        (final / "old").touch()
+
+    def fail(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(files, "sync_path", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        files.commit_folder(new, final)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    monkeypatch.undo()
+    files.commit_folder(new, final)
+    assert [path.relative_to(final).as_posix() for path in final.iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002"]
+
+
+def test_checkpoints_that_were_moved_aside_are_listed(tmp_path: Path) -> None:
+    """They come back when leftovers are removed, so that who may not remove anything must count them."""
+    for name in (".tmp_replaced_step_00000004", ".tmp_step_00000005", ".tmp_replaced_other", "step_00000002"):
+        (tmp_path / name).mkdir()
+    assert files.list_replaced(tmp_path) == [4]
+    assert files.list_replaced(tmp_path / "none") == []
+    files.remove_leftovers(tmp_path)
+    assert files.list_steps(tmp_path) == [2, 4]
