@@ -116,10 +116,24 @@ def build_run(
     run.hooks = build_hooks(
         HookParts(config, run, manifest, eval_loader, kept, split, clock, signals, study, drills, locks)
     )
-    for hook in run.hooks:
-        if state := hook_states.get(type(hook).__name__):
-            hook.load_state_dict(state)
+    _load_hooks(run, hook_states)
     return run
+
+
+def _load_hooks(run: Run, states: dict[str, Any]) -> None:
+    """Give hooks their states back; what nobody takes up, because a section was turned off or renamed, is told."""
+    left = {name: state for name, state in states.items() if state}
+    for hook in run.hooks:
+        if state := left.pop(type(hook).__name__, None):
+            hook.load_state_dict(state)
+    if left and run.dims.rank == 0:
+        names = ", ".join(sorted(left))
+        logger.warning(
+            "the checkpoint holds states of %s, which this run does not have: they are lost with its next checkpoint; "
+            "start with the sections that they belong to if that is not meant",
+            names,
+        )
+        run.events.emit("resume", "hook_states_unused", step=run.step, hooks=sorted(left))
 
 
 def _assemble(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import time
 from typing import Any
@@ -62,7 +63,7 @@ class Reporter(StepHook):
     def _start_window(self, paused_s: float = 0.0) -> None:
         self._window_start = time.perf_counter()
         self._paused_before = paused_s
-        self._losses: list[tuple[float, int]] = []
+        self._losses: list[tuple[float | None, int]] = []
 
     def on_start(self, run: Run) -> None:
         """Show the bar and start the clock."""
@@ -80,7 +81,9 @@ class Reporter(StepHook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count the step; report when it is due."""
-        self._losses.append((result.loss, result.tokens))
+        # One skipped step whose loss is no number must not take the loss of a whole interval away; it is counted.
+        unusable = result.skipped is not None and not math.isfinite(result.loss)
+        self._losses.append((None if unusable else result.loss, result.tokens))
         self._show(run, result)
         if run.step % self.interval == 0 or run.is_last_step:
             self._report(run, result)
@@ -98,14 +101,13 @@ class Reporter(StepHook):
 
     def _report(self, run: Run, result: StepResult) -> None:
         seconds = time.perf_counter() - self._window_start - (run.paused_s - self._paused_before)
-        tokens = sum(count for _, count in self._losses)
         timed = self._losses[self._num_loaded :]
         steps, timed_tokens = len(timed), sum(count for _, count in timed)
         square = squared_norm(run.engine.module, run.dims.tp_rank)
         dist.all_reduce(square, group=run.engine.mpu.get_model_parallel_group())
         tflops = self.flops_per_token * timed_tokens / seconds / run.dims.world_size / 1e12
         values: dict[str, float | int] = {
-            "train/loss": sum(loss * count for loss, count in self._losses) / max(tokens, 1),
+            "train/loss": _mean_loss(self._losses),
             "train/learning_rate": result.learning_rate,
             "train/grad_norm": result.grad_norm,
             "train/param_norm": float(square.sqrt()),
@@ -129,14 +131,14 @@ class Reporter(StepHook):
             values["time/other_s"] = max(0.0, seconds / steps - sum(parts.values()))
         if self.collections is not None:
             values["time/garbage_collection_s"] = self.collections.take() / steps
-        run.results.setdefault("first_loss", self._losses[0][0])
+        run.results.setdefault("first_loss", next((loss for loss, _ in self._losses if loss is not None), math.nan))
         run.results |= {"last_loss": values["train/loss"], "tokens_per_s": values["speed/tokens_per_s"]}
         if self.writer is not None:
             self.writer.write(run.step, values)
             logger.info("%s", _line(run, values))
 
     def state_dict(self) -> dict[str, Any]:
-        """Losses and tokens of the steps since the last line."""
+        """Losses and tokens of the steps since the last line; a null loss: of a skipped step, not a number."""
         return {"losses": self._losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,6 +151,14 @@ class Reporter(StepHook):
             self.collections.close()
         if self.progress is not None:
             self.progress.stop()
+
+
+def _mean_loss(losses: list[tuple[float | None, int]]) -> float:
+    """Mean over tokens of the steps that have a loss; NaN if none has."""
+    usable = [(loss, count) for loss, count in losses if loss is not None]
+    if not usable:
+        return math.nan
+    return sum(loss * count for loss, count in usable) / max(sum(count for _, count in usable), 1)
 
 
 def _line(run: Run, values: dict[str, float | int]) -> str:

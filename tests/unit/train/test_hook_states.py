@@ -1,0 +1,104 @@
+"""Is what a checkpoint holds of a hook taken up by it, or told?"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import pkgutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import megasdc.train
+from megasdc.events import EventLog, read_events
+from megasdc.train.build import _load_hooks
+from megasdc.train.report import Reporter, _mean_loss
+from megasdc.train.run import StepHook
+
+
+class Counting(StepHook):
+    """Keeps what it is given."""
+
+    loaded: Any = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> Any:
+    return SimpleNamespace(hooks=[Counting()], dims=SimpleNamespace(rank=0), step=7, events=EventLog(tmp_path, 0))
+
+
+def test_states_that_no_hook_takes_up_are_told(run: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning and an event name them; hooks without a state are not missed."""
+    logging.getLogger("megasdc").propagate = True
+    _load_hooks(run, {"Counting": {"a": 1}, "Removed": {"b": 2}, "Reporter": {}})
+    assert run.hooks[0].loaded == {"a": 1}
+    assert "states of Removed, which this run does not have" in caplog.text
+    (event,) = read_events(tmp_path, kind="resume", name="hook_states_unused")
+    assert (event.step, event.fields["hooks"]) == (7, ["Removed"])
+
+
+def test_nothing_is_told_where_all_is_taken_up(run: Any, tmp_path: Any) -> None:
+    """Also at step 0."""
+    _load_hooks(run, {"Counting": {"a": 1}})
+    _load_hooks(run, {})
+    assert not list(read_events(tmp_path, kind="resume"))
+
+
+def test_names_under_which_states_are_kept() -> None:
+    """They are in every checkpoint: who renames a hook with a state must read the old name too."""
+    for module in pkgutil.iter_modules(megasdc.train.__path__):
+        importlib.import_module(f"megasdc.train.{module.name}")
+    todo, names = [StepHook], set()
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        if kind.state_dict is not StepHook.state_dict and kind.__module__.startswith("megasdc.train"):
+            names.add(kind.__name__)
+    assert names == {
+        "Detection",
+        "DropCompute",
+        "FaultDrill",
+        "GradientBounds",
+        "Reporter",
+        "SkipWatch",
+        "TolerancedChecks",
+    }
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([(2.0, 10, None), (NAN, 10, "NaN"), (5.0, 20, None)], 4.0),
+        ([(INF, 10, "Inf"), (3.0, 10, "gradient is Inf")], 3.0),
+        ([(NAN, 10, "NaN")], NAN),
+        ([(NAN, 10, None), (1.0, 10, None)], NAN),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_skipped_step_without_a_loss_leaves_the_interval_its_loss(
+    steps: list[tuple[float, int, str | None]], expected: float, cut: int
+) -> None:
+    """The mean is over the steps that have one, also after a resume; NaN where none has, or where a step was taken."""
+
+    def reporter() -> Reporter:
+        parts = {"split": None, "collections": None, "writer": None, "peak": None, "progress": False}
+        return Reporter(interval=100, flops_per_token=1.0, **parts)  # type: ignore[arg-type]
+
+    run: Any = SimpleNamespace(step=1, is_last_step=False, paused_s=0.0)
+    used = reporter()
+    for index, (loss, tokens, skipped) in enumerate(steps):
+        if index == cut:
+            state, used = json.loads(json.dumps(used.state_dict())), reporter()
+            used.load_state_dict(state)
+        result: Any = SimpleNamespace(loss=loss, tokens=tokens, skipped=skipped)
+        used.after_step(run, result)
+    assert _mean_loss(used.state_dict()["losses"]) == pytest.approx(expected, nan_ok=True)
