@@ -27,11 +27,19 @@ TWO_RANKS = ("megasdc.parallel", "megasdc.audit", "megasdc.study", "zero_optimiz
 """Fields that one rank alone does not read."""
 NOT_TRAINED_WITH = ("megasdc.data.sources", "megasdc.golden", "comet", "wandb", "aio", "megasdc.data.tokenizer")
 """Fields that no training rank reads, or checks and nothing more; one value of each is trained with."""
-AS_ASKED = ("train_batch_size", "gradient_accumulation_steps", "mean_s", "std_s", "delay_s", "micro_batch_latency_s")
+AS_ASKED = (
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "eval_samples",
+    "mean_s",
+    "std_s",
+    "delay_s",
+    "micro_batch_latency_s",
+)
 """Fields whose large values are work or waiting without end, as the user asks; so are the next ones."""
 ENDS_RANKS = ("megasdc.process_faults.0.steps", "megasdc.process_faults.1.factor", "megasdc.process_faults.1.kind")
 """Fields with which a rank is ended or stopped on purpose."""
-LONG_WORK = (100_000, 2**31)
+LONG_WORK = (10_000, 100_000, 2**31)
 """Sizes that fit and take long."""
 MOST_ALIKE = 2
 
