@@ -26,6 +26,7 @@ from megasdc.checkpoint.inspect import inspect_checkpoint
 from megasdc.checkpoint.manifest import (
     has_marker,
     read_manifest,
+    sorted_records,
     write_manifest,
     write_marker,
 )
@@ -73,6 +74,16 @@ def test_a_manifest_comes_back_and_any_flipped_bit_is_found(tmp_path: Path) -> N
         (path / "manifest.json").write_bytes(data[:length])
         with pytest.raises(CheckpointError):
             read_manifest(path)
+
+
+def test_a_manifest_is_in_order_of_name(tmp_path: Path) -> None:
+    """Whatever rank wrote a file, and whichever answered first."""
+    files = list(read_manifest(make_checkpoint(tmp_path)).files)
+    assert len(files) > 2
+    ranks = [file.model_copy(update={"rank": rank}) for rank, file in enumerate(files)]
+    ordered = sorted(file.name for file in files)
+    for shuffled in (ranks, ranks[::-1], ranks[1:] + ranks[:1]):
+        assert [file.name for file in sorted_records(shuffled)] == ordered
 
 
 def test_a_checksum_is_xxh3_of_all_bytes(tmp_path: Path) -> None:
