@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasdc.config.detection_problems import MOST_SAMPLES_LOST, samples_lost
+from megasdc.config.detection_problems import MOST_SAMPLES_LOST, golden_warnings, samples_lost
 from megasdc.config.drop_problems import drop_layout_problems, drop_warnings
 from megasdc.config.fault_problems import fault_place_problems
 from megasdc.config.fields import LARGEST_INTEGER
@@ -168,7 +168,7 @@ def find_warnings(config: RunConfig) -> list[str]:
             f"samples, with M = {accumulation} micro-batches a step; from {enough} on it is at most "
             f"{MOST_SAMPLES_LOST:.1%}."
         )
-    warnings += drop_warnings(file)
+    warnings += [*golden_warnings(file), *drop_warnings(file)]
     if file.model.vocab_multiple % 8:
         warnings.append(f"megasdc.model.vocab_multiple: {file.model.vocab_multiple} is no multiple of 8: slow on GPUs.")
     return warnings

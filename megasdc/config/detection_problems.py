@@ -33,6 +33,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
                 f'{name}: got true with megasdc.model.backend "{file.model.backend}", whose submodules cannot be '
                 'observed; set the backend to "torch".',
             )
+    yield from _golden_problems(file)
     recomputes = bool(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
     always_on = file.sdc.always_on
     if always_on.enabled and always_on.recompute and not recomputes:
@@ -54,6 +55,37 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "megasdc.sdc.always_on.toleranced: got true with optimizer.params.torch_adam false; the update is computed "
             "again by the formula of PyTorch's optimizer; set torch_adam true, or toleranced false.",
         )
+
+
+def _golden_problems(file: MegasdcSection) -> Iterator[Problem]:
+    interval = file.sdc.golden_interval
+    if interval is not None and file.sdc.golden is None:
+        yield Problem(
+            ("megasdc.sdc.golden_interval", "megasdc.sdc.golden"),
+            f"megasdc.sdc.golden_interval: got {interval} without a golden trace; set megasdc.sdc.golden to a file "
+            "made by `megasdc golden record`, or golden_interval to null.",
+        )
+    if interval is not None and not file.determinism.enabled:
+        yield Problem(
+            ("megasdc.sdc.golden_interval", "megasdc.determinism.enabled"),
+            f"megasdc.sdc.golden_interval: got {interval} with megasdc.determinism.enabled false; results that need "
+            "not repeat cannot be compared with a trace bit by bit; set megasdc.determinism.enabled true.",
+        )
+
+
+def golden_warnings(file: MegasdcSection) -> Iterator[str]:
+    """Yield why a golden trace that is configured is never asked."""
+    if file.sdc.golden is not None and not file.determinism.enabled:
+        yield (
+            f'megasdc.sdc.golden: "{file.sdc.golden}" is not used: results that need not repeat cannot be compared '
+            "with it; set megasdc.determinism.enabled true."
+        )
+
+
+def asks_golden(file: MegasdcSection) -> bool:
+    """Whether a run computes the golden workload though nothing is disputed."""
+    asked = file.sdc.golden_at_start or file.sdc.golden_interval is not None
+    return file.sdc.golden is not None and file.determinism.enabled and asked
 
 
 def samples_lost(file: MegasdcSection, micro_batches: int) -> float:

@@ -75,6 +75,17 @@ class SdcSection(Section):
         description="Golden trace file that settles disputes and overrides the majority; null: verdicts are relative "
         "to the majority.",
     )
+    golden_at_start: bool = Field(
+        True,
+        description="With `golden`: all ranks compute its workload before the first step of each start, so that a "
+        "fault that all of them have in common is seen; needs memory for a second model with its optimizer, for that "
+        "time.",
+    )
+    golden_interval: PositiveInt | None = Field(
+        None,
+        description="With `golden`: steps from one such check to the next while training; null: none. How long one "
+        "takes is told at the start and in the events `sdc/golden`.",
+    )
     policy: PolicySection = Field(default_factory=lambda: PolicySection.model_validate({}))
 
 

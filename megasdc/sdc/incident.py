@@ -154,7 +154,7 @@ class Incident:
     run_dir: str
     step: int
     micro_batch: int | None
-    tier: Literal["audit", "recompute", "parameters", "copies"]
+    tier: Literal["audit", "recompute", "parameters", "copies", "golden"]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
         "relative to the majority",

@@ -22,6 +22,7 @@ _TIERS = {
     "recompute": "the activation recompute: a rank computed a forward result twice and got two values",
     "parameters": "the comparison of parameters: replicas hold different values",
     "copies": "the comparison of parameters that every tensor rank holds whole: they hold different values",
+    "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
 }
 _VERDICTS = {
     "persistent": "Persistent: repeated, the same wrong value came each time.",

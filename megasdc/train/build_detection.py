@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
+from megasdc.config.detection_problems import asks_golden
 from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
@@ -22,7 +23,7 @@ from megasdc.train.toleranced import TolerancedChecks
 
 def detects(sections: MegasdcSection) -> bool:
     """Whether a run checks anything while it trains."""
-    return sections.audit.enabled or sections.sdc.always_on.enabled
+    return sections.audit.enabled or sections.sdc.always_on.enabled or asks_golden(sections)
 
 
 def build_detection(
@@ -57,7 +58,7 @@ def build_detection(
     )
     return Detection(
         sections.audit,
-        sections.sdc.always_on,
+        sections.sdc,
         run,
         batches,
         disputes,

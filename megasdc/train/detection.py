@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
-from megasdc.config import AlwaysOnSection, AuditSection, TraceSection
+from megasdc.config import AuditSection, SdcSection, TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
@@ -63,7 +63,7 @@ class Detection(StepHook, EngineHook):
 
     Args:
         audit: which steps are audited.
-        always_on: what is checked in every step.
+        sdc: what is checked in every step, and when the golden trace is asked without a dispute.
         run: with engine, loader and events.
         batches: this replica's micro-batches.
         disputes: settles findings.
@@ -78,7 +78,7 @@ class Detection(StepHook, EngineHook):
     def __init__(
         self,
         audit: AuditSection,
-        always_on: AlwaysOnSection,
+        sdc: SdcSection,
         run: Run,
         batches: StepBatches,
         disputes: Disputes,
@@ -91,7 +91,10 @@ class Detection(StepHook, EngineHook):
         plan: CheckPlan,
     ) -> None:
         self._audit = audit
-        self._always_on = always_on
+        self._always_on = sdc.always_on
+        self._golden_at_start = sdc.golden_at_start
+        self._golden_interval = sdc.golden_interval
+        self._golden_step: int | None = None  # the last that it was asked before
         self._batches = batches
         self._disputes = disputes
         self._save_interval = save_interval
@@ -103,7 +106,7 @@ class Detection(StepHook, EngineHook):
         self._covered: Collection[int] = ()
         self._parameters = parameters
         every = list_submodules(run.engine.module)
-        self.checks_recompute = always_on.enabled and recomputes and always_on.recompute is not False
+        self.checks_recompute = sdc.always_on.enabled and recomputes and sdc.always_on.recompute is not False
         self._audited = Tracer(
             algorithm,
             TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]),
@@ -112,12 +115,14 @@ class Detection(StepHook, EngineHook):
         self._checked = Tracer(
             algorithm,
             TraceSection(phases=[FORWARD, RECOMPUTE]),
-            [one.fqn for one in choose_submodules(every, always_on.granularity, None)] if self.checks_recompute else [],
+            [one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None)]
+            if self.checks_recompute
+            else [],
         )
-        checks_finite = always_on.enabled and always_on.finite
+        checks_finite = sdc.always_on.enabled and sdc.always_on.finite
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(
-            one.fqn for one in choose_submodules(every, always_on.granularity, None) if checks_finite
+            one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None) if checks_finite
         )
         self.search: NonFiniteSearch | None = None
         self._offer: Any = None
@@ -170,10 +175,18 @@ class Detection(StepHook, EngineHook):
             for line in self._plan.lines:
                 logger.info("%s", line)
             run.events.emit("start", "checks", step=run.step, coverage=self._plan.lines)
+        if self._golden_at_start:
+            self._check_golden(run)
+
+    def _check_golden(self, run: Run) -> None:
+        self._golden_step = run.engine.step_number
+        run.paused_s += self._disputes.check_golden(self._golden_step)
 
     def before_step(self, run: Run) -> None:
         """Decide what this step checks."""
         step = run.engine.step_number
+        if self._golden_interval and step % self._golden_interval == 0 and step != self._golden_step:
+            self._check_golden(run)
         self._auditing = self.is_audit(step)
         self._requested = False
         if self.search is not None:

@@ -37,9 +37,11 @@ from megasdc.sdc.replay import (
     to_repeat,
 )
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import AFFECTED, DIVERGENT
+from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.sdc.vote import vote
 from megasdc.train.gather import gather_traces
-from megasdc.train.golden_check import check_against_golden, unfit_for
+from megasdc.train.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.incidents import Incidents, Settled, describe, say
 from megasdc.train.parameters import ParameterReader
 from megasdc.train.run import Run
@@ -88,7 +90,7 @@ class Disputes:
         self._incidents = incidents
         self._before = tuple(before)
         self._comparable: Collection[tuple[int, int]] | None = None
-        self._golden: Path | None = None
+        self._golden: GoldenCheck | None = None
         self._suspects = Suspects()
         self._accepted: int | None = None
         self._committed_wrong: int | None = None
@@ -113,13 +115,12 @@ class Disputes:
                 ", ".join(names),
             )
         if self._section.golden is not None:
-            path = Path(self._section.golden)
-            unfit = [reason for reason in gather_objects(unfit_for(path, self._dims), self._group) if reason]
-            if unfit:
+            golden = GoldenCheck(Path(self._section.golden), self._dims, self._group, self._before)
+            if unfit := golden.unfit():
                 self._tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
-                logger.warning("the golden trace %s does not fit %d ranks: %s", path, len(unfit), unfit[0])
+                logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])
             else:
-                self._golden = path
+                self._golden = golden
 
     def can_compare(self, positions: Iterable[tuple[int, int]]) -> bool:
         """Whether any of some positions has replicas that can be compared."""
@@ -211,7 +212,7 @@ class Disputes:
         ballot = vote(audit, self._dims, self._comparable)
         self._tell_finding(engine.step_number, ballot)
         again = [gather_traces(rehearse(engine, 0)[0], self._dims, self._group) for _ in range(self._section.repeats)]
-        golden = self._ask_golden()
+        golden = None if self._golden is None else self._ask(self._golden, engine.step_number).verified
         repeats = {
             (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
             for rank, place in to_repeat(ballot)
@@ -221,23 +222,50 @@ class Disputes:
         self._tell_overruled(engine.step_number, ballot, named, golden or {})
         return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
 
-    def _ask_golden(self) -> dict[int, bool] | None:
-        """By rank, whether it is the origin of nothing that the golden trace does not hold; null without one."""
+    def check_golden(self, step: int) -> float:
+        """Have all ranks compute the golden workload, though nothing is disputed, and do what the policy says.
+
+        Args:
+            step: that comes next.
+
+        Returns:
+            Seconds that it took.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt, or to repair and a repeat was wrong too.
+
+        Collective: all ranks of the world.
+        """
         if self._golden is None:
-            return None
-        finding = check_against_golden(self._golden, self._dims, self._before)
-        found = gather_objects((finding.compared, finding.key), self._group)
-        verified = {}
-        for replica in range(self._dims.data):
-            ranks = [rank for rank in range(self._dims.world_size) if _replica(rank, self._dims) == replica]
-            earliest = min((found[rank][1] for rank in ranks if found[rank][1]), default=())
-            for rank in ranks:
-                compared, key = found[rank]
-                if compared and not key:
-                    verified[rank] = True
-                elif key and key == earliest:  # the others of its replica that differ received it
-                    verified[rank] = False
-        return verified
+            return 0.0
+        answer = self._ask(self._golden, step, self._section.repeats)
+        if rulings := answer.rulings(step, self._suspects.ranks):
+            wrong_again = any(ruling.verdict != NOT_REPRODUCED for ruling in rulings)
+            self._act(step, Settled("golden", None, rulings, answer.compared, answer.counts), wrong_again)
+            self._commit(step, again=False)
+        return answer.seconds
+
+    def _ask(self, golden: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
+        answer = golden.ask(step, repeats)
+        wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, UNCLEAR))
+        self._tell(
+            "golden",
+            step=step,
+            compared=answer.compared,
+            wrong=wrong,
+            affected=received,
+            inconclusive=unclear,
+            seconds=answer.seconds,
+        )
+        if self._dims.rank == 0:
+            logger.info(
+                "step %d: golden trace: %d results compared in %.1f s, ranks that differ: %s",
+                step,
+                answer.compared,
+                answer.seconds,
+                ", ".join(map(str, sorted({*wrong, *received, *unclear}))) or "none",
+            )
+        return answer
 
     def _settle_recompute(
         self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]

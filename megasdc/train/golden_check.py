@@ -1,27 +1,227 @@
-"""Does this rank compute what trusted hardware computed? A golden trace, verified by the ranks of a run under way.
+"""Do the ranks of a run compute what trusted hardware computed? A golden trace, verified by a run under way.
 
-The golden workload is run once, in a second model beside the run's, and its first step's micro-batches are compared:
-they do not depend on the number of replicas, so that a trace of one replica serves every replica.
+The golden workload is run in a second model beside the run's, and its first step's micro-batches are compared: they do
+not depend on the number of replicas, so that a trace of one replica serves every replica. It sees what the comparison
+of replicas cannot: a fault that all of them have in common.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import gc
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from megasdc.addresses import MICRO_BATCH_PHASES
+from torch import Tensor
+
+from megasdc.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.config import parse_config
 from megasdc.engine.observer import Listener
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.compare import compare_rank, execution_key
+from megasdc.sdc.evidence import Counts
 from megasdc.sdc.golden import load_golden, load_header
+from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import Finding, find
+from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, RankVerdict, judge, trace_gaps
+from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.train.golden_key import compare_key
 from megasdc.train.workload import Workload
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class GoldenRun:
+    """What one rank computed in one run of the workload.
+
+    Args:
+        finding: how it compares with the trace.
+        expected: checksum of the first result that differs; null: none differs, or there should be none.
+        got: its checksum here; null: none differs, or there was none.
+        differing: results that differ, by phase and submodule.
+    """
+
+    finding: Finding
+    expected: int | None = None
+    got: int | None = None
+    differing: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def alike(self, other: GoldenRun) -> bool:
+        """Whether both have the same first difference."""
+        return (self.finding.first, self.got) == (other.finding.first, other.got)
+
+
+@dataclass(frozen=True)
+class GoldenAnswer:
+    """What all ranks computed, the same on all of them.
+
+    Args:
+        runs: by rank, one entry a case and repeat, all cases of a repeat in turn.
+        cases: how many the workload has.
+        judged: of each run, the verdicts by rank.
+        seconds: that it took on this rank.
+    """
+
+    runs: Sequence[Sequence[GoldenRun]]
+    cases: int
+    judged: Sequence[Mapping[int, RankVerdict]]
+    seconds: float
+
+    @property
+    def compared(self) -> int:
+        """Results that were compared, over all ranks and runs."""
+        return sum(one.finding.compared for of_rank in self.runs for one in of_rank)
+
+    def ranks(self, *statuses: str) -> list[int]:
+        """Ranks to which some run gave one of these verdicts of ``megasdc.sdc.verdict``."""
+        return [rank for rank in range(len(self.runs)) if any(one[rank].status in statuses for one in self.judged)]
+
+    @property
+    def verified(self) -> dict[int, bool]:
+        """By rank, whether it computes what the trace holds; absent: it received wrong values, or cannot be judged."""
+        healthy = [rank for rank in range(len(self.runs)) if all(one[rank].status == HEALTHY for one in self.judged)]
+        return dict.fromkeys(healthy, True) | dict.fromkeys(self.ranks(DIVERGENT), False)
+
+    @property
+    def counts(self) -> Counts:
+        """Results that differ, over all runs, by phase, submodule and rank."""
+        counts: Counts = {}
+        for rank, of_rank in enumerate(self.runs):
+            for (phase, fqn), count in sum((Counter(one.differing) for one in of_rank), Counter()).items():
+                counts.setdefault(phase, {}).setdefault(fqn, {})[rank] = count
+        return counts
+
+    def rulings(self, step: int, earlier: Collection[int] = ()) -> tuple[Ruling, ...]:
+        """What follows where something differs.
+
+        Args:
+            step: of the run, under which results are told.
+            earlier: ranks that were wrong in an earlier event of the run.
+
+        Returns:
+            One ruling for each rank that is named, and one for all of which none can be; empty: all ranks agree with
+            the trace.
+        """
+        found = [self._rule(rank, step, rank in earlier) for rank in self.ranks(DIVERGENT)]
+        named = {ruling.rank for ruling in found}
+        unclear = tuple(rank for rank in self.ranks(UNCLEAR) if rank not in named)
+        if unclear:
+            begun = [one for rank in unclear for one in self.runs[rank] if one.finding.first is not None]
+            address = min(begun, key=lambda one: one.finding.key).finding.first
+            assert address is not None, "only those that differ"
+            found.append(Ruling(None, INCONCLUSIVE, GOLDEN, replace(address, step=step), suspects=unclear))
+        return tuple(found)
+
+    def _rule(self, rank: int, step: int, earlier: bool) -> Ruling:
+        number = next(index for index, of_run in enumerate(self.judged) if of_run[rank].status == DIVERGENT)
+        first = self.runs[rank][number]
+        again = [one for one in range(number % self.cases, len(self.judged), self.cases) if one != number]
+        wrong = sum(self.judged[one][rank].status == DIVERGENT for one in again)
+        healthy = sum(self.judged[one][rank].status == HEALTHY for one in again)
+        bound = None
+        if not again:
+            verdict = INCONCLUSIVE
+        elif all(self.runs[rank][one].alike(first) for one in again):
+            verdict = PERSISTENT
+        elif wrong or number >= self.cases or (healthy and earlier):
+            verdict = INTERMITTENT
+        elif healthy == len(again):
+            verdict, bound = NOT_REPRODUCED, rate_bound(healthy)
+        else:
+            verdict = INCONCLUSIVE  # in repeats it received wrong values of another
+        address = first.finding.first
+        assert address is not None, "a divergent rank has a first difference"
+        got = {} if first.got is None else {rank: first.got}
+        address = replace(address, step=step)
+        return Ruling(rank, verdict, GOLDEN, address, wrong, len(again), bound, expected=first.expected, got=got)
+
+
+class GoldenCheck:
+    """Has all ranks of a run compute a golden workload.
+
+    Args:
+        path: the golden file.
+        dims: layout and place of this rank in the run.
+        group: a group of all ranks on the host.
+        before: listeners that come before the tracer: what harms results on purpose.
+    """
+
+    def __init__(self, path: Path, dims: ParallelDims, group: Any, before: Sequence[Listener] = ()) -> None:
+        self.path = path
+        self._dims = dims
+        self._group = group
+        self._before = tuple(before)
+
+    def unfit(self) -> list[str]:
+        """Why ranks cannot be compared with the trace, a reason a rank; empty: all can.
+
+        Raises:
+            TraceError: the file is missing or damaged.
+
+        Collective: all ranks of the world.
+        """
+        return [reason for reason in gather_objects(unfit_for(self.path, self._dims), self._group) if reason]
+
+    def ask(self, step: int, repeats: int = 0) -> GoldenAnswer:
+        """Compute the workload once, and where a rank differs ``repeats`` times more.
+
+        Args:
+            step: of the run; what harms results on purpose is shown them as results of this step.
+            repeats: further times.
+
+        Collective: all ranks of the world.
+        Sync: waits for the device. Needs memory for a second model with its optimizer, and gives it back.
+        """
+        start = time.perf_counter()
+        beside = _Beside(self.path, self._dims, [_at_step(listener, step) for listener in self._before])
+        runs = self._gather(beside)
+        if any(one.finding.key for of_rank in runs for one in of_rank):
+            for _ in range(repeats):
+                runs = [old + new for old, new in zip(runs, self._gather(beside), strict=True)]
+        judged = [
+            judge_replicas([of_rank[number].finding for of_rank in runs], self._dims, beside.gaps)
+            for number in range(len(runs[0]))
+        ]
+        cases = beside.cases
+        del beside
+        gc.collect()  # a model refers to itself, and a run may collect no garbage for long
+        return GoldenAnswer(runs, cases, judged, time.perf_counter() - start)
+
+    def _gather(self, beside: _Beside) -> list[list[GoldenRun]]:
+        return gather_objects(beside.run(), self._group)
+
+
+class _Beside:
+    """The workload as this rank runs it, in a model of its own.
+
+    Collective: all ranks of the world, ``run`` too.
+    """
+
+    def __init__(self, path: Path, dims: ParallelDims, before: Sequence[Listener]) -> None:
+        self._dims, self._before = dims, before
+        layout = ParallelDims(**load_header(path)["layout"])
+        self._rank = dims.tp_rank + layout.tensor * layout.data * dims.pp_rank
+        self._golden = load_golden(path, self._rank)
+        self.cases = len(self._golden.cases)
+        config = parse_config(self._golden.config)
+        recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+        trace = config.megasdc.trace
+        not_compared = {"interval": 1, "phases": [*trace.phases, *(set(PHASES) - set(MICRO_BATCH_PHASES))]}
+        self.gaps = trace_gaps(trace.model_copy(update=not_compared), recomputes)
+        self._workload = Workload(config, dims)
+        # Dropout masks depend on the place of a sample in the batch: on all replicas those of the first that recorded.
+        self._workload.engine.dims = replace(layout, rank=self._rank)
+
+    def run(self) -> list[GoldenRun]:
+        """Compute the first step of each case."""
+        runs = []
+        for number, case in enumerate(self._golden.cases):
+            got = self._workload.trace(case, self._golden.algorithm, self._before, steps=1)
+            runs.append(compare_run(_first_step(self._golden.traces[number, self._rank]), _first_step(got), self._dims))
+        return runs
 
 
 def unfit_for(path: Path, dims: ParallelDims) -> str | None:
@@ -44,37 +244,46 @@ def unfit_for(path: Path, dims: ParallelDims) -> str | None:
     return None
 
 
-def check_against_golden(path: Path, dims: ParallelDims, before: Sequence[Listener]) -> Finding:
-    """Compute the golden workload's first step and compare its micro-batches.
+def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
+    """Compare one rank's trace of one run.
 
     Args:
-        path: the golden file, for which ``unfit_for`` answers null on every rank.
-        dims: layout and place of this rank in the run.
-        before: listeners that come before the tracer: what harms results on purpose.
-
-    Returns:
-        What differs on this rank.
-
-    Collective: all ranks of the world.
-    Sync: waits for the device. Needs memory for a second model with its optimizer.
+        expected: the golden one.
+        got: what was computed.
+        dims: layout and place of the rank in the run.
     """
-    header = load_header(path)
-    layout = ParallelDims(**header["layout"])
-    rank = ParallelDims(layout.tensor, layout.pipeline, layout.data, 0)
-    place = dims.tp_rank + rank.tensor * rank.data * dims.pp_rank
-    golden = load_golden(path, place)
-    workload = Workload(parse_config(golden.config), dims)
-    # Dropout masks depend on the place of a sample in the batch: on all replicas those of the first one that recorded.
-    workload.engine.dims = replace(layout, rank=place)
-    worst = Finding(0, 0)
-    for number, case in enumerate(golden.cases):
-        got = workload.trace(case, golden.algorithm, before)
-        finding = find(_first_step(golden.traces[number, place]), _first_step(got), dims)
-        if finding.divergences and not worst.divergences:
-            worst = finding
-        elif not worst.divergences:
-            worst = Finding(worst.compared + finding.compared, 0)
-    return worst
+    found = compare_rank(dims.rank, expected, got)
+    compared = max(len(expected), len(got))
+    if not found:
+        return GoldenRun(Finding(compared, 0))
+    key, first = min(((execution_key(one.address, one.place, dims), one) for one in found), key=lambda pair: pair[0])
+    differing = Counter((one.address.phase, one.address.fqn) for one in found)
+    return GoldenRun(Finding(compared, len(found), first.address, key), first.expected, first.got, differing)
+
+
+def judge_replicas(findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()) -> dict[int, RankVerdict]:
+    """Name the divergent ranks of one run, each replica for itself, since replicas exchange nothing before.
+
+    Args:
+        findings: by rank.
+        dims: layout of the run.
+        gaps: from ``trace_gaps``.
+    """
+    verdicts = {}
+    cell = ParallelDims(dims.tensor, dims.pipeline, 1)
+    for replica in range(dims.data):
+        # In the order of ranks, those of a replica are those of a cell that it would be alone.
+        ranks = [rank for rank in range(len(findings)) if rank // dims.tensor % dims.data == replica]
+        judged = judge({place: [findings[rank]] for place, rank in enumerate(ranks)}, cell, gaps)
+        verdicts.update({rank: judged[place] for place, rank in enumerate(ranks)})
+    return verdicts
+
+
+def _at_step(listener: Listener, step: int) -> Listener:
+    def listen(address: Address, result: Tensor) -> Tensor | None:
+        return listener(replace(address, step=step), result)
+
+    return listen
 
 
 def _first_step(trace: Trace) -> Trace:

@@ -77,13 +77,20 @@ class Workload:
         self._length: int | None = None
         self.save_start()
 
-    def run(self, case: Case, listeners: Sequence[Listener], hooks: Sequence[EngineHook] = ()) -> list[StepResult]:
+    def run(
+        self,
+        case: Case,
+        listeners: Sequence[Listener],
+        hooks: Sequence[EngineHook] = (),
+        steps: int | None = None,
+    ) -> list[StepResult]:
         """Take the workload's steps from its start, with its results shown to listeners.
 
         Args:
             case: the inputs.
             listeners: of an ``Observer``; a tracer, and before it what changes results on purpose.
             hooks: of the engine, called before the observer.
+            steps: that are taken; null: all.
 
         Collective: all ranks of the world.
         """
@@ -96,7 +103,7 @@ class Workload:
             self.engine.hooks += hooks
             undo.callback(Observer(self.engine, self.submodules, listeners).close)
             batches = self._batches(case)
-            return [self.engine.train_step(batches) for _ in range(self.section.steps)]
+            return [self.engine.train_step(batches) for _ in range(steps or self.section.steps)]
 
     def trace(
         self,
@@ -106,6 +113,7 @@ class Workload:
         hooks: Sequence[EngineHook] = (),
         *,
         all_steps: bool = False,
+        steps: int | None = None,
     ) -> Trace:
         """Run once and return the trace.
 
@@ -115,6 +123,7 @@ class Workload:
             before: listeners that come before the tracer.
             hooks: of the engine, called before the observer.
             all_steps: refuse a run in which the optimizer skips a step, as what is recorded may not.
+            steps: that are taken; null: all.
 
         Raises:
             ConfigError: with ``all_steps``: a step was skipped.
@@ -122,7 +131,8 @@ class Workload:
         Collective: all ranks of the world.
         """
         tracer = Tracer(algorithm(algorithm_name), self._trace)
-        skipped = next((result for result in self.run(case, [*before, tracer], hooks) if result.skipped), None)
+        results = self.run(case, [*before, tracer], hooks, steps)
+        skipped = next((result for result in results if result.skipped), None)
         if all_steps and skipped is not None:
             remedy = f"lower fp16's loss scale ({skipped.loss_scale:g} here) by fp16.initial_scale_power"
             raise ConfigError(

@@ -117,12 +117,11 @@ def test_two_replicas_with_a_persistent_fault_need_a_golden_trace(tmp_path: Path
     model = {"model__hidden_dropout": 0.1}
     trusted = _write(tmp_path, data, "trusted", 2, golden=golden, **model)
     record(load_config(trusted), tmp_path / "good.golden", repeats=1)
-    harm = {"faults": [{**fault, "steps": [2, None]}, {**fault, "steps": [1, 1]}]}
-    blind = _write(tmp_path, data, "blind", 2, **model, faults=[{**fault, "steps": [2, None]}])
+    harm = {"faults": [{**fault, "steps": [2, None]}]}
+    blind = _write(tmp_path, data, "blind", 2, **model, **harm)
     results = train_run(blind, 2)
     assert [code for code, _ in results] == [73, 73]
     assert _verdicts(tmp_path / "blind") == [(2, "audit", None, "inconclusive", "replay", "halt")]
-    # The golden workload's step is 1, so that the fault must be there in step 1 too; audits begin with step 2.
     seeing = _write(tmp_path, data, "seeing", 2, **harm, **model, sdc={"golden": str(tmp_path / "good.golden")})
     results = train_run(seeing, 2)
     assert [code for code, _ in results] == [73, 73]
