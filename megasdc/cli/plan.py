@@ -1,12 +1,14 @@
-"""`megasdc plan-audit`."""
+"""What would checks find, and when: `megasdc plan-audit` and `coverage`."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, app, print_result
+from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
 
 
 @app.command("plan-audit", epilog="Example: megasdc plan-audit --replicas 64 --micro-batches 16 --latency 1000")
@@ -84,6 +86,36 @@ def plan_audit(
     with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
         result = make_plan(plan, with_rates, trials, seed, on_progress)
     print_result(result, render_plan, out=out, as_json=as_json)
+
+
+@app.command("coverage", epilog="Example: megasdc coverage --config configs/audited.json --world-size 3")
+def coverage(
+    config: ConfigOption,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks of the run.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a table of markdown.")] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Say which faults a run of this configuration would see, in which phase of a step, when, and what nobody sees."""
+    from megasdc.config import check_layout, load_config
+    from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage
+
+    loaded = load_config(config, overrides or ())
+    layout = check_layout(loaded, world_size)
+    chosen = {"one": 1, "all": layout.accumulation_steps, "auto": None}[loaded.megasdc.sdc.always_on.coverage]
+    shape = Shape(
+        replicas=layout.data,
+        tensor=layout.tensor,
+        micro_batches=layout.accumulation_steps,
+        covered=chosen,
+        recomputes=bool(loaded.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+    )
+    if as_json:
+        rows = coverage_rows(loaded.megasdc, shape)
+        typer.echo(json.dumps({"phases": [asdict(row) for row in rows], "notes": coverage_notes(rows)}, indent=2))
+        return
+    for line in render_coverage(loaded.megasdc, shape, markdown=markdown):
+        typer.echo(line)
 
 
 def _rate(text: str, option: str) -> float:

@@ -21,7 +21,7 @@ from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.run_lock import RunLock
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.coverage import measure_speed, plan_checks
+from megasdc.train.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection import Detection
 from megasdc.train.drop_compute import DropCompute
@@ -41,6 +41,11 @@ from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
 logger = logging.getLogger(__name__)
+
+UNCHECKED = (
+    "silent data corruption: nothing looks for it but NaN and Inf in loss and gradient norm; `megasdc coverage` says "
+    "what `audit` and `sdc.always_on` would see"
+)
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,17 @@ def build_hooks(parts: HookParts) -> list[StepHook]:
 
 
 def _build_detection(parts: HookParts) -> Detection | None:
-    if parts.kept is None:
-        return None
     config, run = parts.config, parts.run
+    if parts.kept is None:
+        if run.dims.rank == 0:
+            logger.info(UNCHECKED)
+        return None
     speed = measure_speed(config, run.engine)
     plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
+    if run.dims.rank == 0:
+        table = coverage_table(config, run.engine, plan)
+        logger.info("what is seen of silent data corruption:\n%s", "\n".join(table))
+        run.events.emit("start", "coverage", step=run.step, table=table)
     return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan)
 
 

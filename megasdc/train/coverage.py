@@ -15,6 +15,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
+from megasdc.sdc.covered import Shape, render_coverage
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.check_rates import measure_products, measure_rates
 
@@ -104,13 +105,34 @@ def plan_checks(
     if config.megasdc.audit.enabled:
         interval = config.megasdc.audit.interval
         told.append(f"an audit {of_audit:.2%} of its step, {of_audit / interval:.3%} of all steps")
+    lines = tiers.describe(engine.micro_batches if whole else 1)
+    if not told:
+        return CheckPlan(whole, tuple(lines))
     rates = speed.rates
     cost = (
         f"expected cost, at most: {'; '.join(told)} (measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
         + ("; without the toleranced checks)" if section.toleranced else ")")
     )
-    return CheckPlan(whole, (*tiers.describe(engine.micro_batches if whole else 1), cost))
+    return CheckPlan(whole, (*lines, cost))
+
+
+def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -> list[str]:
+    """Phases of a step by what looks at them in this run, a line a row, and what that comes to.
+
+    Args:
+        config: the run's configuration.
+        engine: of this rank.
+        plan: what is covered.
+    """
+    shape = Shape(
+        replicas=engine.dims.data,
+        tensor=engine.dims.tensor,
+        micro_batches=engine.micro_batches,
+        covered=engine.micro_batches if plan.all_micro_batches else 1,
+        recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+    )
+    return render_coverage(config.megasdc, shape)
 
 
 class _Tiers:

@@ -1,0 +1,161 @@
+"""Which faults would a run see, where, and when? A table from its configuration: phases by what looks at them.
+
+Exact checks compare bits. What only warns, or sees NaN and Inf alone, is told, and does not count as seeing a fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
+from megasdc.config import MegasdcSection
+from megasdc.config.detection_problems import asks_golden
+
+NOTHING = "-"
+_NORM = "NaN and Inf (norm)"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a run decides what can be compared.
+
+    Args:
+        replicas: data-parallel size.
+        tensor: tensor-parallel size.
+        micro_batches: of a step on each replica.
+        covered: micro-batches of a step that checks of every step look at; null: one or all, by what it costs.
+        recomputes: whether activations are recomputed.
+    """
+
+    replicas: int
+    tensor: int
+    micro_batches: int
+    covered: int | None
+    recomputes: bool
+
+    @property
+    def share(self) -> str:
+        """The micro-batches that checks of every step look at, for people."""
+        covered = "1 or all" if self.covered is None else str(self.covered)
+        return f"{covered} of {self.micro_batches}"
+
+
+@dataclass(frozen=True)
+class Covered:
+    """What looks at one phase.
+
+    Args:
+        phase: of ``megasdc.addresses``.
+        every_step: what looks at it in every step.
+        audit: what does in audited steps.
+        golden: what does with the golden workload.
+        exact: whether some of it compares bits in every micro-batch of every step, in some, or never.
+    """
+
+    phase: str
+    every_step: str
+    audit: str
+    golden: str
+    exact: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        return self.phase, self.every_step, self.audit, self.golden
+
+
+def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
+    """What looks at each phase of a step.
+
+    Args:
+        sections: of the run.
+        shape: of the run.
+    """
+    rows = [_row(phase, sections, shape) for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)]
+    if not shape.recomputes:
+        del rows[1]
+    return [*rows, *(_row(phase, sections, shape) for phase in (REDUCED_GRAD, UPDATE, PARAMETER))]
+
+
+def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
+    every = _every_step(phase, sections, shape)
+    in_audit = sections.audit.enabled and shape.replicas > 1
+    audit = golden = NOTHING
+    if phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD):
+        audit = f"replicas, 1 of {shape.micro_batches}" if in_audit else NOTHING
+        golden = "its own workload" if asks_golden(sections) else NOTHING
+    elif phase == PARAMETER and in_audit:
+        audit = "replicas"
+    whole = shape.replicas > 1 if phase == PARAMETER else shape.covered == shape.micro_batches
+    if any(exact for _, exact in every):
+        exact = "always" if whole else "sometimes"
+    else:
+        exact = "never" if (audit, golden) == (NOTHING, NOTHING) else "sometimes"
+    return Covered(phase, "; ".join(text for text, _ in every) or NOTHING, audit, golden, exact)
+
+
+def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tuple[str, bool]]:
+    """What looks at a phase in every step, and whether it compares bits."""
+    section = sections.sdc.always_on
+    found = []
+    if phase in (FORWARD, RECOMPUTE) and section.enabled and shape.recomputes and section.recompute is not False:
+        found.append((f"forward = recompute, {shape.share}", True))
+    if phase == PARAMETER and section.enabled and section.parameters:
+        found += [("replicas", True)] * (shape.replicas > 1) + [("copies of tensor ranks", True)] * (shape.tensor > 1)
+    if phase in (FORWARD, BACKWARD) and section.enabled and section.finite:
+        found.append((f"NaN and Inf, {shape.share}", False))
+    if phase in (WEIGHT_GRAD, REDUCED_GRAD):
+        found.append((_NORM, False))
+    if section.enabled and section.toleranced:
+        warns = {WEIGHT_GRAD: "features warn", REDUCED_GRAD: "sums warn", UPDATE: "a slice warns"}
+        found += [(warns[phase], False)] if phase in warns else []
+    return found
+
+
+def table_head(sections: MegasdcSection) -> tuple[str, ...]:
+    """The headings of the columns: what looks, and when."""
+    audit, sdc = sections.audit, sections.sdc
+    audited = f"audit, every {audit.interval} steps" if audit.enabled else "audit: off"
+    golden = "golden trace: off"
+    if asks_golden(sections):
+        when = ["at each start"] * sdc.golden_at_start
+        when += [f"every {sdc.golden_interval} steps"] * (sdc.golden_interval is not None)
+        golden = f"golden trace, {' and '.join(when)}"
+    return "phase", "every step", audited, golden
+
+
+def coverage_notes(rows: list[Covered]) -> list[str]:
+    """What the table comes to, a sentence each."""
+    texts = {
+        "always": "Compared bit by bit in every step",
+        "sometimes": "Compared bit by bit only in some steps or micro-batches, or only in the golden workload",
+        "never": "Never compared bit by bit, so that nobody sees a wrong value there that is not NaN, Inf or unusual",
+    }
+    notes = []
+    for exact, text in texts.items():
+        phases = [row.phase for row in rows if row.exact == exact]
+        notes += [f"{text}: {', '.join(phases)}."] * bool(phases)
+    if any("recompute" in row.every_step for row in rows):
+        notes.append("A rank compared with its own recomputation hides a fault that repeats itself.")
+    return notes
+
+
+def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = False) -> list[str]:
+    """The table and what it comes to, a line each.
+
+    Args:
+        sections: of the run.
+        shape: of the run.
+        markdown: as a table of markdown; else as columns for a terminal.
+    """
+    rows = coverage_rows(sections, shape)
+    table = [table_head(sections), *(row.cells for row in rows)]
+    if markdown:
+        lines = [f"| {' | '.join(cells)} |" for cells in table]
+        lines.insert(1, "|---" * len(table[0]) + "|")
+        return [*lines, "", " ".join(coverage_notes(rows))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table
+    ]
+    return lines + coverage_notes(rows)

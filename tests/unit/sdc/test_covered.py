@@ -1,0 +1,95 @@
+"""Does the table of coverage say what a configuration checks, and no more?"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megasdc.cli import app
+from megasdc.config import MegasdcSection, parse_config
+from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage, table_head
+
+ROOT = Path(__file__).parents[3]
+SHAPE = Shape(replicas=3, tensor=1, micro_batches=4, covered=1, recomputes=True)
+ON = {"always_on": {"enabled": True}}
+STEP = ["forward", "recompute", "backward", "weight_grad", "reduced_grad", "update", "parameter"]
+
+
+def sections(**changes: Any) -> MegasdcSection:
+    """Of a deterministic run."""
+    base = {
+        "data": {"path": "x"},
+        "training": {"steps": 9},
+        "logging": {"run_dir": "r"},
+        "determinism": {"enabled": True},
+    }
+    raw = {"pipeline": {"activation_checkpoint_interval": 1}, "megasdc": {**base, **changes}}
+    return parse_config(raw).megasdc
+
+
+def exact(shape: Shape = SHAPE, **changes: Any) -> dict[str, str]:
+    """How often each phase is compared bit by bit."""
+    return {row.phase: row.exact for row in coverage_rows(sections(**changes), shape)}
+
+
+def test_by_default_nothing_is_compared() -> None:
+    """The gradient norm alone is looked at, in the phases that it shows."""
+    rows = coverage_rows(sections(), SHAPE)
+    assert [row.phase for row in rows] == STEP
+    assert {row.exact for row in rows} == {"never"}
+    assert {row.phase for row in rows if "NaN" in row.every_step} == {"weight_grad", "reduced_grad"}
+    assert len(coverage_notes(rows)) == 1 and all(phase in coverage_notes(rows)[0] for phase in STEP)
+    assert [row.phase for row in coverage_rows(sections(), Shape(3, 1, 4, 1, False))] == [STEP[0], *STEP[2:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "always", "sometimes"),
+    [
+        ({"audit": {"enabled": True}}, SHAPE, [], [*STEP[:4], "parameter"]),
+        ({"audit": {"enabled": True}}, Shape(1, 1, 4, 1, True), [], []),
+        ({"sdc": ON}, SHAPE, ["parameter"], STEP[:2]),
+        ({"sdc": ON}, Shape(3, 1, 4, 4, True), ["parameter", *STEP[:2]], []),
+        ({"sdc": ON}, Shape(3, 1, 4, None, True), ["parameter"], STEP[:2]),
+        ({"sdc": ON}, Shape(3, 1, 4, 1, False), ["parameter"], []),
+        ({"sdc": ON}, Shape(1, 1, 4, 1, False), [], []),
+        ({"sdc": ON}, Shape(1, 2, 4, 1, False), [], ["parameter"]),
+        ({"sdc": {"always_on": {"enabled": True, "parameters": False, "recompute": False}}}, SHAPE, [], []),
+        ({"sdc": {"always_on": {"enabled": True, "toleranced": True, "recompute": False}}}, SHAPE, ["parameter"], []),
+        ({"sdc": {"golden": "g"}}, SHAPE, [], STEP[:4]),
+        ({"sdc": {"golden": "g", "golden_at_start": False}}, SHAPE, [], []),
+        ({"sdc": {"golden": "g", "golden_at_start": False, "golden_interval": 9}}, SHAPE, [], STEP[:4]),
+        ({"sdc": {"golden": "g"}, "determinism": {"enabled": False}}, SHAPE, [], []),
+    ],
+)
+def test_each_check_covers_its_phases(
+    changes: dict[str, Any], shape: Shape, always: list[str], sometimes: list[str]
+) -> None:
+    """What looks within tolerances, or at NaN alone, does not count as seeing a fault."""
+    found = exact(shape, **changes)
+    assert {phase for phase, how in found.items() if how == "always"} == set(always)
+    assert {phase for phase, how in found.items() if how == "sometimes"} == set(sometimes)
+
+
+def test_headings_say_when() -> None:
+    """Intervals are those of the configuration; what is off is said to be off."""
+    asked = sections(audit={"enabled": True, "interval": 7}, sdc={"golden": "g", "golden_interval": 9})
+    assert table_head(asked)[2:] == ("audit, every 7 steps", "golden trace, at each start and every 9 steps")
+    assert table_head(sections())[2:] == ("audit: off", "golden trace: off")
+
+
+def test_readme_shows_what_the_command_prints() -> None:
+    """The table in the README is the output of the command named above it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ((command, shown),) = re.findall(r"<!-- coverage: megasdc (.*?) -->\n(.*?)<!-- end of coverage -->", readme, re.S)
+    arguments = command.replace("configs/", f"{ROOT}/configs/").split()
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == shown, f"run: megasdc {command}"
+    told = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [row["phase"] for row in told["phases"]] == STEP and told["notes"][0] in shown
+    assert len(render_coverage(sections(), SHAPE)) == 1 + len(STEP) + 1
