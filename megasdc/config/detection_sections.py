@@ -83,8 +83,8 @@ class SdcSection(Section):
     )
     golden_interval: PositiveInt | None = Field(
         None,
-        description="With `golden`: steps from one such check to the next while training; null: none. How long one "
-        "takes is told at the start and in the events `sdc/golden`.",
+        description="With `golden`: steps from one such check to the next while training; null: none. The second model "
+        "is then kept; how long a check takes is told in the log and in the events `sdc/golden`.",
     )
     policy: PolicySection = Field(default_factory=lambda: PolicySection.model_validate({}))
 

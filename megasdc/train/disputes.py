@@ -115,7 +115,8 @@ class Disputes:
                 ", ".join(names),
             )
         if self._section.golden is not None:
-            golden = GoldenCheck(Path(self._section.golden), self._dims, self._group, self._before)
+            path, keep = Path(self._section.golden), self._section.golden_interval is not None
+            golden = GoldenCheck(path, self._dims, self._group, self._before, keep=keep)
             if unfit := golden.unfit():
                 self._tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
                 logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])

@@ -147,10 +147,15 @@ class GoldenCheck:
         dims: layout and place of this rank in the run.
         group: a group of all ranks on the host.
         before: listeners that come before the tracer: what harms results on purpose.
+        keep: whether the second model is kept for the next time, instead of being built anew.
     """
 
-    def __init__(self, path: Path, dims: ParallelDims, group: Any, before: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self, path: Path, dims: ParallelDims, group: Any, before: Sequence[Listener] = (), *, keep: bool = False
+    ) -> None:
         self.path = path
+        self._keep = keep
+        self._kept: _Beside | None = None
         self._dims = dims
         self._group = group
         self._before = tuple(before)
@@ -173,25 +178,30 @@ class GoldenCheck:
             repeats: further times.
 
         Collective: all ranks of the world.
-        Sync: waits for the device. Needs memory for a second model with its optimizer, and gives it back.
+        Sync: waits for the device. Needs memory for a second model with its optimizer, which is given back unless
+        it is kept.
         """
         start = time.perf_counter()
-        beside = _Beside(self.path, self._dims, [_at_step(listener, step) for listener in self._before])
-        runs = self._gather(beside)
+        beside = self._kept or _Beside(self.path, self._dims)
+        self._kept = beside if self._keep else None
+        before = [_at_step(listener, step) for listener in self._before]
+        runs = self._gather(beside, before)
         if any(one.finding.key for of_rank in runs for one in of_rank):
             for _ in range(repeats):
-                runs = [old + new for old, new in zip(runs, self._gather(beside), strict=True)]
+                runs = [old + new for old, new in zip(runs, self._gather(beside, before), strict=True)]
         judged = [
             judge_replicas([of_rank[number].finding for of_rank in runs], self._dims, beside.gaps)
             for number in range(len(runs[0]))
         ]
         cases = beside.cases
-        del beside
-        gc.collect()  # a model refers to itself, and a run may collect no garbage for long
+        if not self._keep:
+            beside.workload.release()
+            del beside
+            gc.collect()  # a model refers to itself, and a run may collect no garbage for long
         return GoldenAnswer(runs, cases, judged, time.perf_counter() - start)
 
-    def _gather(self, beside: _Beside) -> list[list[GoldenRun]]:
-        return gather_objects(beside.run(), self._group)
+    def _gather(self, beside: _Beside, before: Sequence[Listener]) -> list[list[GoldenRun]]:
+        return gather_objects(beside.run(before), self._group)
 
 
 class _Beside:
@@ -200,8 +210,8 @@ class _Beside:
     Collective: all ranks of the world, ``run`` too.
     """
 
-    def __init__(self, path: Path, dims: ParallelDims, before: Sequence[Listener]) -> None:
-        self._dims, self._before = dims, before
+    def __init__(self, path: Path, dims: ParallelDims) -> None:
+        self._dims = dims
         layout = ParallelDims(**load_header(path)["layout"])
         self._rank = dims.tp_rank + layout.tensor * layout.data * dims.pp_rank
         self._golden = load_golden(path, self._rank)
@@ -211,15 +221,15 @@ class _Beside:
         trace = config.megasdc.trace
         not_compared = {"interval": 1, "phases": [*trace.phases, *(set(PHASES) - set(MICRO_BATCH_PHASES))]}
         self.gaps = trace_gaps(trace.model_copy(update=not_compared), recomputes)
-        self._workload = Workload(config, dims)
+        self.workload = Workload(config, dims)
         # Dropout masks depend on the place of a sample in the batch: on all replicas those of the first that recorded.
-        self._workload.engine.dims = replace(layout, rank=self._rank)
+        self.workload.engine.dims = replace(layout, rank=self._rank)
 
-    def run(self) -> list[GoldenRun]:
+    def run(self, before: Sequence[Listener]) -> list[GoldenRun]:
         """Compute the first step of each case."""
         runs = []
         for number, case in enumerate(self._golden.cases):
-            got = self._workload.trace(case, self._golden.algorithm, self._before, steps=1)
+            got = self.workload.trace(case, self._golden.algorithm, before, steps=1)
             runs.append(compare_run(_first_step(self._golden.traces[number, self._rank]), _first_step(got), self._dims))
         return runs
 

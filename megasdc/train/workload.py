@@ -192,3 +192,19 @@ class Workload:
             optimizer.loss_scaler.__dict__.update(copy.deepcopy(self._scaler.__dict__))
         engine.global_steps = engine.global_samples = engine.micro_steps = engine.skipped_steps = 0
         optimizer.zero_grad()
+
+    def release(self) -> None:
+        """Give back the memory of weights, gradients and optimizer; nothing can be computed afterwards.
+
+        DeepSpeed's hooks in the graph of gradients hold the model for good, so that nobody else would.
+        """
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "destroy"):
+            optimizer.destroy()
+        for value in (one for pair in self._start for one in pair):
+            value.grad = None
+            value.data = value.data.new_empty(0)
+        optimizer.optimizer.state.clear()
+        vars(optimizer).clear()  # flat copies and buckets
+        self._start.clear()
+        self._states.clear()
