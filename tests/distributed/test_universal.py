@@ -452,9 +452,13 @@ def test_a_start_without_the_states_of_hooks(tmp_path: Path, data: Path, univers
 
 
 def test_a_smaller_global_batch_goes_on(tmp_path: Path, data: Path, universal: Path) -> None:
-    """With 2 samples a step instead of 4 the data go on at the next sample, past what 2 a step would ever take."""
+    """With 2 samples a step instead of 4 the data go on at the next sample, past what 2 a step would ever take; what
+    is other than in the universal checkpoint is told.
+    """
     smaller = ("train_batch_size=2", "megasdc.training.steps=8", "megasdc.checkpoint.resume=must")
     assert _start(tmp_path / "run", data, universal, *smaller, "megasdc.training.stop_step=6") == (0, None)
+    told = {event["path"]: (event["old"], event["new"]) for event in events_of(tmp_path / "run", "resume", "changed")}
+    assert told["train_batch_size"] == (4, 2) and told["megasdc.parallel.tensor"] == (2, 1)
     assert _start(tmp_path / "run", data, tmp_path / "gone", *smaller) == (0, None)
     saved = json.loads((tmp_path / "run/checkpoints/step_00000008/megasdc.json").read_text())
     assert saved["loader"]["consumed"] == {"0": 3 * 4 + 5 * 2}
