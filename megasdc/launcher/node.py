@@ -7,11 +7,15 @@ Called as ``python -m megasdc.launcher.node --stop_grace_s=S`` with launch.py's 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
+
+if __name__ == "__main__":  # while torch is imported no rank has started: Ctrl-C needs neither care nor a traceback
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import psutil
 from deepspeed.launcher import launch

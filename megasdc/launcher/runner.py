@@ -23,6 +23,10 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import psutil
+
+if __name__ == "__main__":  # while torch is imported nothing has started: Ctrl-C needs neither care nor a traceback
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import PDSHRunner
 

@@ -80,6 +80,19 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
         assert said == b""
 
 
+@pytest.mark.parametrize("module", ["megasdc.launcher.runner", "megasdc.launcher.node"])
+def test_ctrl_c_while_a_launch_imports_torch(module: str) -> None:
+    """The processes between front and ranks end at once and without a word, for they have started nothing."""
+    with subprocess.Popen([sys.executable, "-m", module], stderr=subprocess.PIPE, cwd=ROOT) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libtorch" not in maps.read_text() and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert b"KeyboardInterrupt" not in process.stderr.read()
+    assert process.returncode == 130
+
+
 def test_ctrl_c_at_work(capsys: pytest.CaptureFixture[str]) -> None:
     """The command cleans up as Python does, and then ends with 130 and without a traceback."""
     seen = []
