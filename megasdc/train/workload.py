@@ -205,6 +205,6 @@ class Workload:
             value.grad = None
             value.data = value.data.new_empty(0)
         optimizer.optimizer.state.clear()
-        vars(optimizer).clear()  # flat copies and buckets
+        optimizer.__dict__.clear()  # flat copies and buckets
         self._start.clear()
         self._states.clear()
