@@ -56,7 +56,7 @@ def simulate_drops(
         Path | None,
         input_option(
             "--latencies",
-            reads=ConfigError,
+            reads=DataError,
             help="Instead of both: recorded seconds, a .npy file [replica, step, micro-batch] or with a fourth axis of "
             "stages. As recorded; with --replicas each step of a replica is a recorded one drawn at random.",
         ),
