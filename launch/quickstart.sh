@@ -39,7 +39,7 @@ megasdc summary "$run_dir"
 cat <<'EOF'
 
 What to try next
-  megasdc check-config configs/smoke.json              every setting with its value
+  megasdc check-config configs/smoke.json --show       every setting with its value
   cp configs/smoke.json my.json, edit it, then         megasdc launch --num-ranks 2 --config my.json
   tensorboard --logdir runs                            after adding "tensorboard": {"enabled": true, "output_path": "runs"}
   README.md                                            layouts, data, checkpoints, many nodes

@@ -20,9 +20,12 @@ def check_config(
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Also check layout and batch sizes for so many ranks.")
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the complete file, every default filled in, and nothing else there.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a configuration and print it with every default filled in; exit code 70 and all problems if it is wrong.
+    """Check a configuration and say what came out; exit code 70 and all problems if it is wrong.
 
     Relative paths in the file mean the folder that the run is started in.
     """
@@ -57,7 +60,10 @@ def check_config(
         }
         typer.echo(json.dumps(result, indent=2))
         return
-    typer.echo(json.dumps(config.resolved(), indent=2))
+    # With --show standard output holds the file alone.
+    count = len(warnings)
+    verdict = "OK" if count == 0 else f"OK, with {count} warning{'s' if count > 1 else ''}"
+    typer.echo(f"{file}: {verdict}", err=show)
     for warning in warnings:
         typer.echo(f"megasdc: warning: {warning}", err=True)
     if layout is not None:
@@ -66,8 +72,10 @@ def check_config(
             f"{study}{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
             f"{layout.data}; {layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x "
             f"accumulation {layout.accumulation_steps} x data {layout.data}",
-            err=True,
+            err=show,
         )
+    if show:
+        typer.echo(json.dumps(config.resolved(), indent=2))
 
 
 @app.command("config-table", epilog="Example: megasdc config-table --write README.md")

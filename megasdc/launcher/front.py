@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher import environment, read_on_host
+from megasdc.launcher import environment, own_lines, read_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.operator_build import build_operators
@@ -168,6 +168,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     env = {**os.environ, **plan.rank.environment}
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
     environment.stop_grace_s(os.environ)
+    env[own_lines.FOLDER_VARIABLE] = str(own_lines.logs_folder(plan.run_dir))
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
@@ -180,6 +181,11 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     finally:
         process.close()
     hosts = plan.placement.host_of_rank
+    if code != 0 and len(records.started) < len(hosts):
+        folder = own_lines.logs_folder(plan.run_dir)
+        for line in own_lines.last_lines(folder):
+            say(f"DeepSpeed's launcher said: {line}")
+        say(f"all that it said is in {folder}")
     return judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by), code
 
 

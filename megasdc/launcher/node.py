@@ -2,7 +2,8 @@
 
 DeepSpeed kills a rank 30 s after SIGTERM, and knows no SIGUSR1. Here SIGTERM and SIGUSR1 reach the ranks of this host
 at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them DeepSpeed's 30 s.
-Called as ``python -m megasdc.launcher.node --stop_grace_s=S`` with launch.py's own arguments after that.
+Called as ``python -m megasdc.launcher.node --stop_grace_s=S [--launcher_logs=FOLDER]`` with launch.py's own arguments
+after that.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ if __name__ == "__main__":  # while torch is imported no rank has started: Ctrl-
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import psutil
-from deepspeed.launcher import launch
 
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S
+from megasdc.launcher.own_lines import own_lines_to, take_folder_option
+
+with own_lines_to(take_folder_option(sys.argv), sys.argv):
+    from deepspeed.launcher import launch
 
 GRACE_OPTION = "--stop_grace_s="
 POLL_S = 0.2

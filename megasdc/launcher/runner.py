@@ -6,6 +6,7 @@
 - Elsewhere SIGINT, SIGTERM and SIGUSR1 are passed on to what was started, which DeepSpeed would leave behind; to srun
   as the one signal that it hands on.
 - Hosts run ``megasdc.launcher.node``, which gives ranks the time to save.
+- DeepSpeed's own lines go to a file of the run folder (``megasdc.launcher.own_lines``).
 - The runner ends when the front that started it is killed.
 """
 
@@ -27,12 +28,14 @@ import psutil
 if __name__ == "__main__":  # while torch is imported nothing has started: Ctrl-C needs neither care nor a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from deepspeed.launcher import runner
-from deepspeed.launcher.multinode_runner import PDSHRunner
-
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
+from megasdc.launcher.own_lines import FOLDER_VARIABLE, folder_option, own_lines_to
 from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
+
+with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv):
+    from deepspeed.launcher import runner
+    from deepspeed.launcher.multinode_runner import PDSHRunner
 
 PR_SET_PDEATHSIG = 1
 LAUNCH_MODULE = "deepspeed.launcher.launch"
@@ -72,7 +75,9 @@ def _replace(command: list[str], old: str, *new: str) -> None:
 
 
 def _node_words() -> list[str]:
-    return [NODE_MODULE, f"--stop_grace_s={stop_grace_s(os.environ):g}"]
+    folder = os.environ.get(FOLDER_VARIABLE)
+    logs = [folder_option(folder)] if folder else []
+    return [NODE_MODULE, f"--stop_grace_s={stop_grace_s(os.environ):g}", *logs]
 
 
 def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -19,6 +19,7 @@ from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, Stor
 from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
+from megasdc.train.library_lines import LibraryLines
 from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger("megasdc")
@@ -159,14 +160,20 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
 
 
 def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals) -> None:
-    with imports_kept():
+    library = LibraryLines()
+    with imports_kept(), library:
         from megasdc.parallel import groups
         from megasdc.train.build import build_run
         from megasdc.train.run import train
         from megasdc.train.startup import StartClock
 
     with ExitStack() as held:
-        run = build_run(config, StartClock(started_at), signals, held, cut)
+        try:
+            run = build_run(config, StartClock(started_at), signals, held, cut)
+        except BaseException:
+            library.keep_on_console()
+            raise
+        library.keep_in(run.folder, run.dims.rank)
         if run.dims.rank == 0:
             logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
         train(run)
@@ -185,6 +192,13 @@ def set_up_logging(rank: int, replica: int | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
+    # Its other lines go to a file, see LibraryLines.
+    errors = logging.StreamHandler(sys.stderr)
+    errors.name = "errors on the console"
+    errors.setLevel(logging.ERROR)
+    errors.setFormatter(handler.formatter)
+    library = logging.getLogger("DeepSpeed")
+    library.handlers[:] = [*(one for one in library.handlers if one.name != errors.name), errors]
     root = logging.getLogger("megasdc")
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

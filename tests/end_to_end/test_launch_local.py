@@ -18,6 +18,7 @@ from test_launch import WORKER, write_small_config
 
 from megasdc.launcher.records import collect
 from megasdc.parallel.local_ranks import free_port
+from megasdc.run_lock import LOCK_FILE, Holder, take
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
 
@@ -81,23 +82,30 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_stop_reaches_ranks_which_save(launch: LocalLaunch, number: int) -> None:
-    """DeepSpeed alone would leave its ranks behind; through the front they end by themselves."""
+    """DeepSpeed alone would leave its ranks behind; through the front they end by themselves.
+
+    What DeepSpeed's launcher says of all that is in a file.
+    """
     process, pids = launch.start_asleep()
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
+    (log,) = (launch.run_dir / "logs").iterdir()
+    for own in ("megasdc.launcher.rank", "launch.py", "runner.py", "get_accelerator"):
+        assert own in log.read_text() and own not in out + err
     assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
     assert gone(list(pids.values()))
 
 
 def test_killed_rank_is_named(launch: LocalLaunch) -> None:
-    """A rank that is killed leaves no record, and that is what the front reports."""
+    """A rank that is killed leaves no record, and that is what the front reports; it started, so no more is shown."""
     process, pids = launch.start_asleep()
     os.kill(pids[1], signal.SIGKILL)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 78, err
     assert "rank 1 on localhost: no done record (killed or host lost; launcher said exit code 247" in err
     assert "SIGKILL" in err
+    assert "DeepSpeed's launcher said" not in err
 
 
 def test_killed_front_leaves_no_ranks(launch: LocalLaunch) -> None:
@@ -119,3 +127,23 @@ def test_busy_port_is_told_before_the_start(launch: LocalLaunch) -> None:
     assert "(EADDRINUSE)" in err
     assert "--master_port" in err
     assert not (launch.run_dir / "done").exists()
+
+
+def test_a_folder_in_use_is_told_before_the_start(launch: LocalLaunch) -> None:
+    """Another launch in the run folder: 78, who it is, and nothing is written."""
+    lock = take(launch.run_dir, Holder.this_process("theirs", "20260102-030405-abcdef"), print)
+    process = launch.start("sum")
+    _, err = process.communicate(timeout=60)
+    lock.release()
+    assert process.returncode == 78
+    assert f"in use by launch 20260102-030405-abcdef (host {socket.gethostname()}, process {os.getpid()}, since" in err
+    assert [path.name for path in launch.run_dir.iterdir()] == [LOCK_FILE]
+
+
+def test_a_launcher_that_fails_is_heard(launch: LocalLaunch) -> None:
+    """Where no rank started, the last lines of DeepSpeed's launcher are shown beside its traceback."""
+    process = launch.start("sum", "--bind_cores_to_rank", "--bind_core_list", "9999999")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 78, err
+    assert "megasdc launch: DeepSpeed's launcher said: " in err
+    assert f"all that it said is in {launch.run_dir / 'logs'}" in err

@@ -39,10 +39,22 @@ def test_every_help_has_an_example(command):
     assert "Example: megasdc" in result.output
 
 
-def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
-    """The output of check-config is the resolved file and nothing else."""
+def test_check_config_says_its_verdict():
+    """What came out is the first line, then warnings and layout; the file is not printed unasked."""
     result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
     assert result.exit_code == 0
+    verdict, layout = result.stdout.splitlines()
+    assert verdict == f"{SMOKE}: OK, with 4 warnings"
+    assert layout.startswith("2 ranks = tensor 1 x pipeline 1 x data 2")
+    assert "warning: scheduler.params.total_num_steps" in result.stderr
+    assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n"
+
+
+def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
+    """With --show its output is the resolved file and nothing else."""
+    result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2, "--show")
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"{SMOKE}: OK, with 4 warnings\n")
     path = tmp_path / "resolved.json"
     path.write_text(result.stdout)
     assert load_config(path) == load_config(SMOKE, ["megasdc.training.steps=40"])
