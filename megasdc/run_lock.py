@@ -1,7 +1,7 @@
 """Who works in a folder? One launch at a time: a lock that the kernel keeps, and a record that says who has it.
 
-``.lock`` is held with flock(2) as long as the process lives that took it; ``lock.json`` names that process and counts
-up while it lives. Whether a launch that left a record still works there:
+``.launch.lock`` is held with flock(2) as long as the process lives that took it; ``lock.json`` names that process and
+counts up while it lives. Whether a launch that left a record still works there:
 
 | its process | it still works if |
 |---|---|
@@ -32,7 +32,8 @@ from megasdc.errors import LaunchError
 logger = logging.getLogger(__name__)
 
 LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
-LOCK_FILE = ".lock"
+LOCK_FILE = ".launch.lock"
+"""Not ``.lock``, which a sweep holds in its folder and in that of a run that is a task of its own."""
 RECORD_FILE = "lock.json"
 BEAT_S = 5.0
 STALE_S = 30.0

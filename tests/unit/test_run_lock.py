@@ -17,6 +17,7 @@ import pytest
 
 from megasdc import run_lock
 from megasdc.errors import LaunchError
+from megasdc.experiments.runner import alone
 from megasdc.run_lock import Holder, RunLock, check_free, join, read_holder, take
 
 HOLD = """
@@ -190,3 +191,9 @@ def test_a_holder_learns_that_its_place_was_taken(tmp_path: Path, said: list[str
         time.sleep(0.05)
     lock.release()
     assert lock.taken_by == read_holder(tmp_path) == theirs
+
+
+def test_the_lock_of_a_sweep_is_another(tmp_path: Path, said: list[str]) -> None:
+    """A run that is one task of a sweep is trained in a folder that the sweep itself holds."""
+    with alone(tmp_path):
+        take(tmp_path, own(), said.append).release()
