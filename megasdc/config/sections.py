@@ -231,7 +231,8 @@ class ParallelSection(Section):
     )
     timeout_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
         1800.0,
-        description="Seconds after which a collective is given up, set on every process group.",
+        description="Seconds after which a collective is given up, set on every process group; also those within which "
+        "all ranks must have met at the start.",
         json_schema_extra=NO_MATTER,
     )
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import time
@@ -10,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megasdc.errors import LaunchError, MegasdcError, PeerError
+from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError
+from megasdc.parallel.identity import Identity
+from megasdc.parallel.meeting import join_store
 
 START_S = 300.0
 """Seconds that ranks may differ in when they start."""
@@ -34,11 +35,13 @@ class Board:
         import torch.distributed as dist
 
         self.rank, self.world = rank, world
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit = datetime.timedelta(seconds=START_S)
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._errors = (RuntimeError, dist.DistError)
-        with self._store_errors(f"rank {rank} cannot reach rank 0 at {host}:{port}"):
-            self._store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
+        with self._store_errors(f"rank {rank} cannot reach rank 0 at {place}"):
+            try:
+                self._store = join_store(Identity.own(rank, world, None), START_S)
+            except HangError as error:
+                raise LaunchError(str(error)) from error
         self.sign()
 
     def sign(self, runs: int = 0) -> None:

@@ -30,7 +30,7 @@ class HostNeeds:
         path: folders put before PATH.
         readable: files and folders that ranks read.
         writable: folders that ranks write to.
-        master_port: port that rank 0 listens on; null: not looked at.
+        master_port: port that rank 0 listens on; None: a free one is held for it.
         extensions_dir: folder of compiled operators.
         cpu_only: DeepSpeed is told to use no accelerator.
         gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.

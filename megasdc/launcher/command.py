@@ -48,10 +48,10 @@ FRONT_OPTIONS = {
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What the front must know of the extra options of DeepSpeed's launcher."""
+    """What the front must know of the extra options of DeepSpeed's launcher; None where one is not given."""
 
     master_addr: str
-    master_port: int
+    master_port: int | None
     ssh_port: int | None
 
 
@@ -78,7 +78,7 @@ def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
             problems.append(f"launcher option `{word}` holds characters that a remote shell would interpret")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--master_addr", default="")
-    parser.add_argument("--master_port", type=int, default=DEFAULT_MASTER_PORT)
+    parser.add_argument("--master_port", type=int)
     parser.add_argument("--ssh_port", type=int)
     try:
         known, _ = parser.parse_known_args(list(arguments))
@@ -121,6 +121,7 @@ def runner_command(
     backend: str,
     master_addr: str | None,
     launcher_args: Sequence[str],
+    master_port: int | None = None,
 ) -> list[str]:
     """Return the command that starts all ranks.
 
@@ -135,6 +136,7 @@ def runner_command(
         backend: name of the launcher backend.
         master_addr: address of rank 0's host; None leaves it to DeepSpeed or to ``launcher_args``.
         launcher_args: further options of DeepSpeed's launcher.
+        master_port: where the ranks meet; None leaves it to DeepSpeed or to ``launcher_args``.
     """
     command = [sys.executable, "-u", "-m", "megasdc.launcher.runner"]
     if hostfile is None:
@@ -153,6 +155,7 @@ def runner_command(
         # With one host DeepSpeed would not use SSH and start the ranks here, wherever here is.
         command += ["--force_multi"] if len(placement.hosts) == 1 else []
     command += ["--master_addr", master_addr] if master_addr else []
+    command += ["--master_port", str(master_port)] if master_port else []
     # DeepSpeed's slurm backend knows no --module; no shell reads its command, so a path is as good.
     module = [str(Path(__file__).with_name("rank.py"))] if backend == "slurm" else ["--module", "megasdc.launcher.rank"]
     return [*command, *launcher_args, *module, launch_id, rank.encode()]

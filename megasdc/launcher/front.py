@@ -26,6 +26,7 @@ from megasdc.launcher.plan import DEFAULT_SCRIPT, LaunchPlan, LaunchRequest, mak
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
 from megasdc.launcher.verdict import Verdict, judge
+from megasdc.parallel.local_ranks import held_port
 
 __all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_run"]
 
@@ -101,6 +102,14 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
         StorageError: folders cannot be written to, and nothing else is wrong.
     """
     plan = make_plan(request, say)
+    if plan.needs.master_port is not None:
+        return _launch_planned(plan, dry_run, quiet)
+    # Held until the launch has ended: in the seconds until rank 0 listens no other launch can take it.
+    with held_port() as port:
+        return _launch_planned(replace(plan, master_port=port), dry_run, quiet)
+
+
+def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResult:
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs)
     if problems := [*_folders_in_use(plan), *report.problems]:
         raise (StorageError if len(problems) == report.num_unwritable else LaunchError)("\n".join(problems))

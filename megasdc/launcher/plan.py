@@ -61,7 +61,10 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A request that was checked on this host: hosts, ranks, environment, and what every host needs."""
+    """A request that was checked on this host: hosts, ranks, environment, and what every host needs.
+
+    ``master_port`` is None where the request's launcher options name one, or DeepSpeed's default is taken.
+    """
 
     request: LaunchRequest
     launch_id: str
@@ -71,6 +74,7 @@ class LaunchPlan:
     rank: RankCommand
     run_dir: Path
     master_addr: str | None
+    master_port: int | None = None
 
     def command(self) -> list[str]:
         """Return the command that starts all ranks."""
@@ -85,6 +89,7 @@ class LaunchPlan:
             num_gpus=request.num_gpus,
             backend=request.backend,
             master_addr=self.master_addr,
+            master_port=self.master_port,
             launcher_args=request.launcher_args,
         )
 
@@ -127,7 +132,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         launch_id,
         placement,
         Transport(placement.remote and request.backend != "slurm", options.ssh_port),
-        _needs(request, config, rank, options.master_port),
+        _needs(request, config, rank, _known_port(request, options)),
         rank,
         cwd / config.megasdc.logging.run_dir,
         options.master_addr or os.environ.get("MASTER_ADDR"),
@@ -175,11 +180,16 @@ def _rank_command(
         arguments=arguments,
         environment=variables,
         path=[str(Path(sys.executable).parent)],
-        fallback={"MASTER_PORT": str(options.master_port)},
+        fallback={"MASTER_PORT": str(options.master_port or command.DEFAULT_MASTER_PORT)},
     )
 
 
-def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int) -> HostNeeds:
+def _known_port(request: LaunchRequest, options: command.LauncherOptions) -> int | None:
+    """The port that rank 0 will listen on; None: the launch takes a free one, which one host alone can choose."""
+    return options.master_port if request.hostfile is None else options.master_port or command.DEFAULT_MASTER_PORT
+
+
+def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int | None) -> HostNeeds:
     cwd = Path(rank.cwd)
     sections = config.megasdc
     folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]

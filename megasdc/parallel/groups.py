@@ -18,29 +18,22 @@ import torch.distributed as dist
 
 from megasdc.parallel.cpu_operator import load_built_operator
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.identity import Identity
+from megasdc.parallel.meeting import meet
 from megasdc.parallel.shared_buffers import shared_buffers
 
 
-def launch_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The store at which all ranks of a launch meet.
-
-    Args:
-        rank: in the launch.
-        world_size: of the launch.
-        timeout_s: seconds to wait for a value.
-    """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    store.set_timeout(timeout)
-    return store
-
-
-def init_process_group(timeout_s: float, store: dist.Store | None = None) -> None:
+def init_process_group(timeout_s: float, store: dist.Store | None = None, run_dir: str | None = None) -> None:
     """Join the default process group named by the launcher's environment.
 
     Args:
-        timeout_s: seconds after which a collective is given up.
-        store: where its ranks meet; null: the launcher's rendezvous.
+        timeout_s: seconds after which a collective, or a rank that does not come, is given up.
+        store: where its ranks have met; None: they meet at the launcher's port.
+        run_dir: run folder as configured, which tells launches apart; None where there is none.
+
+    Raises:
+        LaunchError: another launch meets at that port.
+        HangError: a rank has not come in time.
 
     Collective: all ranks of the world.
     """
@@ -56,16 +49,15 @@ def init_process_group(timeout_s: float, store: dist.Store | None = None) -> Non
     else:
         load_built_operator()
     backend = get_accelerator().communication_backend_name() if on_cuda else "gloo"
-    if store is not None:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
-        )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend,
+        store=store or meet(Identity.own(rank, world_size, run_dir), timeout_s),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
+    )
     with nullcontext() if on_cuda else shared_buffers():
         deepspeed.init_distributed(
             dist_backend=backend,

@@ -6,6 +6,8 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megasdc.errors import MegasdcError
@@ -73,13 +75,28 @@ def free_port() -> int:
     Raises:
         MegasdcError: all are taken.
     """
+    with held_port() as port:
+        return port
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A free port that nobody else is given meanwhile, and where one process that is told of it can listen.
+
+    Raises:
+        MegasdcError: all are taken.
+    """
     for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
-        with socket.socket() as probe:
+        with socket.socket() as holder:
             try:
-                probe.bind(("", port))
+                holder.bind(("", port))
             except OSError:
                 continue
-            return port
+            # Only after it was bound alone: then Linux lets who asks for it too, as torch's store does, bind beside it
+            # and listen, but nobody beside that one.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            yield port
+            return
     raise MegasdcError(f"no port from {UNASSIGNED_PORTS.start} to {UNASSIGNED_PORTS.stop - 1} is free on this host")
 
 

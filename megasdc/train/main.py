@@ -129,14 +129,16 @@ def as_known_error(error: Exception) -> MegasdcError | None:
         return HangError(
             f"a collective was given up after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
         )
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "DistStoreError" in kinds and "timeout" in text:
+        return HangError(f"a rank gave no sign of itself within megasdc.parallel.timeout_s: {first_line}")
     if "EADDRINUSE" in text:
         address, port = os.environ.get("MASTER_ADDR", "this host"), os.environ.get("MASTER_PORT", "of the rendezvous")
         return LaunchError(
             f"port {port} on {address} is in use by another program, so the ranks cannot meet there; choose another "
             f"with --master_port: {first_line}"
         )
-    lost = any(kind.__name__ in ("DistBackendError", "DistNetworkError") for kind in type(error).__mro__)
-    if lost or any(sign in text for sign in PEER_SIGNS):
+    if kinds & {"DistBackendError", "DistNetworkError"} or any(sign in text for sign in PEER_SIGNS):
         return PeerError(f"a collective failed because another rank has gone: {first_line}")
     return None
 

@@ -19,9 +19,10 @@ from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.submodules import list_submodules
-from megasdc.parallel import groups
+from megasdc.parallel import groups, meeting
 from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.cut import Cut
+from megasdc.parallel.identity import Identity
 from megasdc.study.log import STUDY_FOLDER, StudyLog
 from megasdc.study.norms import NormDifference, ShardNorms
 from megasdc.study.predictions import top_predictions
@@ -59,7 +60,7 @@ def meet(part: StudyPart, timeout_s: float) -> Bridge:
     Collective: all ranks of the launch.
     """
     cut = part.cut
-    store = groups.launch_store(cut.launch_rank, cut.launch_size, timeout_s)
+    store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), timeout_s)
     groups.init_process_group(timeout_s, dist.PrefixStore(f"replica/{cut.replica}", store))
     return Bridge(cut, part.section.trusted, store, timeout_s)
 

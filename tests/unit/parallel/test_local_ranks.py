@@ -8,7 +8,7 @@ import pytest
 
 from megasdc.errors import MegasdcError
 from megasdc.parallel import local_ranks
-from megasdc.parallel.local_ranks import free_port, hold_store, rank_environment
+from megasdc.parallel.local_ranks import free_port, held_port, hold_store, rank_environment
 
 
 def test_a_free_port_is_no_port_of_connections() -> None:
@@ -37,3 +37,16 @@ def test_ranks_connect_to_the_store_that_is_held() -> None:
     assert stores[0].port != stores[1].port
     environment = rank_environment(0, 2, 1, "127.0.0.1", stores[0].port)
     assert (environment["MASTER_PORT"], environment["TORCHELASTIC_USE_AGENT_STORE"]) == (str(stores[0].port), "True")
+
+
+def test_a_held_port_is_for_one_listener() -> None:
+    """While it is held, one store can listen there, a second one cannot, and nobody is given it as free."""
+    import torch.distributed as dist
+
+    with held_port() as port:
+        with pytest.raises(OSError), socket.socket() as other:
+            other.bind(("", port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
+            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        del store

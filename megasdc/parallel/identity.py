@@ -1,0 +1,123 @@
+"""Which launch does a rank belong to? What tells one launch from another, on one host and across hosts; no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megasdc.run_lock import LAUNCH_ID_VARIABLE
+
+AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set where the process that starts the ranks holds their store itself."""
+NODE_RANK_VARIABLE = "CROSS_RANK"
+"""Set by DeepSpeed's launcher (0.19.8) for the ranks that it starts: the number of its host in the launch."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a rank tells the others of itself before it joins them.
+
+    Attributes:
+        rank: in the launch.
+        world_size: of the launch.
+        launch: id that ``megasdc launch`` gives, or the user; None: none.
+        job: id of the scheduler's step that started the rank; None: none is known.
+        run_dir: run folder as configured; None where there is none.
+        host: name of the host.
+        processes: names the boot and the process table in which ``parent`` means something.
+        node: number of the host in the launch; None: not started by DeepSpeed's launcher.
+        parent: id and start time (clock ticks after boot) of the process that started the rank.
+    """
+
+    rank: int
+    world_size: int
+    launch: str | None
+    job: str | None
+    run_dir: str | None
+    host: str
+    processes: str
+    node: str | None
+    parent: tuple[int, int]
+
+    @classmethod
+    def own(cls, rank: int, world_size: int, run_dir: str | None, environ: Mapping[str, str] = os.environ) -> Identity:
+        """The identity of this process.
+
+        Args:
+            rank: in the launch.
+            world_size: of the launch.
+            run_dir: run folder as configured.
+            environ: what the launcher set.
+        """
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            launch=environ.get(LAUNCH_ID_VARIABLE) or None,
+            job=_scheduler_step(environ),
+            run_dir=run_dir,
+            host=socket.gethostname(),
+            processes=f"{boot} {os.readlink('/proc/self/ns/pid')}",
+            node=None if environ.get(AGENT_STORE_VARIABLE) == "True" else environ.get(NODE_RANK_VARIABLE),
+            parent=(os.getppid(), start_time(os.getppid())),
+        )
+
+    def encode(self) -> str:
+        """Return the identity as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Identity:
+        """Return the identity that ``encode`` made a text of."""
+        fields = json.loads(text)
+        return cls(**{**fields, "parent": tuple(fields["parent"])})
+
+    def __str__(self) -> str:
+        name = f"launch {self.launch}" if self.launch else f"a launch without {LAUNCH_ID_VARIABLE}"
+        place = f"rank {self.rank} of {self.world_size} on {self.host}, started by process {self.parent[0]}"
+        return f"{name} ({place}{f', run folder {self.run_dir}' if self.run_dir else ''})"
+
+
+def differences(one: Identity, other: Identity) -> list[str]:
+    """Say what shows that two ranks are not of one launch.
+
+    Without a launch id, ranks on different hosts can be told apart by run folder and world size alone.
+
+    Args:
+        one: a rank.
+        other: another rank of the launch, or not.
+    """
+    found = []
+    if one.launch != other.launch:
+        found.append("launch id")
+    if one.job and other.job and one.job != other.job:
+        found.append("scheduler's job step")
+    if one.world_size != other.world_size:
+        found.append("number of ranks")
+    if one.run_dir and other.run_dir and one.run_dir != other.run_dir:
+        found.append("run folder")
+    # Ranks that were started by hand have several parents, those of one launcher have one.
+    same_node = one.processes == other.processes and one.node is not None and one.node == other.node
+    if same_node and one.parent != other.parent:
+        found.append("launcher process")
+    return found
+
+
+def start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks after boot; 0 where it cannot be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _scheduler_step(environ: Mapping[str, str]) -> str | None:
+    """The step of SLURM or the job of MPI that this process belongs to."""
+    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+        return f"slurm {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    return environ.get("PMIX_NAMESPACE")

@@ -1,0 +1,196 @@
+"""Where do the ranks of a launch meet? At a key-value store that rank 0 holds; a rank of another launch is refused.
+
+Two launches may be given the same port. The one that comes second cannot listen there, and its other ranks would join
+the first one's store. So rank 0 writes there who it is, and every other rank reads that before it leaves a word of its
+own: a rank of another launch ends, and the launch that it has met does not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from megasdc.errors import HangError, LaunchError
+from megasdc.parallel.identity import AGENT_STORE_VARIABLE, Identity, differences
+from megasdc.run_lock import LAUNCH_ID_VARIABLE
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
+
+MAX_RANKS_SHOWN = 8
+LOOK_S = 3.0
+"""Seconds to ask who listens on a port that is taken, and beyond a timeout for an answer that is on its way."""
+
+
+def meet(own: Identity, timeout_s: float) -> dist.Store:
+    """Wait until all ranks of this launch are there, and return the store at which they met.
+
+    Args:
+        own: who this rank is.
+        timeout_s: seconds until a rank that has not come is given up; also the store's own timeout.
+
+    Raises:
+        LaunchError: the port is taken, or another launch meets there.
+        HangError: a rank has not come in time.
+
+    Collective: all ranks of the launch.
+    """
+    return _within(timeout_s, own, lambda end: _gather(own, _join(own, end), end))
+
+
+def join_store(own: Identity, timeout_s: float) -> dist.Store:
+    """Hold or join the store of this launch, without waiting for ranks other than rank 0.
+
+    Args:
+        own: who this rank is.
+        timeout_s: seconds to wait for rank 0; also the store's own timeout.
+
+    Raises:
+        LaunchError: the port is taken, or another launch meets there.
+        HangError: rank 0 has not come in time.
+    """
+    return _within(timeout_s, own, lambda end: _join(own, end))
+
+
+def _within(timeout_s: float, own: Identity, meeting: Callable[[float], dist.Store]) -> dist.Store:
+    """Call with the time at which to give up."""
+    import torch.distributed as dist
+
+    end = time.monotonic() + timeout_s
+    try:
+        store = _in_thread(lambda: meeting(end), timeout_s + LOOK_S)
+    except (TimeoutError, dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "what listens there does not answer"
+        if not isinstance(error, TimeoutError) and "timed out" not in reason and "timeout" not in reason:
+            raise
+        raise HangError(
+            f"rank {own.rank} met no rank 0 of a megasdc run at {_address()} within {timeout_s:g} s "
+            "(megasdc.parallel.timeout_s): see whether it runs, or choose another port with --master_port if another "
+            f"program listens there ({reason})"
+        ) from error
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
+
+
+def _in_thread(call: Callable[[], T], limit_s: float) -> T:
+    """Call and give up after a time: torch 2.13 waits for ever for a process that accepts and does not answer.
+
+    Raises:
+        TimeoutError: it has not returned; its thread is left behind.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:  # of the thread, for the caller
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(limit_s)
+
+
+def _join(own: Identity, end: float) -> dist.Store:
+    store = _open(own.rank == 0, end)
+    store.set_timeout(_until(end))
+    if own.rank == 0:
+        store.set(_key(0), own.encode())
+        return store
+    first = Identity.decode(store.get(_key(0)))
+    if found := differences(own, first):
+        raise LaunchError(
+            f"another launch meets at {_address()}: {first}; {own} does not join it (different: {', '.join(found)}); "
+            "end the other run, choose another port with --master_port, or give all ranks of a launch the same "
+            f"{LAUNCH_ID_VARIABLE}"
+        )
+    holder = Identity.decode(store.compare_set(_key(own.rank), "", own.encode()))
+    if holder != own:
+        raise LaunchError(f"rank {own.rank} has come to {_address()} twice: {own} is refused after {holder}")
+    return store
+
+
+def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
+    """Wait until every rank has come: rank 0 looks for all, the others wait for its word."""
+    import torch.distributed as dist
+
+    everyone = [_key(rank) for rank in range(own.world_size)]
+    try:
+        store.wait(everyone if own.rank == 0 else ["met"], _until(end))
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
+        raise HangError(
+            f"{_name(missing)} did not come to {_address()} in time (megasdc.parallel.timeout_s), where rank "
+            f"{own.rank} waited; see whether all processes run and reach it"
+        ) from error
+    if own.rank == 0:
+        store.set("met", "yes")
+    return store
+
+
+def _open(first: bool, end: float) -> dist.Store:
+    """The store, in the place of torch's ``env://``, which counts who connects before it is known who that is."""
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    held_elsewhere = os.environ.get(AGENT_STORE_VARIABLE) == "True"
+    try:
+        store = dist.TCPStore(
+            host, port, is_master=first and not held_elsewhere, wait_for_workers=False, timeout=_until(end)
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(
+            f"port {port} on {host} is in use by {_listener(host, port)}, so the ranks cannot meet there; end it, or "
+            f"choose another with --master_port: {str(error).splitlines()[0]}"
+        ) from error
+    return _ours(store)
+
+
+def _ours(store: dist.Store) -> dist.Store:
+    """The part of a store that belongs to this attempt; an agent's store outlives the ranks."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _listener(host: str, port: int) -> str:
+    """Who listens on a port: a launch of ours by its name, or another program."""
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=LOOK_S)
+
+    def ask() -> str | None:
+        found = _ours(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+        return str(Identity.decode(found.get(_key(0)))) if found.check([_key(0)]) else None
+
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        return _in_thread(ask, LOOK_S) or "another program"
+    return "another program"
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _address() -> str:
+    return f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}"
+
+
+def _name(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MAX_RANKS_SHOWN]))
+    more = f" and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
+
+
+def _until(end: float) -> datetime.timedelta:
+    """Time left; never 0 or less, which torch takes for no limit."""
+    return datetime.timedelta(seconds=max(end - time.monotonic(), 0.001))

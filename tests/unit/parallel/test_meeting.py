@@ -1,0 +1,116 @@
+"""Ranks of one launch meet within a time limit; those of another launch are refused and leave no trace."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from megasdc.errors import HangError, LaunchError
+from megasdc.parallel.identity import Identity, differences
+from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.meeting import join_store, meet
+
+FIRST = Identity(0, 2, "launch-a", None, "runs/a", "node1", "boot pid:[1]", "0", (100, 5000))
+STRANGER = replace(FIRST, launch="launch-b", run_dir="runs/b", parent=(200, 6000))
+
+
+@pytest.fixture(autouse=True)
+def port(monkeypatch):
+    """Where the ranks of a test, which are threads of this process, meet."""
+    found = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(found))
+    return found
+
+
+def test_a_stranger_is_refused_and_leaves_no_trace(port):
+    """Both ranks of a second launch end with both launches' names and the port; the first one meets undisturbed."""
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, FIRST, 20.0)
+        while not first.running():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is in use by launch launch-a") as taken:
+            join_store(STRANGER, 20.0)
+        assert "runs/a" in str(taken.value) and "--master_port" in str(taken.value)
+        with pytest.raises(LaunchError, match=f"another launch meets at port {port}") as refused:
+            meet(replace(STRANGER, rank=1), 20.0)
+        assert "launch-a" in str(refused.value) and "launch-b" in str(refused.value)
+        plain = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        assert plain.num_keys() == 1  # what rank 0 wrote; torch itself leaves none without wait_for_workers
+        second = meet(replace(FIRST, rank=1), 20.0)
+        first.result().set("a", "1")
+        assert second.get("a") == b"1"
+
+
+def test_a_rank_number_is_taken_once():
+    """A launch started twice under one id: who comes second is refused, and both are named."""
+    store = join_store(FIRST, 20.0)
+    again = replace(FIRST, rank=1, host="node2", processes="other boot", parent=(7, 7))
+    join_store(replace(FIRST, rank=1), 20.0)
+    with pytest.raises(LaunchError, match=r"rank 1 has come to port .* twice") as refused:
+        join_store(again, 20.0)
+    assert "node1" in str(refused.value) and "node2" in str(refused.value)
+    del store
+
+
+def test_a_rank_that_does_not_come_is_named_in_time():
+    """One rank of three stays away: the others give up together, with its number."""
+    three = [replace(FIRST, rank=rank, world_size=3) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        began = time.monotonic()
+        waiting = [pool.submit(meet, three[rank], 3.0) for rank in (0, 2)]
+        for future in waiting:
+            with pytest.raises(HangError):
+                future.result()
+        assert 2.5 < time.monotonic() - began < 15.0
+        assert "rank 1 did not come" in str(waiting[0].exception())
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_without_rank_0_the_others_give_up_in_time(port, listening):
+    """Nobody listens, or somebody who never answers, towards whom torch itself waits for ever."""
+    with socket.socket() as silent:
+        if listening:
+            silent.bind(("", port))
+            silent.listen()
+        with pytest.raises(HangError, match=f"rank 1 met no rank 0 of a megasdc run at port {port}"):
+            meet(replace(FIRST, rank=1), 1.0)
+
+
+def test_another_program_on_the_port_is_told(port):
+    """Rank 0 cannot listen and says so, also where the other program is silent."""
+    with socket.socket() as silent:
+        silent.bind(("", port))
+        silent.listen()
+        with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is in use by another program"):
+            meet(FIRST, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (replace(FIRST, rank=1), []),
+        (replace(FIRST, rank=1, host="node2", processes="other", node="1", parent=(9, 9)), []),
+        (replace(FIRST, launch=None), ["launch id"]),
+        (replace(FIRST, world_size=3), ["number of ranks"]),
+        (replace(FIRST, run_dir="runs/b"), ["run folder"]),
+        (replace(FIRST, run_dir=None), []),
+        (replace(FIRST, job="slurm 7.1"), []),
+        (replace(FIRST, parent=(100, 5001)), ["launcher process"]),  # the same process id, given again
+        (replace(FIRST, parent=(101, 5000), node="1"), []),  # two launchers on one host, for two parts of a launch
+    ],
+)
+def test_what_tells_launches_apart(other, found):
+    """Ranks of one launch may differ in host, number and launcher of another node, in nothing else."""
+    assert differences(FIRST, other) == differences(other, FIRST) == found
+
+
+def test_scheduler_step_tells_launches_apart():
+    """Two steps of a SLURM job are two launches."""
+    one, other = (Identity.own(0, 1, None, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step}) for step in "12")
+    assert differences(one, other) == ["scheduler's job step"]
+    assert Identity.decode(one.encode()) == one
