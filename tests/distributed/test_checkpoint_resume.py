@@ -12,6 +12,7 @@ from harness import run_distributed
 
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.errors import CheckpointError
 from megasdc.events import EventLog, read_events
@@ -163,6 +164,7 @@ def _node_local(root: str) -> dict[str, Any]:
     run.train(1)
     run.save(folder, **options)
     found: dict[str, Any] = {"files": sorted(path.name for path in (folder / "step_00000001").iterdir())}
+    found["described"] = [record.name for record in read_manifest(folder / "step_00000001").files]
     torch.distributed.barrier()
     marker = folder / "step_00000002" / "complete"
     if rank == 1:
@@ -189,6 +191,7 @@ def test_node_local_resumes_from_what_every_node_has(tmp_path: Path) -> None:
         assert answer["without marker"] == (1, True)
         assert answer["missed"] == 1
         names = set(answer["files"])
+        assert answer["described"] == sorted(names - {"manifest.json", "complete"}), "in order of name"
         assert {"manifest.json", "complete", "megasdc.json", f"rank_{rank:05d}_state.pt"} <= names
         assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= names
         assert {f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(4)} <= names
