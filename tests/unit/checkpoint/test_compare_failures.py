@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.compare import compare_checkpoints
+from megasdc.checkpoint.compare_report import Options
+from megasdc.checkpoint.measure import Measure
 from megasdc.checkpoint.open_view import open_view
 from megasdc.report.checkpoint_command import app
 
@@ -170,3 +172,19 @@ def test_an_empty_folder_is_named(folder: Path) -> None:
     assert code == 2
     assert f"{folder}/emptyisnocheckpoint" in "".join(output.split())
     assert ".metadata" in output
+
+
+class _Exhausted(Options):
+    """Options that find no memory when a difference is judged."""
+
+    def tolerates(self, found: Measure) -> bool:
+        raise MemoryError("no memory to judge")
+
+
+def test_a_difference_that_cannot_be_judged_is_not_lost(tmp_path: Path) -> None:
+    """An error that nobody foresaw in a thread ends the comparison; it does not become "the same"."""
+    paths = [tmp_path / "one.pt", tmp_path / "two.pt"]
+    for path, value in zip(paths, (1.0, 2.0), strict=True):
+        torch.save({"a.weight": torch.full((3,), value)}, path)
+    with pytest.raises(MemoryError, match="no memory to judge"):
+        compare_checkpoints([open_view(path) for path in paths], _Exhausted())

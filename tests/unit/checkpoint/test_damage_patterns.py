@@ -92,6 +92,13 @@ def test_patterns(pattern: str, rows: list[tuple[int, int]]) -> None:
     assert pattern in MEANINGS
 
 
+@pytest.mark.parametrize(("last", "pattern"), [(31, "shard"), (30, "scattered")])
+def test_a_few_elements_that_reach_over_most_of_a_piece_are_a_shard(last: int, pattern: str) -> None:
+    """A tenth of the 40 elements, from the first on: first and last count when 80 % are reached."""
+    changed = {divmod(element, 4): 50.0 + element for element in (0, 5, 12, last)}
+    assert _found(changed).pattern == pattern
+
+
 def test_zeros_and_all() -> None:
     """Zeros are told from other ranges; a difference of everything says so."""
     assert _found({(row, column): 0.0 for row in range(2) for column in range(4)}).pattern == "zeros"

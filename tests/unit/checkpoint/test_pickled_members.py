@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megasdc.checkpoint.allowlist import check_pickle, load_checked
+from megasdc.checkpoint.allowlist import check_pickle, load_checked, refuse_classes
 from megasdc.errors import CheckpointError
 
 
@@ -46,3 +46,13 @@ def test_nothing_else_is(tmp_path: Path, owner: Any, name: str) -> None:
     """Other attributes of enumerations, and those of other classes, are not reached."""
     with pytest.raises(CheckpointError, match="is no member of an enumeration"):
         load_checked(_saved(tmp_path / "state.pt", owner, name), members=True)
+
+
+def test_one_name_that_would_run_code_is_enough_to_say_so() -> None:
+    """Among harmless strangers too; of those alone it is not said."""
+    for names, grave in (
+        (["posix.system", "some.Thing"], True),
+        (["some.Thing", "os.x"], True),
+        (["some.Thing"], False),
+    ):
+        assert ("would run code" in str(refuse_classes("a.pt", names))) == grave
