@@ -12,6 +12,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.data.dataset import build_datasets
+from megasdc.data.index_cache import kept_index
 from megasdc.data.manifest import Manifest
 from megasdc.errors import DataError
 
@@ -146,3 +147,18 @@ def test_split_without_documents(tmp_path, corpus, prepared, section_for):
     prepare(section, progress=False)
     with pytest.raises(DataError, match=r"has no valid documents: its data\.split is \[1, 0, 0\]"):
         build(section, tmp_path)
+
+
+class _Interrupted:
+    """A value at which Ctrl-C comes while it is written."""
+
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_index_leaves_nothing(tmp_path):
+    """Neither half an index nor the folder that it was written to; a file system without locks would keep it."""
+    broken = np.array([_Interrupted()], dtype=object)
+    with pytest.raises(KeyboardInterrupt):
+        kept_index(tmp_path / "index", ["one"], lambda: (broken,))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]

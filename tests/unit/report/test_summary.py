@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from run_folder import add_incident, losses, write_run
 
 from megasdc.errors import (
     CheckpointError,
+    ConfigError,
     CorruptionError,
     DataError,
     HangError,
@@ -19,12 +21,12 @@ from megasdc.errors import (
     NonFiniteError,
     PeerError,
 )
-from megasdc.events import EventLog
+from megasdc.events import EventLog, read_events
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.report.summary import Failure, RunSummary, render, summarize
-from megasdc.train.main import tell_failure
+from megasdc.train.main import pretrain, tell_failure
 
 RUN = RunSummary(
     run_dir="runs/a",
@@ -185,3 +187,25 @@ def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypat
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     _fails(folder, LaunchError("the folder is in use"), monkeypatch)
     assert summarize(folder).failure is None
+
+
+def test_a_rank_that_cannot_start_leaves_the_record_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training itself writes it, with its own rank, exit code and error; the console names the rank."""
+    config, folder = tmp_path / "config.json", tmp_path / "run"
+    sections = {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": str(folder)}}
+    config.write_text(json.dumps({"megasdc": {**sections, "determinism": {"enabled": True}}}))
+    folder.mkdir()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    own = logging.getLogger("megasdc")
+    handlers, level, propagate = own.handlers[:], own.level, own.propagate
+    try:
+        code, error = pretrain(str(config), [])
+    finally:
+        own.handlers[:], own.level, own.propagate = handlers, level, propagate
+    assert (code, type(error)) == (ConfigError.exit_code, ConfigError)
+    (event,) = read_events(folder, kind="end", name="failed")
+    assert (event.rank, event.fields["exit_code"], event.fields["error"]) == (1, code, "ConfigError")
+    assert "[rank 1] E " in capsys.readouterr().err

@@ -1,0 +1,29 @@
+"""Do the ranks of a launch wait for each other while the first takes its folders?"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megasdc.train import hold_folder
+
+
+def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may have to watch another host's lock until it is stale; rank 1 adds that to its own timeout."""
+    monkeypatch.setattr(hold_folder, "_calls", itertools.repeat(0))  # both ranks are in this process
+    store = dist.HashStore()
+
+    def hold(rank: int, held: ExitStack) -> int:
+        time.sleep(0.0 if rank else 1.0)
+        return len(hold_folder.hold_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
+
+    with ExitStack() as held, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(hold, (0, 1), (held, held))) == [1, 0]
