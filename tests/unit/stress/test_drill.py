@@ -12,6 +12,7 @@ import torch
 from megasdc.addresses import Address
 from megasdc.config import FaultSpec
 from megasdc.errors import ConfigError
+from megasdc.faults.injector import Injector
 from megasdc.stress.drill import SlotDrill, chance, read_drill, summarize
 
 
@@ -68,6 +69,7 @@ def test_expected_and_real_harm_agree() -> None:
     assert said["expected"] == pytest.approx(400 * rate)
     assert abs(said["changed"] - 400 * rate) < 5 * (400 * rate * (1 - rate)) ** 0.5
     assert said["unfired"] is None
+    assert isinstance(harm, Injector) and not harm.firings, "a long test would keep them all"
 
 
 def test_why_nothing_was_harmed() -> None:

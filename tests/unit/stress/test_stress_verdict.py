@@ -72,10 +72,12 @@ def test_own_wrong_results_make_a_host_unhealthy(against: str) -> None:
 
 def test_a_wrong_group_of_its_own_names_a_host_also_of_two() -> None:
     """What is wrong among a host's own processes explains its wrong pair, so that the partner is healthy."""
-    bad = state("b", meetings={ALONE: Count(50, 2), "a": Count(50, 9)}, findings=[wrong("collectives")])
+    findings = [wrong("collectives"), {**wrong("collectives"), "round": 5}]
+    bad = state("b", meetings={ALONE: Count(50, 2), "a": Count(50, 9)}, findings=findings)
     good = state("a", meetings={ALONE: Count(50, 0), "b": Count(50, 9)})
     assert statuses([good, bad]) == [HEALTHY, UNHEALTHY]
-    assert verdict_of([good, bad], "b").reasons[0].evidence == "alone"
+    reason = verdict_of([good, bad], "b").reasons[0]
+    assert reason.evidence == "alone" and reason.text.endswith("; first: case in round 2")
 
 
 @pytest.mark.parametrize("number", range(3, 9))
