@@ -104,6 +104,12 @@ def test_process_faults_that_cannot_be(fault, parts):
     assert all(part in text for part in parts), text
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_either_pass_may_be_slow(phase):
+    """Both passes are accepted, no other phase is."""
+    build(process_faults=[{"kind": "slow", "factor": 2, "phase": phase}])
+
+
 @pytest.mark.parametrize("kind", ["faults", "process_faults"])
 @pytest.mark.parametrize(("field", "limit"), [("rank", 8), ("replica", 2), ("stage", 2), ("tensor_rank", 2)])
 def test_places_outside_the_world(kind, field, limit):
