@@ -49,7 +49,7 @@ def prepare_data(
 
 @app.command("verify-data", epilog="Example: megasdc verify-data prepared/stdlib")
 def verify_data(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of prepared data.")],
+    folders: Annotated[list[Path], input_argument(DataError, metavar="FOLDER...", help="Folders of prepared data.")],
     add_checksums: Annotated[
         bool,
         typer.Option(
@@ -69,7 +69,6 @@ def verify_data(
     from rich.progress import Progress
 
     from megasdc.data import verify
-    from megasdc.errors import DataError
 
     reports = []
     with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:

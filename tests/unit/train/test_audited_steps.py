@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.config import AlwaysOnSection, AuditSection
+from megasdc.config import AuditSection, SdcSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection import Detection
@@ -24,7 +24,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
     run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, 100, None)
     return Detection(
         AuditSection.model_validate(audit),
-        AlwaysOnSection.model_validate({}),
+        SdcSection(),
         run,
         nothing,
         nothing,
