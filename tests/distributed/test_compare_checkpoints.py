@@ -85,6 +85,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data,
         folder / "moved",
         checkpoint__universal=str(folder / "fp32_universal"),
+        # A schedule that follows from the number of steps would be another one, and so the rate of the next step.
+        deepspeed__scheduler=json.loads((folder / "fp32" / "resolved.json").read_text())["scheduler"],
         **{**common, "training": {"steps": 4, "eval_interval": 0}},
     )
     assert run_distributed(_save_at_once, 1, str(moved), init=False) == [(0, None)]

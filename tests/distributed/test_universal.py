@@ -23,6 +23,7 @@ from megasdc.checkpoint.sources import read_source
 from megasdc.checkpoint.universal import read_universal_manifest, write_universal_manifest
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
+from megasdc.data.manifest import Manifest
 from megasdc.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
@@ -407,9 +408,9 @@ def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal
 def test_data_of_another_tokenizer_are_refused(tmp_path: Path, data: Path, universal: Path) -> None:
     """Ids that mean something else end the start with 72 and both checksums, also where the data begin anew."""
     other = Path(shutil.copytree(data, tmp_path / "other"))
-    content = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
-    content["tokenizer"]["checksum"] = "0" * 16
-    (other / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    manifest = Manifest.load(other)
+    tokenizer = manifest.tokenizer.model_copy(update={"checksum": "0" * 16})
+    manifest.model_copy(update={"tokenizer": tokenizer}).save(other)
     code, message = _start(tmp_path / "run", other, universal, checkpoint__universal_without=["loader"])
     assert code == 72
     assert "was prepared with 0000000000000000; give data of the same tokenizer" in str(message)
