@@ -12,10 +12,11 @@ import argparse
 import contextlib
 import os
 import sys
+from typing import NoReturn
 
 
-def main() -> int:
-    """Parse the command line, train, leave a record, return the exit code."""
+def main() -> NoReturn:
+    """Parse the command line, train, leave a record, end with the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the run's JSON file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b.c=value", help="override one value")
@@ -32,22 +33,32 @@ def main() -> int:
     # faults. PyTorch reads it once (c10/core/impl/alloc_cpu.cpp); 0 turns it off.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+    from megasdc.launcher.orphans import follow_parent
     from megasdc.launcher.records import write_done, write_started
+    from megasdc.parallel.identity import NODE_RANK_VARIABLE
     from megasdc.train.main import pretrain
 
+    if NODE_RANK_VARIABLE in os.environ:
+        follow_parent()  # DeepSpeed's launcher; a shell that started this may end
     rank = int(os.environ.get("RANK", "0"))
     run_dir = _run_dir(arguments.config, arguments.set)
     # A folder that cannot be written must not hide what training has to say; the launcher front misses the record.
     if run_dir is not None:
         with contextlib.suppress(OSError):
             write_started(run_dir, rank)
-    code, error = pretrain(arguments.config, arguments.set, arguments.allow_changed)
-    if run_dir is not None:
-        try:
-            write_done(run_dir, rank, code, error)
-        except OSError as problem:
-            print(f"rank {rank}: no record of the end could be written: {problem}", file=sys.stderr)
-    return code
+
+    def leave(code: int, error: BaseException | None) -> NoReturn:
+        if run_dir is not None:
+            try:
+                write_done(run_dir, rank, code, error)
+            except OSError as problem:
+                print(f"rank {rank}: no record of the end could be written: {problem}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: after a failure, destructors of process groups may wait for ranks that have gone.
+        os._exit(code)
+
+    leave(*pretrain(arguments.config, arguments.set, arguments.allow_changed, leave))
 
 
 def _run_dir(config: str, overrides: list[str]) -> str | None:
@@ -62,8 +73,4 @@ def _run_dir(config: str, overrides: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: after a failure, destructors of process groups may wait for ranks that have gone.
-    os._exit(exit_code)
+    main()

@@ -7,6 +7,7 @@ and environment reach ranks unchanged, and the exit code is 0 only when every ra
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher import environment, own_lines, read_on_host
+from megasdc.launcher import environment, own_lines, read_on_host, running_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.operator_build import build_operators
@@ -35,6 +36,8 @@ ASK_HOSTS_S = 20.0
 MAX_ASK_HOSTS_S = 320.0
 # Records of other hosts may come a little after the launcher's end.
 STOP_GRACE_S = 35.0
+WAIT_POLL_S = 0.5
+TELL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     try:
         code = process.wait(FailureWatch(plan), plan.request.failure_grace_s)
         records, unreachable = _gather(plan)
+        if len(records.done) < len(plan.placement.host_of_rank) and _wait_for_ranks(plan, set(unreachable)):
+            records, unreachable = _gather(plan)
         end = time.monotonic() + STOP_GRACE_S
         while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
             time.sleep(1)
@@ -270,6 +275,43 @@ def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> di
         records.done.update(found.done)
         records.unreadable.extend(found.unreadable)
     return unreachable
+
+
+def _wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
+    """Wait until no process of this launch is left, whose launcher may have been killed; tell whether there was one.
+
+    They save and end by themselves once their launcher has gone, and hold the port and the run folder until then.
+    """
+    started = time.monotonic()
+    limit_s = environment.stop_grace_s(os.environ) + STOP_GRACE_S
+    said_at = -math.inf
+    while running := _running(plan, unreachable):
+        now = time.monotonic()
+        if now - started > limit_s:
+            say(f"still running after {limit_s:g} s, end them by hand: {_list(running)}")
+            return True
+        if now - said_at > TELL_S:
+            said_at = now
+            say(f"the launcher has ended, but not all that it started; waiting for {_list(running)}")
+        time.sleep(WAIT_POLL_S)
+    return said_at > -math.inf
+
+
+def _running(plan: LaunchPlan, unreachable: set[str]) -> dict[str, list[int]]:
+    """Processes of this launch by host; hosts that cannot be asked are left out."""
+    hosts = [host for host in plan.placement.hosts if host not in unreachable]
+    request = {"launch_id": plan.launch_id}
+    if not plan.transport.remote:
+        found = {"this host": running_on_host.answer(request)}
+    else:
+        program = Path(running_on_host.__file__)
+        answers = plan.transport.run(hosts, program, request, timeout_s=GATHER_TIMEOUT_S) if hosts else []
+        found = {answer.host: answer.value for answer in answers if not answer.problem}
+    return {host: pids for host, pids in found.items() if pids}
+
+
+def _list(running: dict[str, list[int]]) -> str:
+    return "; ".join(f"{host}: process {', '.join(map(str, pids))}" for host, pids in running.items())
 
 
 def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:

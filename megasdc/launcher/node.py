@@ -2,18 +2,22 @@
 
 DeepSpeed kills a rank 30 s after SIGTERM, and knows no SIGUSR1. Here SIGTERM and SIGUSR1 reach the ranks of this host
 at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them DeepSpeed's 30 s.
-Called as ``python -m megasdc.launcher.node --stop_grace_s=S [--launcher_logs=FOLDER]`` with launch.py's own arguments
-after that.
+A rank that ends with a failure is told at once, not when the others have ended too.
+Called as ``python -m megasdc.launcher.node --stop_grace_s=S [--launcher_logs=FOLDER] [--follow_input]`` with launch.py's
+own arguments after that; the last one, for hosts that are reached over SSH, makes the end of standard input a SIGTERM.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 if __name__ == "__main__":  # while torch is imported no rank has started: Ctrl-C needs neither care nor a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
@@ -21,7 +25,9 @@ if __name__ == "__main__":  # while torch is imported no rank has started: Ctrl-
 import psutil
 
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S
+from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
+from megasdc.launcher.verdict import describe_code
 
 with own_lines_to(take_folder_option(sys.argv), sys.argv):
     from deepspeed.launcher import launch
@@ -80,11 +86,47 @@ def kill_tree(process: psutil.Process) -> None:
         return
 
 
+class Ranks:
+    """The ranks of this host, as launch.py starts and ends them."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._end = launch.terminate_process_tree
+
+    def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Stand in for ``subprocess.Popen`` in launch.py."""
+        process = subprocess.Popen(command, **options)
+        self._processes[options["env"]["RANK"]] = process
+        return process
+
+    def end(self, pid: int) -> None:
+        """Stand in for ``terminate_process_tree``, by which launch.py ends the ranks after one of them has failed."""
+        for rank, process in list(self._processes.items()):
+            if process.returncode:
+                say(
+                    f"rank {rank} ended with {describe_code(process.returncode)}; the others of this host are ended too"
+                )
+                del self._processes[rank]
+        self._end(pid)
+
+
+def say(line: str) -> None:
+    """Tell people at once, in one write, since many processes share the stream."""
+    sys.stderr.write(f"{socket.gethostname()}: {line}\n")
+    sys.stderr.flush()
+
+
 def main() -> None:
     """Run launch.py with this process's arguments."""
-    option = sys.argv.pop(1)
-    stop = PatientStop(float(option.removeprefix(GRACE_OPTION)))
+    stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)))
     launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
+    ranks = Ranks()
+    launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ranks.start})
+    launch.terminate_process_tree = ranks.end
+    os.environ[NODE_PID_VARIABLE] = str(os.getpid())
+    if sys.argv[1] == FOLLOW_OPTION:
+        sys.argv.pop(1)
+        follow_input()
     launch.main()
 
 

@@ -2,7 +2,8 @@
 
 DeepSpeed's backends lose or change what they carry: pdsh joins arguments without quotes and drops most of the
 environment, OpenMPI and SLURM set no RANK. So the launcher starts this module with one encoded argument; it restores
-what the front meant and then becomes the training script (``exec``), with the same process id and exit code.
+what the front meant and then becomes the training script (``exec``), with the same process id and exit code. When the
+launcher of its host has gone, the script is sent SIGTERM, as if it were asked to save and end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megasdc.errors import LaunchError
+from megasdc.launcher.orphans import NODE_PID_VARIABLE, follow_parent
 
 SOURCES_OF_RANK_VARIABLES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
@@ -80,6 +82,8 @@ def main(argv: Sequence[str]) -> None:
     """
     *extra, _launch_id, encoded = argv
     command = RankCommand.decode(encoded)
+    node = os.environ.get(NODE_PID_VARIABLE)
+    follow_parent(expected=int(node) if node else None)
     try:
         os.chdir(command.cwd)
     except OSError as error:

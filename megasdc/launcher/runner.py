@@ -7,12 +7,11 @@
   as the one signal that it hands on.
 - Hosts run ``megasdc.launcher.node``, which gives ranks the time to save.
 - DeepSpeed's own lines go to a file of the run folder (``megasdc.launcher.own_lines``).
-- The runner ends when the front that started it is killed.
+- The runner ends when the front that started it is killed, and what it started when it is killed itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
@@ -20,6 +19,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ if __name__ == "__main__":  # while torch is imported nothing has started: Ctrl-
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
+from megasdc.launcher.orphans import FOLLOW_OPTION, follow_parent
 from megasdc.launcher.own_lines import FOLDER_VARIABLE, folder_option, own_lines_to
 from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
@@ -37,10 +39,11 @@ with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv):
     from deepspeed.launcher import runner
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
-PR_SET_PDEATHSIG = 1
 LAUNCH_MODULE = "deepspeed.launcher.launch"
 NODE_MODULE = "megasdc.launcher.node"
 LOST_HOST_S = 15.0
+REPEAT_S = 5
+PDSH = "pdsh"
 ERE_SPECIAL = re.compile(r"([][.^$*+?(){}|\\])")
 
 # What reaches this launch's processes on other hosts; empty unless pdsh starts them.
@@ -58,7 +61,7 @@ class QuotingPDSHRunner(PDSHRunner):
         folder = os.path.abspath(".")
         _replace(command, f"cd {folder};", f"cd {shlex.quote(folder)};")
         _replace(command, sys.executable, shlex.quote(sys.executable))
-        _replace(command, LAUNCH_MODULE, *_node_words())
+        _replace(command, LAUNCH_MODULE, *_node_words(), FOLLOW_OPTION)
         # From the start of the line: neither pdsh, ssh and the shells that hold the command, nor pkill itself.
         python = ERE_SPECIAL.sub(r"\\\1", sys.executable)
         launch_id = os.environ[LAUNCH_ID_VARIABLE]
@@ -85,7 +88,10 @@ def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     command = list(command)
     if LAUNCH_MODULE in command:
         _replace(command, LAUNCH_MODULE, *_node_words())
-    return subprocess.Popen(command, **options)
+    # pdsh keeps the other hosts' standard input open as long as it lives, by which they see that it has gone.
+    number = {SRUN: signal.SIGUSR1, PDSH: signal.SIGKILL}.get(command[0], signal.SIGTERM)
+    follow = partial(follow_parent, number, os.getpid())
+    return subprocess.Popen(command, preexec_fn=follow, **options)  # noqa: PLW1509 - this process has one thread
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
@@ -94,8 +100,9 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
     grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else stop_grace_s(os.environ)
     if children and _remote:
         name = signal.Signals(number).name.removeprefix("SIG")
-        subprocess.Popen([*_remote["pdsh"], "pkill", f"-{name}", "-f", _remote["pattern"]], env=_remote["environment"])
-        signal.alarm(math.ceil(grace + LOST_HOST_S))
+        _remote["stop"] = [*_remote["pdsh"], "pkill", f"-{name}", "-f", _remote["pattern"]]
+        _remote["end"] = time.monotonic() + grace + LOST_HOST_S
+        _send_to_hosts()
         return
     for child in children:
         if child.name() == SRUN:
@@ -108,19 +115,29 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
 
-def _give_up(_number: int, _frame: FrameType | None) -> None:
+def _send_to_hosts() -> None:
+    """Send the signal to this launch's processes on other hosts; again and again, for some may not have started yet."""
+    subprocess.Popen(_remote["stop"], env=_remote["environment"], stdin=subprocess.DEVNULL)
+    signal.alarm(REPEAT_S)
+
+
+def _on_alarm(_number: int, _frame: FrameType | None) -> None:
     """End pdsh, which waits for ever for a host that was lost, or srun and its tasks, whose time is over."""
+    if _remote and time.monotonic() < _remote["end"]:
+        _send_to_hosts()
+        return
     for child in psutil.Process().children():
         end_launcher(child)
 
 
 def main() -> None:
     """Run DeepSpeed's launcher with this process's arguments."""
-    if os.environ.get(FRONT_PID_VARIABLE) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
-    signal.signal(signal.SIGALRM, _give_up)
+    front = os.environ.pop(FRONT_PID_VARIABLE, None)  # absent under launch/no_ssh.sh
+    if front:
+        follow_parent(expected=int(front))
+    signal.signal(signal.SIGALRM, _on_alarm)
     # DeepSpeed's own handlers end pdsh at once, and its ranks' output with it.
     runner.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})

@@ -83,6 +83,8 @@ def build_run(
     bridge = None if part is None else meet(part, sections.parallel.timeout_s)
     if bridge is None:
         groups.init_process_group(sections.parallel.timeout_s, run_dir=sections.logging.run_dir)
+    if signals.start is not None:
+        signals.start.met()
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)

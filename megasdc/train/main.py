@@ -20,7 +20,7 @@ from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.train.library_lines import LibraryLines
-from megasdc.train.signals import StopSignals
+from megasdc.train.signals import Leave, StopSignals
 
 logger = logging.getLogger("megasdc")
 
@@ -41,7 +41,10 @@ STORAGE_ERRNOS = frozenset(
 
 
 def pretrain(
-    config_path: str, overrides: Sequence[str], allow_changed: Sequence[str] = ()
+    config_path: str,
+    overrides: Sequence[str],
+    allow_changed: Sequence[str] = (),
+    leave: Leave | None = None,
 ) -> tuple[int, BaseException | None]:
     """Train as one rank of a run.
 
@@ -50,6 +53,8 @@ def pretrain(
         overrides: texts ``a.b.c=value``.
         allow_changed: paths ``a.b.c`` of fields that may have another value than in the checkpoint that is gone on
             from.
+        leave: ends the process with an exit code and an error, where a stop signal meets a rank that still starts and
+            may be stuck; None: such a signal is remembered.
 
     Returns:
         The exit code, and the error behind it if there is one.
@@ -57,7 +62,7 @@ def pretrain(
     Collective: all ranks of the world.
     """
     started_at, process_started, folder = time.monotonic(), time.time(), None
-    signals = StopSignals()
+    signals = StopSignals(leave)
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
     try:
@@ -178,6 +183,8 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
         library.keep_in(run.folder, run.dims.rank)
         if run.dims.rank == 0:
             logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
+        if signals.start is not None:
+            signals.start.close()
         train(run)
         if run.dims.rank == 0:
             reason = run.stop_reason or "all steps done"

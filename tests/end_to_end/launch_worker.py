@@ -1,9 +1,9 @@
 """A stand-in for the training script: meets the other ranks, behaves as told, and leaves its records.
 
 ``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``sums`` (one after the other until a peer is lost,
-which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the
-others as PeerError), ``sleep`` (until a signal), ``deaf`` (to every signal that asks), or ``environment`` (write the
-environment to the run folder).
+which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the others as PeerError), ``sleep`` (until a
+signal), ``save:S`` (the same, then for S seconds more), ``meet:RANK`` (wait for the others as training does, but that
+rank never comes), ``deaf`` (to every signal that asks), or ``environment`` (write the environment to the run folder).
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def main(run_dir: Path) -> None:
             raise DataError(f"shard {RANK} is damaged\nsecond line")
         time.sleep(FAILURE_S)
         raise PeerError("another rank has gone")
-    elif behaviour == "sleep":
+    elif behaviour in ("sleep", "save"):
         sleep_until_signal(run_dir)
+        time.sleep(float(argument or 0))
+    elif behaviour == "meet":
+        meet_others(run_dir, absent=int(argument) == RANK)
     elif behaviour == "deaf":
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -75,6 +78,22 @@ def sum_until_peer_lost(run_dir: Path) -> None:
             time.sleep(0.05)
     except RuntimeError as error:
         raise PeerError(f"a collective failed: {error}") from error
+
+
+def meet_others(run_dir: Path, *, absent: bool) -> None:
+    """Wait for all ranks, of which one only says that it is there."""
+    from megasdc.parallel import groups
+    from megasdc.train.signals import StopSignals
+
+    def leave(code: int, error: BaseException | None) -> None:
+        write_done(run_dir, RANK, code, error)
+        os._exit(code)
+
+    StopSignals(leave)
+    (run_dir / f"meeting_{RANK}").touch()
+    if absent:
+        time.sleep(3600)
+    groups.init_process_group(600.0)
 
 
 def sleep_until_signal(run_dir: Path) -> None:

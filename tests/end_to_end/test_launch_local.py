@@ -17,7 +17,7 @@ import pytest
 from test_launch import WORKER, write_small_config
 
 from megasdc.launcher.records import collect
-from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.local_ranks import UNASSIGNED_PORTS, free_port
 from megasdc.run_lock import LOCK_FILE, Holder, take
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
@@ -39,11 +39,13 @@ class LocalLaunch:
         self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return self.process
 
-    def start_asleep(self) -> tuple[subprocess.Popen[str], dict[int, int]]:
+    def start_asleep(
+        self, behaviour: str = "sleep", sign: str = "asleep"
+    ) -> tuple[subprocess.Popen[str], dict[int, int]]:
         """Start ranks that sleep, and return the process and the process id of each rank."""
-        process = self.start("sleep")
+        process = self.start(behaviour)
         end = time.monotonic() + 100
-        while len(list(self.run_dir.glob("asleep_*"))) < 2:
+        while len(list(self.run_dir.glob(f"{sign}_*"))) < 2:
             assert time.monotonic() < end and process.poll() is None, process.communicate()
             time.sleep(0.05)
         return process, {rank: found.pid for rank, found in self.records().started.items()}
@@ -114,6 +116,46 @@ def test_killed_front_leaves_no_ranks(launch: LocalLaunch) -> None:
     process.kill()
     assert gone(list(pids.values()))
     assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
+
+
+def test_killed_runner_is_waited_for(launch: LocalLaunch) -> None:
+    """The front returns when the ranks have saved, not while they still hold port and run folder."""
+    process, pids = launch.start_asleep("save:4")
+    (runner,) = psutil.Process(process.pid).children()
+    runner.kill()
+    _, err = process.communicate(timeout=100)
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
+    assert "waiting for this host: process" in err
+
+
+def test_killed_node_process_leaves_no_ranks(launch: LocalLaunch) -> None:
+    """DeepSpeed's launcher on the host is killed: its ranks save and end."""
+    process, pids = launch.start_asleep()
+    psutil.Process(pids[0]).parent().kill()
+    process.communicate(timeout=100)
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("victim", ["rank", "front"])
+def test_a_rank_that_waits_for_the_others_ends(launch: LocalLaunch, victim: str) -> None:
+    """A rank is killed before all have met, or the front: nobody is left, long before the ranks' timeout of 600 s."""
+    process, pids = launch.start_asleep("meet:1", "meeting")
+    os.kill(pids[1] if victim == "rank" else process.pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=25)
+    assert gone(list(pids.values()))
+    if victim == "rank":
+        assert process.returncode == 78, err
+        assert "rank 1 on localhost: no done record (killed or host lost" in err
+        assert "rank 1 ended with exit code -9 (a process was ended by SIGKILL)" in err
+
+
+def test_a_launch_without_a_port_takes_a_free_one(launch: LocalLaunch) -> None:
+    """Not DeepSpeed's 29500 for all, which two launches at the same moment would both find free."""
+    argv = [sys.executable, "-m", "megasdc", "launch", "--num-gpus", "2", "--config", str(launch.config), "--dry-run"]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
+    assert int(said.partition("--master_port ")[2].split()[0]) in UNASSIGNED_PORTS
 
 
 def test_busy_port_is_told_before_the_start(launch: LocalLaunch) -> None:

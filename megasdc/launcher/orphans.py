@@ -1,0 +1,41 @@
+"""Who ends when what started it has gone? Every process of a launch, also where that was killed with SIGKILL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+from megasdc.errors import LaunchError
+
+PR_SET_PDEATHSIG = 1
+FOLLOW_OPTION = "--follow_input"
+"""Of ``megasdc.launcher.node``: whether it calls ``follow_input``."""
+NODE_PID_VARIABLE = "MEGASDC_NODE_PID"
+"""Set by ``megasdc.launcher.node`` to its own process id, for the ranks that it starts."""
+
+
+def follow_parent(number: int = signal.SIGTERM, expected: int | None = None) -> None:
+    """Be sent a signal as soon as the parent process has ended; it holds through ``exec``, not for children.
+
+    Args:
+        number: of the signal.
+        expected: process id that the parent has; another one means that it has ended already, and this process ends.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if expected is not None and os.getppid() != expected:
+        print(f"process {os.getpid()}: process {expected}, which started it, has gone", file=sys.stderr, flush=True)
+        os._exit(LaunchError.exit_code)
+
+
+def follow_input() -> None:
+    """Be sent SIGTERM at the end of standard input, by which SSH says that the other side has gone."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()

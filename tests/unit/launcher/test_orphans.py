@@ -1,0 +1,75 @@
+"""A process is told when the one that started it has gone, however that ended."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megasdc.launcher.orphans import NODE_PID_VARIABLE
+
+pytestmark = pytest.mark.timeout(60)
+
+CHILD = """
+import os, signal, sys
+from megasdc.launcher.orphans import follow_input, follow_parent
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), os._exit(0)))
+{follow}
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_killed_parent_is_noticed():
+    """SIGKILL leaves the parent no time to say anything."""
+    child = CHILD.format(follow="follow_parent()")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, child], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.readline() == "told\n"
+    parent.stdout.close()
+
+
+def test_a_parent_that_had_gone_before_is_noticed():
+    """A process that finds another parent than it was told of ends at once, with 78."""
+    child = CHILD.format(follow="follow_parent(expected=1 << 22)")
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "which started it, has gone" in done.stderr
+
+
+def test_a_rank_of_a_launcher_that_has_gone_does_not_start():
+    """The ranks' own module looks before it becomes the training script."""
+    from megasdc.launcher.rank import RankCommand
+
+    word = RankCommand(os.getcwd(), "/no/script.py", [], {}, [], {}).encode()
+    done = subprocess.run(
+        [sys.executable, "-m", "megasdc.launcher.rank", "id", word],
+        env={**os.environ, NODE_PID_VARIABLE: str(1 << 22)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 78, done.stderr
+    assert "has gone" in done.stderr
+
+
+def test_the_end_of_input_is_noticed():
+    """What SSH shows on the other host when this side has gone."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(follow="follow_input()")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None and child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.stdin.close()
+    assert child.stdout.readline() == "told\n"
+    assert child.wait(timeout=30) == 0
+    child.stdout.close()

@@ -1,0 +1,55 @@
+"""A rank that is asked to stop while it starts ends soon, also where its main thread is in native code."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+PROGRAM = """
+import ctypes, os, sys, time
+from megasdc.train import signals
+def leave(code, error):
+    print("left", type(error).__name__, flush=True)
+    os._exit(code)
+stop = signals.StopSignals(leave)
+signals.STUCK_S, signals.POLL_S = 1.5, 0.5
+mutex = ctypes.create_string_buffer(64)
+if {met}:
+    stop.start.met()
+if {closed}:
+    stop.start.close()
+print("ready", flush=True)
+while {stuck}:  # the second lock never returns, whatever signal comes
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+began = time.monotonic()
+while not stop.received or time.monotonic() - began < 3:
+    time.sleep(0.01)
+print("received", stop.received, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("met", "closed", "stuck", "code", "said"),
+    [
+        (False, False, True, 0, "left NoneType"),  # nothing to save, nobody counts on it
+        (False, False, False, 0, "left NoneType"),
+        (True, False, True, 79, "left PeerError"),
+        (True, False, False, 0, "received {number}"),  # it goes on and stops at the first step
+        (False, True, False, 0, "received {number}"),  # it trains
+    ],
+)
+def test_a_stop_during_the_start(number, met, closed, stuck, code, said):
+    """Before the ranks have met it leaves at once; after that where it is stuck, else it remembers the signal."""
+    program = PROGRAM.format(met=met, closed=closed, stuck=stuck)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    process.send_signal(number)
+    assert process.stdout.readline().strip() == said.format(number=int(number))
+    assert process.wait(timeout=30) == code
+    process.stdout.close()
