@@ -77,19 +77,19 @@ class Holder:
     @classmethod
     def this_process(cls, token: str, launch_id: str | None) -> Holder:
         """This process as a holder."""
-        start = _start_ticks(os.getpid())
+        start = start_ticks(os.getpid())
         assert start is not None, "this process lives"
-        return cls(token, launch_id, *_here(), os.getpid(), start, time.time())
+        return cls(token, launch_id, *process_space(), os.getpid(), start, time.time())
 
     @property
     def is_here(self) -> bool:
         """Whether /proc of this process would show it."""
-        return (self.host, self.boot_id, self.pid_namespace) == _here()
+        return (self.host, self.boot_id, self.pid_namespace) == process_space()
 
     @property
     def lives_here(self) -> bool:
         """Whether it runs, seen from this process."""
-        return self.is_here and _start_ticks(self.pid) == self.process_start_ticks
+        return self.is_here and start_ticks(self.pid) == self.process_start_ticks
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -324,13 +324,14 @@ def _write(folder: Path, holder: Holder) -> None:
     os.replace(temporary, folder / RECORD_FILE)
 
 
-def _here() -> tuple[str, str, str]:
+def process_space() -> tuple[str, str, str]:
+    """Host name, boot id and process namespace: where a process id means this process."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname(), boot_id, os.readlink("/proc/self/ns/pid")
 
 
-def _start_ticks(pid: int) -> int | None:
-    """When a process started; None where none lives with this id (proc_pid_stat(5), fields 3 and 22)."""
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks after boot; None where none lives with this id (proc_pid_stat(5))."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megasdc.errors import LaunchError
+from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, default_extensions_dir
 
 SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
@@ -35,7 +36,8 @@ FORWARDED_PREFIXES = (
     "WANDB_",
 )
 # A secret would be readable on command lines and in launch.json; `wandb login` on the host of rank 0 does without.
-NEVER_FORWARDED = ("WANDB_API_KEY",)
+# The process id is of one host, and of the launch in which a front may run as a rank.
+NEVER_FORWARDED = ("WANDB_API_KEY", NODE_PID_VARIABLE)
 FORWARDED_NAMES = (
     "ATEN_CPU_CAPABILITY",
     "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -26,7 +26,7 @@ from megasdc.launcher.operator_build import build_operators
 from megasdc.launcher.plan import DEFAULT_SCRIPT, LaunchPlan, LaunchRequest, make_plan
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
-from megasdc.launcher.verdict import Verdict, judge
+from megasdc.launcher.verdict import Verdict, judge, launcher_killed
 from megasdc.parallel.local_ranks import held_port
 
 __all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_run"]
@@ -186,7 +186,10 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     try:
         code = process.wait(FailureWatch(plan), plan.request.failure_grace_s)
         records, unreachable = _gather(plan)
-        if len(records.done) < len(plan.placement.host_of_rank) and _wait_for_ranks(plan, set(unreachable)):
+        incomplete = len(records.done) < len(plan.placement.host_of_rank)
+        # Also where all have left their records, which they do before they end.
+        waited = (incomplete or launcher_killed(records, code)) and _wait_for_ranks(plan, set(unreachable))
+        if waited:
             records, unreachable = _gather(plan)
         end = time.monotonic() + STOP_GRACE_S
         while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
@@ -200,7 +203,9 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
         for line in own_lines.last_lines(folder):
             say(f"DeepSpeed's launcher said: {line}")
         say(f"all that it said is in {folder}")
-    return judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by), code
+    outlived = incomplete and waited
+    verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by, outlived=outlived)
+    return verdict, code
 
 
 class FailureWatch:

@@ -3,8 +3,9 @@
 DeepSpeed kills a rank 30 s after SIGTERM, and knows no SIGUSR1. Here SIGTERM and SIGUSR1 reach the ranks of this host
 at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them DeepSpeed's 30 s.
 A rank that ends with a failure is told at once, not when the others have ended too.
-Called as ``python -m megasdc.launcher.node --stop_grace_s=S [--launcher_logs=FOLDER] [--follow_input]`` with launch.py's
-own arguments after that; the last one, for hosts that are reached over SSH, makes the end of standard input a SIGTERM.
+Called as ``python -m megasdc.launcher.node --stop_grace_s=S [--launcher_logs=FOLDER] [--follow_input]`` with the
+arguments of launch.py after that; the last option, for hosts that are reached over SSH, makes the end of standard input
+a SIGTERM.
 """
 
 from __future__ import annotations

@@ -30,6 +30,12 @@ def follow_parent(number: int = signal.SIGTERM, expected: int | None = None) -> 
         os._exit(LaunchError.exit_code)
 
 
+def launcher_has_gone() -> bool:
+    """Whether the ``megasdc.launcher.node`` that started this rank has ended; False where none did."""
+    node = os.environ.get(NODE_PID_VARIABLE)
+    return node is not None and os.getppid() != int(node)
+
+
 def follow_input() -> None:
     """Be sent SIGTERM at the end of standard input, by which SSH says that the other side has gone."""
 

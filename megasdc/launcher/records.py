@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc import run_lock
+from megasdc.launcher.orphans import launcher_has_gone
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class DoneRecord:
     """A rank has ended by itself; the fields are named as in the file.
 
     ``exit_code`` is what the process is about to return, ``error_class`` and ``message`` are null where it is 0, and
-    ``first_line`` is the message's first line.
+    ``first_line`` is the message's first line, ``launcher_gone`` whether the launcher of its host had ended before it.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class DoneRecord:
     message: str | None
     time: float
     first_line: str | None
+    launcher_gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
         message=message,
         time=time.time(),
         first_line=None if message is None else message.splitlines()[0],
+        launcher_gone=launcher_has_gone(),
     )
     return _write(run_dir, f"rank_{rank:05d}.json", asdict(record))
 

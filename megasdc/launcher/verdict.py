@@ -43,6 +43,7 @@ def judge(
     *,
     unreachable: Mapping[str, str] | None = None,
     stopped_by: int | None = None,
+    outlived: bool = False,
 ) -> Verdict:
     """Decide how a launch ended.
 
@@ -50,7 +51,8 @@ def judge(
     A rank without a done record was killed or its host was lost, and is the cause where no rank reported one; a
     documented exit code that the launcher passed on then stands, because a rank may end with one and still be unable to
     write (a full disk). Success of every rank is success, after a stop on request too: a record is the last thing that
-    a rank leaves, and DeepSpeed's launcher returns 1 after every signal.
+    a rank leaves, and DeepSpeed's launcher returns 1 after every signal. But ranks whose launcher was killed save and
+    end as if they were asked to: where nobody asked, that is a failure of the launch.
 
     Args:
         host_of_rank: host of each expected rank.
@@ -58,6 +60,7 @@ def judge(
         launcher_code: exit code of DeepSpeed's launcher; negative: it was killed by that signal.
         unreachable: why a host's records could not be read, by host.
         stopped_by: number of the signal that the front received; None means none.
+        outlived: whether processes of the launch still ran when DeepSpeed's launcher had ended.
 
     Returns:
         Exit code and story.
@@ -76,9 +79,16 @@ def judge(
         return _ranks_missing(host_of_rank, records, missing, failed, launcher_code, notes)
     if failed:
         return _rank_failed(failed[0], host_of_rank, failed, missing, notes)
+    if stopped_by is None and (outlived or launcher_killed(records, launcher_code)):
+        return _abandoned(host_of_rank, records, launcher_code, notes)
     if launcher_code != 0:
         notes.insert(0, f"the launcher ended with {describe_code(launcher_code)}, after every rank reported success")
     return Verdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
+
+
+def launcher_killed(records: LaunchRecords, launcher_code: int) -> bool:
+    """Whether DeepSpeed's launcher was killed here, or that of a rank's host, as the rank says."""
+    return launcher_code == -signal.SIGKILL or any(done.launcher_gone for done in records.done.values())
 
 
 def describe_code(code: int) -> str:
@@ -159,6 +169,16 @@ def _stopped(
         line += f"; interrupted before it could save: {_ranks(interrupted, host_of_rank)}" if interrupted else ""
         return Verdict(128 + number, None, None, [line, *notes])
     return Verdict(0, None, None, [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes])
+
+
+def _abandoned(host_of_rank: Sequence[str], records: LaunchRecords, launcher_code: int, notes: list[str]) -> Verdict:
+    gone = [rank for rank, done in sorted(records.done.items()) if done.launcher_gone]
+    of = f" of {_ranks(gone, host_of_rank)}" if gone else ""
+    line = (
+        f"the launcher{of} was killed, or ended before its ranks ({describe_code(launcher_code)}), without a stop that "
+        f"was asked for; all {len(host_of_rank)} ranks saved and are done: start again to go on"
+    )
+    return Verdict(LaunchError.exit_code, None, host_of_rank[gone[0]] if gone else None, [line, *notes])
 
 
 def _ranks(ranks: Sequence[int], host_of_rank: Sequence[str]) -> str:

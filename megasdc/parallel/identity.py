@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from megasdc.run_lock import LAUNCH_ID_VARIABLE
+from megasdc.run_lock import LAUNCH_ID_VARIABLE, process_space, start_ticks
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set where the process that starts the ranks holds their store itself."""
@@ -30,7 +28,7 @@ class Identity:
         host: name of the host.
         processes: names the boot and the process table in which ``parent`` means something.
         node: number of the host in the launch; None: not started by DeepSpeed's launcher.
-        parent: id and start time (clock ticks after boot) of the process that started the rank.
+        parent: id and start time (clock ticks after boot; 0: it cannot be seen) of the process that started the rank.
     """
 
     rank: int
@@ -53,17 +51,17 @@ class Identity:
             run_dir: run folder as configured.
             environ: what the launcher set.
         """
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        host, boot, namespace = process_space()
         return cls(
             rank=rank,
             world_size=world_size,
             launch=environ.get(LAUNCH_ID_VARIABLE) or None,
             job=_scheduler_step(environ),
             run_dir=run_dir,
-            host=socket.gethostname(),
-            processes=f"{boot} {os.readlink('/proc/self/ns/pid')}",
+            host=host,
+            processes=f"{boot} {namespace}",
             node=None if environ.get(AGENT_STORE_VARIABLE) == "True" else environ.get(NODE_RANK_VARIABLE),
-            parent=(os.getppid(), start_time(os.getppid())),
+            parent=(os.getppid(), start_ticks(os.getppid()) or 0),
         )
 
     def encode(self) -> str:
@@ -105,15 +103,6 @@ def differences(one: Identity, other: Identity) -> list[str]:
     if same_node and one.parent != other.parent:
         found.append("launcher process")
     return found
-
-
-def start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks after boot; 0 where it cannot be seen."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _scheduler_step(environ: Mapping[str, str]) -> str | None:

@@ -77,7 +77,8 @@ class Cluster:
     Args:
         folder: where keys, logs, home folders and private folders of the hosts are kept; created if absent.
         num_hosts: how many hosts.
-        env: environment of every process that starts on a host, also through SSH.
+        env: environment of every process that starts on a host, also through SSH; in it Python finds the tree of this
+            file, whatever is installed.
         private: absolute paths that each host sees as a folder of its own, empty at first; created if absent.
             ``private_dir`` says where a host's own folder lies.
     """
@@ -90,7 +91,7 @@ class Cluster:
         private: Sequence[Path | str] = (),
     ) -> None:
         self.folder = Path(folder).resolve()
-        self.env = dict(env or {})
+        self.env = {"PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})}
         self.names = [f"node{number}" for number in range(1, num_hosts + 1)]
         self.addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(self.names, 11)}
         self.private = [Path(path) for path in private]

@@ -72,6 +72,14 @@ def launch(tmp_path: Path) -> Iterator[LocalLaunch]:
                 os.kill(started.pid, signal.SIGKILL)  # a test that failed after its front was killed
 
 
+def running(pid: int) -> bool:
+    """Whether a process lives; one that is only not reaped yet holds nothing."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pids: list[int]) -> bool:
     """Wait until none of the processes runs."""
     end = time.monotonic() + 40
@@ -124,17 +132,21 @@ def test_killed_runner_is_waited_for(launch: LocalLaunch) -> None:
     (runner,) = psutil.Process(process.pid).children()
     runner.kill()
     _, err = process.communicate(timeout=100)
-    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    assert not any(running(pid) for pid in pids.values())
     assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
     assert "waiting for this host: process" in err
+    assert process.returncode == 78, err
+    assert "the launcher was killed, or ended before its ranks (exit code -9 (a process was ended by SIGKILL))" in err
 
 
 def test_killed_node_process_leaves_no_ranks(launch: LocalLaunch) -> None:
-    """DeepSpeed's launcher on the host is killed: its ranks save and end."""
+    """DeepSpeed's launcher on the host is killed: its ranks save and end, which is no success of the launch."""
     process, pids = launch.start_asleep()
     psutil.Process(pids[0]).parent().kill()
-    process.communicate(timeout=100)
-    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 78, err
+    assert "the launcher of ranks 0 on localhost, 1 on localhost was killed" in err
+    assert not any(running(pid) for pid in pids.values())
     assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
 
 

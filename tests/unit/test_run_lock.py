@@ -87,7 +87,7 @@ def test_a_folder_in_use_is_refused_with_who_has_it(tmp_path: Path, other: int, 
 def test_a_killed_process_holds_nothing(tmp_path: Path, other: int, said: list[str]) -> None:
     """Also where a child of it lives on, its folder is free at once, and who left it is told."""
     os.kill(other, signal.SIGKILL)
-    while run_lock._start_ticks(other) is not None:
+    while run_lock.start_ticks(other) is not None:
         time.sleep(0.01)
     start = time.monotonic()
     check_free(tmp_path, said.append)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, write_done
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,3 +74,14 @@ def test_the_end_of_input_is_noticed():
     assert child.stdout.readline() == "told\n"
     assert child.wait(timeout=30) == 0
     child.stdout.close()
+
+
+def test_a_record_tells_that_the_launcher_had_gone(tmp_path, monkeypatch):
+    """The rank's own word for the front, which may be on another host."""
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "id")
+    for rank, node in enumerate((os.getppid(), 1 << 22)):
+        monkeypatch.setenv(NODE_PID_VARIABLE, str(node))
+        write_done(tmp_path, rank, 0)
+    monkeypatch.delenv(NODE_PID_VARIABLE)  # no launcher of ours started it
+    write_done(tmp_path, 2, 0)
+    assert [done.launcher_gone for _, done in sorted(collect(tmp_path, "id").done.items())] == [False, True, False]

@@ -24,7 +24,10 @@ def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (done.message, done.first_line) == ("first\nsecond", "first")
     assert collect(tmp_path, "two").started == {}
     on_disk = json.loads((tmp_path / "done" / "one" / "rank_00003.json").read_text())
-    assert sorted(on_disk) == ["error_class", "exit_code", "first_line", "host", "message", "rank", "time"]
+    names = ["error_class", "exit_code", "first_line", "host", "launcher_gone", "message", "rank", "time"]
+    assert sorted(on_disk) == names
+    del on_disk["launcher_gone"]  # as the version before wrote it
+    assert not parse_records({"rank_00003.json": json.dumps(on_disk)}).unreadable
     assert not list((tmp_path / "done" / "one").glob(".*")), "no temporary file is left"
 
 

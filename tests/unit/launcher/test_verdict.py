@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megasdc.launcher.records import DoneRecord, LaunchRecords, StartedRecord
@@ -114,3 +116,17 @@ def test_codes_in_words() -> None:
     assert "SIGSEGV" in describe_code(245)
     assert "host lost" in describe_code(255)
     assert describe_code(3) == "exit code 3"
+
+
+def test_ranks_that_their_launcher_left_are_no_success_unless_a_stop_was_asked_for() -> None:
+    """They save and end with 0, and steps are missing."""
+    seen = judge(HOSTS, records_of(SUCCESS), 0, outlived=True)
+    assert seen.exit_code == 78
+    assert "the launcher was killed, or ended before its ranks (exit code 0)" in seen.lines[0]
+    assert judge(HOSTS, records_of(SUCCESS), -9).exit_code == 78
+    records = records_of(SUCCESS)
+    records.done[2] = replace(records.done[2], launcher_gone=True)
+    told = judge(HOSTS, records, 0)
+    assert (told.exit_code, told.host) == (78, "b")
+    assert "the launcher of rank 2 on b was killed" in told.lines[0]
+    assert judge(HOSTS, records, 1, stopped_by=15, outlived=True).exit_code == 0
