@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher import environment, own_lines, read_on_host, running_on_host
+from megasdc.launcher import environment, host_failed, own_lines, read_on_host, running_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.operator_build import build_operators
@@ -181,6 +181,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
     environment.stop_grace_s(os.environ)
     env[own_lines.FOLDER_VARIABLE] = str(own_lines.logs_folder(plan.run_dir))
+    env[host_failed.FOLDER_VARIABLE] = str(records_dir(plan.run_dir, plan.launch_id))
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
@@ -209,7 +210,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
 
 
 class FailureWatch:
-    """Whether a rank of a launch has reported a failure; called now and then.
+    """Whether a rank or a host of a launch has reported a failure; called now and then.
 
     Records that this host does not see, those of hosts with run folders of their own, are asked for over SSH in the
     background, so that a slow host holds up nothing.
@@ -249,7 +250,8 @@ class FailureWatch:
 
 
 def _has_failure(records: LaunchRecords) -> bool:
-    return any(record.exit_code != 0 for record in records.done.values())
+    done = records.done.values()
+    return bool(records.failed_hosts) or any(record.exit_code != 0 or record.launcher_gone for record in done)
 
 
 def _hosts_without(plan: LaunchPlan, seen: Collection[int]) -> list[str]:
@@ -278,6 +280,7 @@ def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> di
         found = parse_records(answer.value)
         records.started.update(found.started)
         records.done.update(found.done)
+        records.failed_hosts.update(found.failed_hosts)
         records.unreadable.extend(found.unreadable)
     return unreachable
 

@@ -9,6 +9,7 @@ import sys
 import threading
 
 from megasdc.errors import LaunchError
+from megasdc.run_lock import start_ticks
 
 PR_SET_PDEATHSIG = 1
 FOLLOW_OPTION = "--follow_input"
@@ -33,7 +34,8 @@ def follow_parent(number: int = signal.SIGTERM, expected: int | None = None) -> 
 def launcher_has_gone() -> bool:
     """Whether the ``megasdc.launcher.node`` that started this rank has ended; False where none did."""
     node = os.environ.get(NODE_PID_VARIABLE)
-    return node is not None and os.getppid() != int(node)
+    # A process of several threads stays the parent until the last of them has ended, a killed one as a zombie.
+    return node is not None and (os.getppid() != int(node) or start_ticks(int(node)) is None)
 
 
 def follow_input() -> None:

@@ -54,11 +54,24 @@ class DoneRecord:
 
 
 @dataclass(frozen=True)
+class HostRecord:
+    """DeepSpeed's launcher on a host has failed; the fields are named as in the file.
+
+    ``exit_code`` is as its shell tells it: 128 + n where signal n ended it.
+    """
+
+    host: str
+    exit_code: int
+    time: float
+
+
+@dataclass(frozen=True)
 class LaunchRecords:
-    """All records found of one launch, by rank, and the files that could not be read."""
+    """All records found of one launch, by rank or host, and the files that could not be read."""
 
     started: dict[int, StartedRecord] = field(default_factory=dict)
     done: dict[int, DoneRecord] = field(default_factory=dict)
+    failed_hosts: dict[str, HostRecord] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -78,7 +91,7 @@ def write_started(run_dir: Path | str, rank: int) -> Path | None:
         The file written; None without a launch id in the environment, or when it could not be written.
     """
     record = StartedRecord(rank, socket.gethostname(), os.getpid(), time.time())
-    return _write(run_dir, f"started_{rank:05d}.json", asdict(record))
+    return _write_of_rank(run_dir, f"started_{rank:05d}.json", asdict(record))
 
 
 def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseException | None = None) -> Path | None:
@@ -104,7 +117,21 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
         first_line=None if message is None else message.splitlines()[0],
         launcher_gone=launcher_has_gone(),
     )
-    return _write(run_dir, f"rank_{rank:05d}.json", asdict(record))
+    return _write_of_rank(run_dir, f"rank_{rank:05d}.json", asdict(record))
+
+
+def write_host_failed(folder: Path, exit_code: int) -> Path | None:
+    """Record that the launcher of this host has failed.
+
+    Args:
+        folder: see ``records_dir``; created if absent.
+        exit_code: of the launcher, never 0.
+
+    Returns:
+        The file written; None when it could not be written.
+    """
+    record = HostRecord(socket.gethostname(), exit_code, time.time())
+    return _write(folder, f"host_{record.host}.json", asdict(record))
 
 
 def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
@@ -141,21 +168,25 @@ def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
             elif name.startswith("rank_"):
                 done = DoneRecord(**json.loads(text))
                 records.done[done.rank] = done
+            elif name.startswith("host_"):
+                failed = HostRecord(**json.loads(text))
+                records.failed_hosts[failed.host] = failed
         except (json.JSONDecodeError, TypeError) as error:
             records.unreadable.append(f"{name} is not a record: {error}")
     return records
 
 
-def _write(run_dir: Path | str, name: str, record: dict[str, object]) -> Path | None:
+def _write_of_rank(run_dir: Path | str, name: str, record: dict[str, object]) -> Path | None:
+    launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
+    return _write(records_dir(run_dir, launch_id), name, record) if launch_id else None
+
+
+def _write(folder: Path, name: str, record: dict[str, object]) -> Path | None:
     """Write one record under a temporary name and rename it, so that a reader never meets half a file.
 
     A record that cannot be written must not hide how the rank ended, so it is a warning; the front then reports the
     rank as one without a record.
     """
-    launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
-    if not launch_id:
-        return None
-    folder = records_dir(run_dir, launch_id)
     path = folder / name
     temporary = folder / f".{name}.{os.getpid()}"
     try:

@@ -7,6 +7,7 @@
   as the one signal that it hands on.
 - Hosts run ``megasdc.launcher.node``, which gives ranks the time to save.
 - DeepSpeed's own lines go to a file of the run folder (``megasdc.launcher.own_lines``).
+- Over pdsh, the shell of a host leaves a record when what it started there has failed, however that ended.
 - The runner ends when the front that started it is killed, and what it started when it is killed itself.
 """
 
@@ -29,6 +30,7 @@ import psutil
 if __name__ == "__main__":  # while torch is imported nothing has started: Ctrl-C needs neither care nor a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
+from megasdc.launcher import host_failed
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
 from megasdc.launcher.orphans import FOLLOW_OPTION, follow_parent
 from megasdc.launcher.own_lines import FOLDER_VARIABLE, folder_option, own_lines_to
@@ -60,8 +62,10 @@ class QuotingPDSHRunner(PDSHRunner):
         command, kill_command, environment = super().get_cmd(environment, active_resources)
         folder = os.path.abspath(".")
         _replace(command, f"cd {folder};", f"cd {shlex.quote(folder)};")
-        _replace(command, sys.executable, shlex.quote(sys.executable))
+        interpreter = shlex.quote(sys.executable)
+        _replace(command, sys.executable, interpreter)
         _replace(command, LAUNCH_MODULE, *_node_words(), FOLLOW_OPTION)
+        command += ["||", interpreter, *host_failed.words(os.environ[host_failed.FOLDER_VARIABLE])]
         # From the start of the line: neither pdsh, ssh and the shells that hold the command, nor pkill itself.
         python = ERE_SPECIAL.sub(r"\\\1", sys.executable)
         launch_id = os.environ[LAUNCH_ID_VARIABLE]

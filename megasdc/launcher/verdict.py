@@ -92,8 +92,8 @@ def launcher_killed(records: LaunchRecords, launcher_code: int) -> bool:
 
 
 def describe_code(code: int) -> str:
-    """Put an exit code of DeepSpeed's launcher into words; 256 - n and -n mean signal n."""
-    number = -code if code < 0 else 256 - code
+    """Put an exit code of DeepSpeed's launcher into words; -n, 256 - n and, from a shell, 128 + n mean signal n."""
+    number = -code if code < 0 else code - 128 if code <= 128 + signal.SIGRTMAX else 256 - code
     if code == 255:
         return "exit code 255 (SSH connection or host lost)"
     if code < 0 or code > 128:
@@ -154,6 +154,8 @@ def _ranks_missing(
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
+    for host in sorted(records.failed_hosts.values(), key=lambda host: host.time):
+        lines.append(f"the launcher of host {host.host} ended with {describe_code(host.exit_code)}")
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
     return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes])

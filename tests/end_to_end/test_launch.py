@@ -126,6 +126,9 @@ def test_failed_rank_gives_its_code_host_and_reason(launches: Launches) -> None:
     assert code == 71, said
     assert "rank 1 on node2 failed first with exit code 71 (DataError): shard 1 is damaged" in said
     assert "after it failed: rank 0 on node1" in said
+    (launch_dir,) = (launches.run_dir / "done").iterdir()
+    hosts = collect(launches.run_dir, launch_dir.name).failed_hosts.values()  # by the shells, which see it also
+    assert {host.host: host.exit_code for host in hosts} == {"node1": 79, "node2": 71}  # where no rank could say so
 
 
 def test_lost_node_is_named(launches: Launches) -> None:

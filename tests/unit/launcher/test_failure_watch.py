@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from megasdc.launcher import host_failed
 from megasdc.launcher.front import FailureWatch
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.launcher.orphans import NODE_PID_VARIABLE
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, records_dir, write_done, write_started
 from megasdc.launcher.remote import Answer, Transport
 
 
@@ -70,6 +74,35 @@ def test_a_failure_on_another_host_is_seen(launched: Any, tmp_path: Path) -> Non
     write_done(tmp_path / "disks" / "b", 2, 71, ValueError("bad"))
     assert wait_until_asked(watch, launched, 3)
     assert set(launched.transport.asked) == {"b", "down"}
+
+
+def test_a_host_that_failed_before_its_ranks_is_seen(launched: Any, tmp_path: Path) -> None:
+    """Its shell leaves a record, past which the exit code goes; so does a rank that has seen its launcher go."""
+    watch = FailureWatch(launched, interval_s=0.0)
+    assert not wait_until_asked(watch, launched, 1)
+    shell_ended(records_dir(tmp_path / "disks" / "b", "id"), code=137)
+    assert wait_until_asked(watch, launched, 3)  # the second question may be on its way
+    (there,) = collect(tmp_path / "disks" / "b", "id").failed_hosts.values()
+    assert there.exit_code == 137
+
+
+def shell_ended(folder: Path, code: int) -> None:
+    """Run what the shell of a host does when the launcher there has ended with a code."""
+    words = shlex.join([sys.executable, *host_failed.words(f"{folder}")[:-1]])
+    done = subprocess.run(["sh", "-c", f"(exit {code}) || {words} $?"], check=False)
+    assert done.returncode == code
+
+
+def test_ranks_whose_launcher_has_gone_are_a_failure(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They save and end with 0, for which ranks of other hosts may wait that have not met them."""
+    for rank in (2, 3):
+        write_started(launched.run_dir, rank)
+    watch = FailureWatch(launched, interval_s=0.0)
+    write_done(launched.run_dir, 2, 0)
+    assert not watch()
+    monkeypatch.setenv(NODE_PID_VARIABLE, str(1 << 22))
+    write_done(launched.run_dir, 3, 0)
+    assert watch()
 
 
 def test_a_shared_run_folder_asks_nobody(launched: Any) -> None:

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, write_done
+from megasdc.run_lock import start_ticks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,6 +76,35 @@ def test_the_end_of_input_is_noticed():
     assert child.stdout.readline() == "told\n"
     assert child.wait(timeout=30) == 0
     child.stdout.close()
+
+
+def test_a_launcher_of_which_a_thread_still_ends_has_gone():
+    """A rank is told of the end of the thread that started it, while its parent is the same until the last one ends."""
+    child = """
+import os
+from megasdc.launcher.orphans import launcher_has_gone
+os.environ["MEGASDC_NODE_PID"] = str(os.getppid())
+print(launcher_has_gone(), flush=True)
+input()
+print(launcher_has_gone(), flush=True)
+"""
+    parent = """
+import ctypes, subprocess, sys, threading, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+threading.Thread(target=child.wait).start()
+time.sleep(float(sys.argv[2]))
+ctypes.CDLL(None).syscall(60, 0)  # exit(2) ends this thread alone
+"""
+    command = [sys.executable, "-c", parent, child, "0.5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "False\n"
+        while start_ticks(process.pid) is not None:
+            time.sleep(0.05)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "True\n"
+        process.kill()
 
 
 def test_a_record_tells_that_the_launcher_had_gone(tmp_path, monkeypatch):

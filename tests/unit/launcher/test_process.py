@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -21,8 +23,8 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "LOOK_S", 0.5)
 
 
-def launched(program: str, said: list[str]) -> LauncherProcess:
-    return LauncherProcess([sys.executable, "-c", program], os.environ, stdout=None, say=said.append)
+def launched(program: str, said: list[str], stdout: IO[str] | None = None) -> LauncherProcess:
+    return LauncherProcess([sys.executable, "-c", program], os.environ, stdout=stdout, say=said.append)
 
 
 def test_ranks_that_wait_for_a_failed_one_are_ended() -> None:
@@ -35,14 +37,17 @@ def test_ranks_that_wait_for_a_failed_one_are_ended() -> None:
     process.close()
 
 
-def test_second_signal_kills() -> None:
+def test_second_signal_kills(tmp_path: Path) -> None:
     """The first is passed on to a launcher that ignores it, the second ends it; handlers are given back."""
     said: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
-    process = launched(STUBBORN, said)
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        process = launched(STUBBORN, said, file)
 
     def send() -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if output.read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
         return False
 
     assert process.wait(send, failure_grace_s=60) == -signal.SIGKILL

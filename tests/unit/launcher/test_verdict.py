@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.launcher.records import DoneRecord, LaunchRecords, StartedRecord
+from megasdc.launcher.records import DoneRecord, HostRecord, LaunchRecords, StartedRecord
 from megasdc.launcher.verdict import describe_code, judge
 
 HOSTS = ["a", "a", "b", "b"]
@@ -110,9 +110,19 @@ def test_survivor_of_a_killed_rank_is_not_the_cause(error_class: str, message: s
     assert judge(HOSTS, records, 1).rank == 3
 
 
+def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
+    """The only word there is of ranks that had not begun."""
+    records = records_of({0: 0, 1: 0})
+    records.failed_hosts["b"] = HostRecord("b", 137, 1.0)
+    verdict = judge(HOSTS, records, 137)
+    assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
+    assert "the launcher of host b ended with exit code 137 (a process was ended by SIGKILL)" in verdict.lines
+
+
 def test_codes_in_words() -> None:
-    """DeepSpeed returns 256 - signal."""
+    """DeepSpeed returns 256 - signal, a shell 128 + signal."""
     assert "SIGKILL" in describe_code(247)
+    assert "SIGKILL" in describe_code(137)
     assert "SIGSEGV" in describe_code(245)
     assert "host lost" in describe_code(255)
     assert describe_code(3) == "exit code 3"

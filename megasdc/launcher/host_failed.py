@@ -1,0 +1,34 @@
+"""The last word of a host whose part of a launch has failed: a record for the front.
+
+Over SSH the shell of every host runs this when its ``megasdc.launcher.node`` has ended with another code than 0: also
+where that was killed with SIGKILL, or one of its ranks before it could leave a record of its own. Called as ``python
+-m megasdc.launcher.host_failed FOLDER CODE``, with the launch's folder of records in base64; it ends with that code.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasdc.launcher.records import write_host_failed
+
+FOLDER_VARIABLE = "MEGASDC_RECORDS"
+"""Set by the front for the runner: the launch's folder of records."""
+
+
+def words(folder: str) -> list[str]:
+    """Arguments of Python in a POSIX shell, after ``||``."""
+    return ["-m", "megasdc.launcher.host_failed", base64.urlsafe_b64encode(folder.encode()).decode(), "$?"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Leave the record; returns the code that the launcher of this host has ended with."""
+    folder, code = argv
+    write_host_failed(Path(base64.urlsafe_b64decode(folder).decode()), int(code))
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
