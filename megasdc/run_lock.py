@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -91,6 +91,11 @@ class Holder:
         """Whether it runs, seen from this process."""
         return self.is_here and start_ticks(self.pid) == self.process_start_ticks
 
+    @property
+    def may_live(self) -> bool:
+        """Whether it runs, or is on another host and was not found to be gone."""
+        return self.lives_here if self.is_here else not self.silent
+
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         launch = f"launch {self.launch_id}" if self.launch_id else "a launch"
@@ -155,6 +160,29 @@ class RunLock:
             return
         self._holder = replace(self._holder, beats=self._holder.beats + 1)
         _write(self.folder, self._holder)
+
+
+class HeldFolders:
+    """What a rank holds for its launch, from the start until its end is recorded.
+
+    Attributes:
+        folder: the launch's run folder; null: not known yet.
+        token: of the launch; null: it has not asked for its folders yet.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.token: str | None = None
+        self._locks: list[RunLock] = []
+
+    def add(self, lock: RunLock) -> None:
+        """Release it with the others."""
+        self._locks.append(lock)
+
+    def release(self) -> None:
+        """Give all back; from any thread, also twice."""
+        for lock in self._locks:
+            lock.release()
 
 
 def take(folder: Path, holder: Holder, say: Say) -> RunLock:
@@ -236,6 +264,54 @@ def check_free(folder: Path, say: Say) -> None:
     if found is not None and not found.is_here and not found.silent:
         with contextlib.suppress(OSError):
             _write(folder, replace(found, silent=True))  # so that nobody waits once more
+
+
+@contextlib.contextmanager
+def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]:
+    """Keep launches that start out of a folder for a moment in which this process writes there.
+
+    Args:
+        folder: exists.
+        token: of this process's launch, which may hold the folder; null: it holds none.
+        say: told who works there.
+
+    Yields:
+        False: another launch works there, so that nothing may be written.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with open(folder / LOCK_FILE, "a", encoding="utf-8") as file:
+        unlocked = _lock_shared(folder, file)
+        found = read_holder(folder)
+        ours = found is not None and found.token == token
+        free = ours or (unlocked and (found is None or not found.may_live))
+        if not free:
+            say(f"{folder} is in use by {found or 'a process that left no record'}: nothing is written there")
+        yield free
+
+
+def _lock_shared(folder: Path, file: IO[str]) -> bool:
+    """Ask the kernel for a lock that other ranks may have too; waits for who takes or releases it at this moment.
+
+    Returns:
+        False: a launch has it. True also where the file system has no locks.
+    """
+    end = time.monotonic() + SETTLE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = read_holder(folder)
+            if (found is not None and found.may_live) or time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in WITHOUT_FLOCK:
+                raise
+            return True
+        else:
+            return True
 
 
 def read_holder(folder: Path) -> Holder | None:

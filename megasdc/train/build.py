@@ -7,7 +7,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from megasdc.errors import StorageError
 from megasdc.events import EventLog
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.cut import Cut
+from megasdc.run_lock import HeldFolders
 from megasdc.train.build_detection import detects
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_run(
-    config: RunConfig, clock: StartClock, signals: StopSignals, held: ExitStack, cut: Cut | None = None
+    config: RunConfig, clock: StartClock, signals: StopSignals, held: HeldFolders, cut: Cut | None = None
 ) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
@@ -53,7 +53,7 @@ def build_run(
         config: the checked configuration.
         clock: told where each part of the start ends.
         signals: what this rank was sent since it started.
-        held: closed when the run has ended; gives its folders back.
+        held: told which folders this rank holds; they are released when the run has ended.
         cut: place of this rank in a launch of several replicas; null without a study.
 
     Returns:

@@ -9,14 +9,13 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megasdc.engine.engine import StepResult
 from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
-from megasdc.run_lock import LAUNCH_ID_VARIABLE, STALE_S, Holder, RunLock, join, take
+from megasdc.run_lock import LAUNCH_ID_VARIABLE, STALE_S, HeldFolders, Holder, RunLock, join, take
 from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ _calls = itertools.count()
 
 
 def hold_folders(
-    folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: ExitStack
+    folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: HeldFolders
 ) -> list[RunLock]:
     """Take the folders of a launch, or end all its ranks with one error that says who works there.
 
@@ -38,7 +37,7 @@ def hold_folders(
         rank: in the launch.
         world_size: of the launch.
         timeout_s: seconds to wait for another rank, besides the time that it may watch a lock of another host.
-        held: gives the folders back.
+        held: told what this rank holds, and for which launch.
 
     Returns:
         What this rank holds.
@@ -52,7 +51,7 @@ def hold_folders(
     store = dist.PrefixStore(f"run_lock/{next(_calls)}", store)
     wait = datetime.timedelta(seconds=timeout_s + 2 * STALE_S * len(folders))
     if rank == 0:
-        token = secrets.token_hex(8)
+        held.token = token = secrets.token_hex(8)
         locks, refusal = _try_all(folders, _holder(token), take, held)
         store.set("first", json.dumps({"token": token, "refusal": refusal}))
         refusals = [refusal, *(_get(store, f"rank_{other}", wait) for other in range(1, world_size) if not refusal)]
@@ -60,9 +59,10 @@ def hold_folders(
         store.set("verdict", verdict)
     else:
         first = json.loads(_get(store, "first", wait))
+        held.token = token = first["token"]
         locks, refusal = [], first["refusal"]
         if not refusal:
-            locks, refusal = _try_all(folders, _holder(first["token"]), join, held)
+            locks, refusal = _try_all(folders, _holder(token), join, held)
             store.set(f"rank_{rank}", refusal)
         verdict = refusal or _get(store, "verdict", wait)
     if verdict:
@@ -110,7 +110,7 @@ def _try_all(
     folders: Sequence[Path],
     holder: Holder,
     hold: Callable[[Path, Holder, Callable[[str], None]], RunLock | None],
-    held: ExitStack,
+    held: HeldFolders,
 ) -> tuple[list[RunLock], str]:
     """Hold every folder; also why not all could be, as a text for all ranks, empty if they could."""
     locks = []
@@ -118,7 +118,7 @@ def _try_all(
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             if (lock := hold(folder, holder, logger.warning)) is not None:
-                held.callback(lock.release)
+                held.add(lock)
                 locks.append(lock)
     except MegasdcError as error:
         return locks, json.dumps({"exit_code": error.exit_code, "message": str(error)})

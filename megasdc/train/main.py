@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
@@ -19,6 +18,7 @@ from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, Stor
 from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
+from megasdc.run_lock import HeldFolders, others_kept_out
 from megasdc.train.library_lines import LibraryLines
 from megasdc.train.signals import Leave, StopSignals
 
@@ -62,7 +62,14 @@ def pretrain(
     Collective: all ranks of the world.
     """
     started_at, process_started, folder = time.monotonic(), time.time(), None
-    signals = StopSignals(leave)
+    held = HeldFolders()
+
+    def leave_start(code: int, error: BaseException | None) -> None:
+        held.release()  # or a start on another host would wait for signs of life
+        assert leave is not None, "asked only where it is given"
+        leave(code, error)
+
+    signals = StopSignals(None if leave is None else leave_start)
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
     try:
@@ -70,12 +77,12 @@ def pretrain(
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         cut = cut_world(config.megasdc.study, os.environ)
         sections = (config if cut is None else replica_config(config, cut.replica)).megasdc
-        folder = Path(sections.logging.run_dir)
+        held.folder, folder = Path(config.megasdc.logging.run_dir), Path(sections.logging.run_dir)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)
-        _train(config, cut, started_at, signals)
+        _train(config, cut, started_at, signals, held)
     except Exception as error:
         known = as_known_error(error)
         if known is None:
@@ -83,19 +90,22 @@ def pretrain(
         else:
             logger.error("%s", known)
         code = 1 if known is None else known.exit_code
-        tell_failure(folder, code, known or error, process_started)
+        tell_failure(folder, code, known or error, process_started, held)
         return code, known or error
     except KeyboardInterrupt as error:  # the record of the end must still be written
         logger.error("interrupted by SIGINT; steps since the last checkpoint are lost")
         code = 128 + signal.SIGINT
-        tell_failure(folder, code, error, process_started)
+        tell_failure(folder, code, error, process_started, held)
         return code, error
     finally:
+        held.release()
         signals.close()
     return 0, None
 
 
-def tell_failure(folder: Path | None, code: int, error: BaseException, process_started: float) -> None:
+def tell_failure(
+    folder: Path | None, code: int, error: BaseException, process_started: float, held: HeldFolders
+) -> None:
     """Leave the event ``end/failed`` in the run folder, for the summary and the report of the run.
 
     Args:
@@ -103,21 +113,25 @@ def tell_failure(folder: Path | None, code: int, error: BaseException, process_s
         code: exit code of this rank.
         error: why.
         process_started: of this rank, seconds since the epoch.
+        held: what this rank holds; nothing is told in a folder in which another launch works.
     """
     if folder is None or not folder.is_dir() or isinstance(error, LaunchError):
         return  # a start that was refused is no part of the run in that folder, which may be under way
     text = str(error) or repr(error)
     try:
-        events = EventLog(folder, int(os.environ.get("RANK", "0")))
-        events.emit(
-            "end",
-            "failed",
-            exit_code=code,
-            error=type(error).__name__,
-            message=text.splitlines()[0],
-            process_started=process_started,
-        )
-        events.close()
+        with others_kept_out(held.folder or folder, held.token, logger.warning) as free:
+            if not free:
+                return
+            events = EventLog(folder, int(os.environ.get("RANK", "0")))
+            events.emit(
+                "end",
+                "failed",
+                exit_code=code,
+                error=type(error).__name__,
+                message=text.splitlines()[0],
+                process_started=process_started,
+            )
+            events.close()
     except OSError as problem:
         logger.warning("no event of the end could be written into %s: %s", folder, problem)
 
@@ -166,7 +180,7 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
     return cut
 
 
-def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals) -> None:
+def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> None:
     library = LibraryLines()
     with imports_kept(), library:
         from megasdc.parallel import groups
@@ -174,23 +188,22 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
         from megasdc.train.run import train
         from megasdc.train.startup import StartClock
 
-    with ExitStack() as held:
-        try:
-            run = build_run(config, StartClock(started_at), signals, held, cut)
-        except BaseException:
-            library.keep_on_console()
-            raise
-        library.keep_in(run.folder, run.dims.rank)
-        if run.dims.rank == 0:
-            logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
-        if signals.start is not None:
-            signals.start.close()
-        train(run)
-        if run.dims.rank == 0:
-            reason = run.stop_reason or "all steps done"
-            logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
-            run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
-        run.events.close()
+    try:
+        run = build_run(config, StartClock(started_at), signals, held, cut)
+    except BaseException:
+        library.keep_on_console()
+        raise
+    library.keep_in(run.folder, run.dims.rank)
+    if run.dims.rank == 0:
+        logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
+    if signals.start is not None:
+        signals.start.close()
+    train(run)
+    if run.dims.rank == 0:
+        reason = run.stop_reason or "all steps done"
+        logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
+        run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
+    run.events.close()
     groups.shutdown()
 
 

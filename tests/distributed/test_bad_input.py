@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness import run_distributed
 from whole_runs import events_of, prepare_text, train_run, write_config
 
 from megasdc.run_lock import Holder, read_holder, take
@@ -167,10 +170,39 @@ def test_a_run_folder_in_use(tmp_path: Path, data: Path) -> None:
         assert {code for code, _ in results} == {78}
         _matches(results, 78, rf"{folder} is in use by launch 20260102-030405-abcdef .*process {os.getpid()}, since")
         assert _content(folder) == before
+        if folder == run:  # refused before the ranks meet, and thus before they look for the lock
+            results = train_run(config, 2, f"megasdc.data.path={tmp_path / 'absent'}")
+            assert {code for code, _ in results} == {71}
+            assert _content(folder) == before
         lock.release()
     assert not list(run.glob("events/*")) and read_holder(run) is None
     assert [code for code, _ in train_run(config, 2)] == [0, 0]
     assert read_holder(run) is read_holder(elsewhere) is None
+
+
+def _stop_in_the_start(config: str, folder: str) -> None:
+    """Body of a rank: rank 1 stands still when the folder is held; rank 0, which waits for it, is asked to stop."""
+    from megasdc.train import build, main, signals
+
+    signals.STUCK_S, build_engine = 1.0, build.build_training_engine
+
+    def building(*args: Any, **kwargs: Any) -> Any:
+        assert read_holder(Path(folder)) is not None
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return build_engine(*args, **kwargs)
+
+    build.build_training_engine = building
+    code, _ = main.pretrain(config, [], (), lambda code, error: os._exit(code))
+    os._exit(code)
+
+
+def test_a_start_that_is_ended_gives_its_folder_back(tmp_path: Path, data: Path) -> None:
+    """Rank 0 is stuck with the folder in its hands; nobody on another host has to wait for its signs of life."""
+    config, run = write_config(tmp_path / "c.json", data, tmp_path / "run"), str(tmp_path / "run")
+    run_distributed(_stop_in_the_start, 2, str(config), run, init=False, expect_exit={0: 79}, timeout_s=50, grace_s=0)
+    assert read_holder(tmp_path / "run") is None
 
 
 def _content(folder: Path) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 from megasdc import run_lock
 from megasdc.errors import LaunchError
 from megasdc.experiments.runner import alone
-from megasdc.run_lock import Holder, RunLock, check_free, join, read_holder, take
+from megasdc.run_lock import Holder, RunLock, check_free, join, others_kept_out, read_holder, take
 
 HOLD = """
 import os, sys, time
@@ -197,3 +198,32 @@ def test_the_lock_of_a_sweep_is_another(tmp_path: Path, said: list[str]) -> None
     """A run that is one task of a sweep is trained in a folder that the sweep itself holds."""
     with alone(tmp_path):
         take(tmp_path, own(), said.append).release()
+
+
+def test_a_line_is_written_only_where_no_other_launch_works(tmp_path: Path, other: int, said: list[str]) -> None:
+    """Not beside a living launch, but in its own folder, and where the last launch is dead or its host was given up."""
+    with others_kept_out(tmp_path, None, said.append) as free:
+        assert not free and f"process {other}, since " in said[0]
+    with others_kept_out(tmp_path, "theirs", said.append) as free:
+        assert free, "another rank of the same launch holds it"
+    os.kill(other, signal.SIGKILL)
+    while run_lock.start_ticks(other) is not None:
+        time.sleep(0.01)
+    with others_kept_out(tmp_path, None, said.append) as free, others_kept_out(tmp_path, None, said.append) as too:
+        assert free and too, "ranks of one start write at the same time"
+    for silent in (False, True):
+        far(tmp_path, silent=silent)
+        with others_kept_out(tmp_path, None, said.append) as free:
+            assert free == silent
+
+
+def test_a_launch_waits_for_a_line_that_is_written(tmp_path: Path, said: list[str]) -> None:
+    """Who takes the folder in that moment has it as soon as the line is there."""
+    with ThreadPoolExecutor(1) as pool:
+        with others_kept_out(tmp_path, None, said.append) as free:
+            assert free
+            taking = pool.submit(take, tmp_path, own(), said.append)
+            time.sleep(0.3)
+            assert not taking.done() and read_holder(tmp_path) is None
+        taking.result(timeout=30).release()
+    assert not said

@@ -17,6 +17,7 @@ from megasdc.events import Event
 from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
 from megasdc.report.run_pages.lines import read_lines
+from megasdc.run_lock import read_holder
 from megasdc.sdc.incident import Incident, incident_from_json
 
 OnProgress = Callable[[str, int, int], None]
@@ -244,8 +245,11 @@ def _load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Inciden
 
 def _load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
     """How the last launch ended, by what its front wrote, else by what its ranks did."""
-    launches = [_ending_of(one, folder, notes) for one in sorted((folder / "done").glob("*")) if one.is_dir()]
-    endings = [one for one in launches if one is not None]
+    launches = [one for one in sorted((folder / "done").glob("*")) if one.is_dir()]
+    holder = read_holder(folder)
+    if holder is not None and holder.may_live:  # others have ended before it began, or were refused
+        launches = [one for one in launches if one.name == holder.launch_id]
+    endings = [one for one in (_ending_of(launch, folder, notes) for launch in launches) if one is not None]
     told = _told_ending(events)
     if told is not None and all(told.time > one.time for one in endings):
         return told  # the launch had no front, or that has not written yet

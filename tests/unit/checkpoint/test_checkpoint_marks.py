@@ -33,6 +33,7 @@ from megasdc.cli import app
 from megasdc.errors import CheckpointError, CorruptionError, StorageError
 from megasdc.events import EventLog, read_events
 from megasdc.report.summary import render, summarize
+from megasdc.run_lock import HeldFolders
 from megasdc.train.main import tell_failure
 
 LEADER = Place(rank=0, node="a", nodes={"a": [0, 1]}, ranks=[0, 1], save_id="x")
@@ -193,7 +194,7 @@ def test_the_summary_of_a_failed_run_tells_the_newest_verified(tmp_path: Path) -
     checkpoints = make_folder(tmp_path / "checkpoints", 5, 10, 15)
     mark_verified(checkpoints, 10, 12, LEADER)
     (tmp_path / "events").mkdir()
-    tell_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0)
+    tell_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0, HeldFolders())
     found = summarize(tmp_path)
     assert found.failure is not None and len(found.checkpoints) == 3
     assert found.failure.verified_checkpoint == str(checkpoints / "step_00000010")

@@ -26,6 +26,7 @@ from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.report.summary import Failure, RunSummary, render, summarize
+from megasdc.run_lock import HeldFolders, Holder, take
 from megasdc.train.main import pretrain, tell_failure
 
 RUN = RunSummary(
@@ -82,7 +83,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def _fails(folder: Path, error: MegasdcError, monkeypatch: pytest.MonkeyPatch, rank: int = 0, began: float = 0) -> None:
     monkeypatch.setenv("RANK", str(rank))
-    tell_failure(folder, error.exit_code, error, began)
+    tell_failure(folder, error.exit_code, error, began, HeldFolders())
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, NonFiniteError, HangError, PeerError])
@@ -178,7 +179,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, m
     assert (found.steps, found.planned_steps, found.finished, found.first_loss) == (0, None, False, None)
     said = render(found)
     assert "steps             0 of ?" in said and "exit code 72" in said and "training loss" not in said
-    tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0)
+    tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, HeldFolders())
     assert not (tmp_path / "absent").exists(), "a folder is not made to say that nothing was done there"
 
 
@@ -187,6 +188,15 @@ def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypat
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     _fails(folder, LaunchError("the folder is in use"), monkeypatch)
     assert summarize(folder).failure is None
+    lock = take(folder, Holder.this_process("first", "one"), print)
+    _fails(folder, DataError("refused before it looked for the lock"), monkeypatch)
+    (folder / "done" / "two").mkdir(parents=True)
+    said = {"exit_code": 78, "lines": ["the folder is in use"], "failed_rank": 0, "failed_host": "b"}
+    (folder / "done" / "two" / "launch.json").write_text(json.dumps(said))
+    assert summarize(folder).failure is None
+    lock.release()
+    failure = summarize(folder).failure
+    assert failure is not None and failure.exit_code == 78, "nobody works there: it is the last that is known"
 
 
 def test_a_rank_that_cannot_start_leaves_the_record_of_its_end(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from megasdc.run_lock import HeldFolders, read_holder
 from megasdc.train import hold_folder
 
 
@@ -21,9 +21,13 @@ def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
     monkeypatch.setattr(hold_folder, "_calls", itertools.repeat(0))  # both ranks are in this process
     store = dist.HashStore()
 
-    def hold(rank: int, held: ExitStack) -> int:
+    def hold(rank: int, held: HeldFolders) -> int:
         time.sleep(0.0 if rank else 1.0)
         return len(hold_folder.hold_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
 
-    with ExitStack() as held, ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(hold, (0, 1), (held, held))) == [1, 0]
+    held = [HeldFolders(), HeldFolders()]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(hold, (0, 1), held)) == [1, 0]
+    assert held[0].token == held[1].token is not None
+    held[0].release()
+    assert read_holder(tmp_path / "run") is None
