@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,13 +23,19 @@ from megasdc.parallel.meeting import meet
 from megasdc.parallel.shared_buffers import shared_buffers
 
 
-def init_process_group(timeout_s: float, store: dist.Store | None = None, run_dir: str | None = None) -> None:
+def init_process_group(
+    timeout_s: float,
+    store: dist.Store | None = None,
+    run_dir: str | None = None,
+    on_met: Callable[[], None] = lambda: None,
+) -> None:
     """Join the default process group named by the launcher's environment.
 
     Args:
         timeout_s: seconds after which a collective, or a rank that does not come, is given up.
         store: where its ranks have met; None: they meet at the launcher's port.
         run_dir: run folder as configured, which tells launches apart; None where there is none.
+        on_met: called when all ranks have come; one that leaves later without the others may leave them waiting.
 
     Raises:
         LaunchError: another launch meets at that port.
@@ -58,6 +64,11 @@ def init_process_group(timeout_s: float, store: dist.Store | None = None, run_di
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
     )
+    on_met()
+    if not on_cuda:
+        # DeepSpeed (0.19.8, csrc/cpu/comm/shm.cpp) waits for its peers' buffers without a timeout and deaf to signals:
+        # nobody begins while another rank may still leave because it has met nobody.
+        dist.barrier()
     with nullcontext() if on_cuda else shared_buffers():
         deepspeed.init_distributed(
             dist_backend=backend,

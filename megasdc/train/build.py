@@ -80,11 +80,10 @@ def build_run(
     set_threads(sections.parallel.threads)
     set_deterministic(sections.determinism)
     clock.mark("checks")
-    bridge = None if part is None else meet(part, sections.parallel.timeout_s)
+    on_met = (lambda: None) if signals.start is None else signals.start.met
+    bridge = None if part is None else meet(part, sections.parallel.timeout_s, on_met)
     if bridge is None:
-        groups.init_process_group(sections.parallel.timeout_s, run_dir=sections.logging.run_dir)
-    if signals.start is not None:
-        signals.start.met()
+        groups.init_process_group(sections.parallel.timeout_s, run_dir=sections.logging.run_dir, on_met=on_met)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)

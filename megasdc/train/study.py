@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,18 +51,19 @@ class StudyPart:
     folder: Path
 
 
-def meet(part: StudyPart, timeout_s: float) -> Bridge:
+def meet(part: StudyPart, timeout_s: float, on_met: Callable[[], None]) -> Bridge:
     """Join the replica's own process group, and the ranks of equal place in the others.
 
     Args:
         part: place of this rank.
         timeout_s: seconds after which a collective is given up.
+        on_met: called when all ranks of the replica have come.
 
     Collective: all ranks of the launch.
     """
     cut = part.cut
     store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), timeout_s)
-    groups.init_process_group(timeout_s, dist.PrefixStore(f"replica/{cut.replica}", store))
+    groups.init_process_group(timeout_s, dist.PrefixStore(f"replica/{cut.replica}", store), on_met=on_met)
     return Bridge(cut, part.section.trusted, store, timeout_s)
 
 

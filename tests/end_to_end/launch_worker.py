@@ -3,7 +3,8 @@
 ``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``sums`` (one after the other until a peer is lost,
 which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the others as PeerError), ``sleep`` (until a
 signal), ``save:S`` (the same, then for S seconds more), ``meet:RANK`` (wait for the others as training does, but that
-rank never comes), ``deaf`` (to every signal that asks), or ``environment`` (write the environment to the run folder).
+rank never comes), ``late:RANK`` (the same, but that rank lets DeepSpeed wait for seconds), ``deaf`` (to every signal
+that asks), or ``environment`` (write the environment to the run folder).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -40,8 +42,8 @@ def main(run_dir: Path) -> None:
     elif behaviour in ("sleep", "save"):
         sleep_until_signal(run_dir)
         time.sleep(float(argument or 0))
-    elif behaviour == "meet":
-        meet_others(run_dir, absent=int(argument) == RANK)
+    elif behaviour in ("meet", "late"):
+        meet_others(run_dir, int(argument) == RANK and behaviour)
     elif behaviour == "deaf":
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -80,20 +82,39 @@ def sum_until_peer_lost(run_dir: Path) -> None:
         raise PeerError(f"a collective failed: {error}") from error
 
 
-def meet_others(run_dir: Path, *, absent: bool) -> None:
-    """Wait for all ranks, of which one only says that it is there."""
+def meet_others(run_dir: Path, odd: str | bool) -> None:
+    """Wait for all ranks, of which one never comes (``meet``) or late (``late``)."""
     from megasdc.parallel import groups
+    from megasdc.parallel.shared_buffers import PREFIX
     from megasdc.train.signals import StopSignals
 
     def leave(code: int, error: BaseException | None) -> None:
         write_done(run_dir, RANK, code, error)
         os._exit(code)
 
-    StopSignals(leave)
-    (run_dir / f"meeting_{RANK}").touch()
-    if absent:
+    signals = StopSignals(leave)
+    if odd == "meet":
+        (run_dir / f"meeting_{RANK}").touch()
         time.sleep(3600)
-    groups.init_process_group(600.0)
+    come = groups.shared_buffers
+
+    def shared_buffers() -> AbstractContextManager[None]:
+        if odd == "late":
+            while not any(Path("/dev/shm").glob(f"{PREFIX}_*_{os.environ['MASTER_PORT']}_0")):
+                time.sleep(0.01)
+        (run_dir / f"meeting_{RANK}").touch()
+        if odd == "late":
+            time.sleep(4)  # all are asked to stop meanwhile
+        return come()
+
+    if os.environ["MEGASDC_TEST_BEHAVIOUR"].startswith("late"):
+        groups.shared_buffers = shared_buffers
+    else:
+        (run_dir / f"meeting_{RANK}").touch()
+    assert signals.start is not None
+    groups.init_process_group(600.0, on_met=signals.start.met)
+    while not signals.received:
+        time.sleep(0.05)
 
 
 def sleep_until_signal(run_dir: Path) -> None:
