@@ -28,7 +28,7 @@ import xxhash
 from megatron.core.datasets import helpers
 from megatron.core.datasets.utils import normalize
 
-from megasdc.data.index_cache import kept_index
+from megasdc.data.index_cache import OnDamage, kept_index, tell_nobody
 
 WINDOW_SAMPLES = 1 << 20
 """The index is built for a multiple of so many samples: 10 bytes each."""
@@ -60,6 +60,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         num_samples: length of the blend.
         vocab_size: ids that the model knows.
         cache: folder of sample indices.
+        on_damage: told of a damaged one that was built again.
 
     Attributes:
         path: all the ``.bin`` files, for messages.
@@ -68,7 +69,13 @@ class BlendedTokens(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, parts: Sequence[Part], weights: Sequence[float], num_samples: int, vocab_size: int, cache: Path
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[float],
+        num_samples: int,
+        vocab_size: int,
+        cache: Path,
+        on_damage: OnDamage = tell_nobody,
     ) -> None:
         self.parts = list(parts)
         self.weights: list[float] = normalize(list(weights))
@@ -79,6 +86,7 @@ class BlendedTokens(torch.utils.data.Dataset):
             f"blend {[(part.identity, weight) for part, weight in zip(parts, self.weights, strict=True)]}".encode()
         )
         self._cache = cache
+        self._on_damage = on_damage
         self._load_order()
 
     def _load_order(self) -> None:
@@ -86,7 +94,10 @@ class BlendedTokens(torch.utils.data.Dataset):
         # The pattern depends on nothing but weights and size, so that training and validation share it.
         name = xxhash.xxh3_64_hexdigest(f"{self.weights} {size}".encode())
         self._part_of, self._position_in_part = kept_index(
-            self._cache / f"blend-{name}", ("part", "position"), lambda: blend_order(self.weights, size)
+            self._cache / f"blend-{name}",
+            ("part", "position"),
+            lambda: blend_order(self.weights, size),
+            self._on_damage,
         )
 
     def prolong(self, num_samples: int) -> None:

@@ -29,7 +29,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megasdc.config.sections import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.blocks import BlockChecksums, CheckedReader
-from megasdc.data.index_cache import CACHE_FOLDER, kept_index
+from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, kept_index, tell_nobody
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import verify_prepared
 from megasdc.errors import DataError
@@ -45,6 +45,7 @@ def build_datasets(
     cache_dir: Path | str | None = None,
     verify_checksums: bool = False,
     manifests: list[Manifest] | None = None,
+    on_damage: OnDamage = tell_nobody,
 ) -> tuple[TokenDataset | BlendedTokens, TokenDataset | BlendedTokens | None]:
     """Build the training and the validation stream.
 
@@ -56,6 +57,7 @@ def build_datasets(
         cache_dir: where sample indices are kept; null: in the folder of prepared data, or nowhere if it is read-only.
         verify_checksums: compare every byte of all files, see `verify_prepared`.
         manifests: what `verify_data` returned for this section; null: the data are checked here.
+        on_damage: told of a damaged sample index that was built again.
 
     Returns:
         Training and validation stream; valid on every rank. Both are blended by the same weights.
@@ -70,10 +72,10 @@ def build_datasets(
     if manifests is None:
         manifests = verify_data(section, verify_checksums)
     _check_vocabulary(section, manifests, vocab_size)
-    train = _build_stream(section, manifests, vocab_size, Split.train, num_train_samples, cache_dir)
+    train = _build_stream(section, manifests, vocab_size, Split.train, num_train_samples, cache_dir, on_damage)
     if num_eval_samples == 0:
         return train, None
-    return train, _build_stream(section, manifests, vocab_size, Split.valid, num_eval_samples, cache_dir)
+    return train, _build_stream(section, manifests, vocab_size, Split.valid, num_eval_samples, cache_dir, on_damage)
 
 
 def build_split(
@@ -116,6 +118,7 @@ def _build_stream(
     split: Split,
     num_samples: int,
     cache_dir: Path | str | None,
+    on_damage: OnDamage = tell_nobody,
 ) -> TokenDataset | BlendedTokens:
     parts = [
         TokenDataset(
@@ -125,13 +128,14 @@ def _build_stream(
             num_samples,
             vocab_size,
             _cache_of(folder, cache_dir),
+            on_damage,
         )
         for folder, manifest in zip(section.folders, manifests, strict=True)
     ]
     if not section.blend:
         return parts[0]
     weights = [part.weight for part in section.blend]
-    return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir))
+    return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir), on_damage)
 
 
 def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]:
@@ -207,6 +211,7 @@ class TokenDataset(torch.utils.data.Dataset):
         num_samples: length of the stream.
         vocab_size: ids that the model knows.
         cache: folder of sample indices.
+        on_damage: told of a damaged one that was built again.
 
     Attributes:
         path: the ``.bin`` file, for messages.
@@ -214,7 +219,14 @@ class TokenDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, section: DataSection, manifest: Manifest, split: Split, num_samples: int, vocab_size: int, cache: Path
+        self,
+        section: DataSection,
+        manifest: Manifest,
+        split: Split,
+        num_samples: int,
+        vocab_size: int,
+        cache: Path,
+        on_damage: OnDamage = tell_nobody,
     ) -> None:
         self.path = Path(section.path) / f"{split.name}.bin"
         self.vocab_size = vocab_size
@@ -238,6 +250,7 @@ class TokenDataset(torch.utils.data.Dataset):
         self._seed = section.seed
         self._split = split
         self._cache = cache
+        self._on_damage = on_damage
         self._mask_end_of_document = section.mask_end_of_document
         self._adapter = _TokenizerAdapter(str(self.path), manifest, self.identity)
         self._prefix = str(self.path.with_suffix(""))
@@ -297,6 +310,7 @@ class TokenDataset(torch.utils.data.Dataset):
                 eod_mask_loss=False,
                 create_attention_mask=False,
                 index_cache=self._cache,
+                on_damage=self._on_damage,
             )
             documents = np.arange(len(self._tokens), dtype=np.int32)
             self._epochs[number] = _EpochDataset(self._tokens, self._prefix, documents, None, self._split, config)
@@ -308,6 +322,7 @@ class _EpochConfig(GPTDatasetConfig):
     """Megatron's config and our cache folder; `path_to_cache` is "", with which Megatron builds in memory."""
 
     index_cache: Path | None = None
+    on_damage: OnDamage = tell_nobody
 
 
 class _EpochDataset(GPTDataset):
@@ -315,7 +330,7 @@ class _EpochDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = self.config.index_cache / self.unique_description_hash
-        documents, samples, shuffle = kept_index(folder, _INDEX_NAMES, self._build_in_memory)
+        documents, samples, shuffle = kept_index(folder, _INDEX_NAMES, self._build_in_memory, self.config.on_damage)
         return documents, samples, shuffle
 
     def _build_in_memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

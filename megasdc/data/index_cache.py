@@ -2,11 +2,13 @@
 
 A file lock lets one process build while the others wait; one rename makes the folder appear. This needs no collective,
 works for shared and for node-local folders, and a killed process leaves no half index that a later run takes for whole.
+Every byte is compared with its checksum when an index is mapped; one that is damaged is built again.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -17,60 +19,79 @@ from pathlib import Path
 
 import numpy as np
 
-from megasdc.errors import DataError
+from megasdc.data.manifest import checksum_file
 
 logger = logging.getLogger(__name__)
 
 CACHE_FOLDER = ".index_cache"
+CHECKSUMS_FILE = "checksums.json"
+"""XXH3-64 of each array's file, by name."""
 Arrays = tuple[np.ndarray, ...]
+OnDamage = Callable[[Path, str], object]
+"""Told the folder of an index that is built again, and what was wrong with it, by the one process that does so."""
 
 
-def kept_index(folder: Path, names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays of a kept index, mapped into memory; build and keep them if they are not there.
+def tell_nobody(folder: Path, problem: str) -> None:
+    """The warning is enough."""
+
+
+def kept_index(
+    folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = tell_nobody
+) -> Arrays:
+    """Return the arrays of a kept index, mapped into memory; build and keep them if they are not there or damaged.
 
     Args:
         folder: of this index alone; its name stands for everything that the content depends on.
         names: of the arrays.
         build: makes the arrays, in the order of the names.
+        on_damage: see `OnDamage`; a warning says it too.
 
     Returns:
         The arrays. Where none can be kept, those that `build` made, with a warning.
 
-    Raises:
-        DataError: the kept index is damaged.
-
     Collective:
         None.
     """
-    if found := _load(folder, names):
-        return found
+    try:
+        if folder.is_dir():
+            return _load(folder, names)
+    except ValueError:
+        pass  # another process may be building it again at this moment
     try:
         with _locked(folder.parent / "lock") as alone:
-            if found := _load(folder, names):
-                return found
+            try:
+                if folder.is_dir():
+                    return _load(folder, names)
+            except ValueError as problem:
+                logger.warning("sample index %s is built again: %s", folder, problem)
+                on_damage(folder, str(problem))
+                shutil.rmtree(folder)
             for left in folder.parent.glob("partial-*") if alone else ():
                 shutil.rmtree(left)  # of a killed process
             _save(folder, names, build())
-    except OSError as error:
+        return _load(folder, names)
+    except (OSError, ValueError) as error:
         logger.warning("no sample index can be kept in %s (%s); it is built again in every process", folder, error)
         return build()
-    found = _load(folder, names)
-    assert found is not None, f"{folder} was just written"
-    return found
 
 
-def _load(folder: Path, names: Sequence[str]) -> Arrays | None:
-    """Map a kept index into memory; None where there is none.
+def _load(folder: Path, names: Sequence[str]) -> Arrays:
+    """Map a kept index into memory.
 
     Raises:
-        DataError: it is damaged.
+        ValueError: it is damaged, or an earlier version kept it without checksums; the message says what is wrong.
     """
-    if not folder.is_dir():
-        return None
+    paths = [folder / f"{name}.npy" for name in names]
+    if not (folder / CHECKSUMS_FILE).exists():
+        raise ValueError("an earlier version kept it without checksums")
     try:
-        return tuple(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"sample index {folder} is damaged: {error}; delete the folder, it is built again") from error
+        expected = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        for path in paths:
+            if (found := checksum_file(path)) != expected[path.name]:
+                raise ValueError(f"{path.name} has checksum {found}, expected {expected[path.name]}")
+        return tuple(np.load(path, mmap_mode="r") for path in paths)
+    except (OSError, EOFError, KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
@@ -82,6 +103,8 @@ def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
+        checksums = {path.name: checksum_file(path) for path in partial.iterdir()}
+        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp makes it private; other users may train on the same data
         os.rename(partial, folder)
     except OSError:

@@ -41,7 +41,7 @@ def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
         return None
     return (
         f"{folder} was prepared by a version that kept no checksums of blocks nor of the manifest: the tokens that are "
-        f"trained on are not checked; `{ADD_CHECKSUMS} {folder}` checks every byte once and adds them"
+        f"used are not checked; `{ADD_CHECKSUMS} {folder}` checks every byte once and adds them"
     )
 
 

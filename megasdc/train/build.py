@@ -95,7 +95,7 @@ def build_run(
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=versions)
         _tell_unchecked(sections.data, manifests, events)
     engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size, clock)
-    loader, eval_loader = _build_loaders(config, layout, dims, manifests)
+    loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
     run, kept = _assemble(config, folder, engine, loader, events, split)
@@ -167,7 +167,7 @@ def _assemble(
 
 
 def _build_loaders(
-    config: RunConfig, layout: Layout, dims: ParallelDims, manifests: list[Manifest]
+    config: RunConfig, layout: Layout, dims: ParallelDims, manifests: list[Manifest], events: EventLog
 ) -> tuple[MicroBatchLoader, EvalLoader | None]:
     sections = config.megasdc
     eval_samples = sections.training.eval_samples if sections.training.eval_interval else 0
@@ -177,6 +177,7 @@ def _build_loaders(
         sections.training.steps * layout.train_batch_size,
         eval_samples,
         manifests=manifests,
+        on_damage=lambda folder, problem: events.emit("data", "index_rebuilt", folder=str(folder), problem=problem),
     )
     epoch = train.samples_per_epoch if isinstance(train, TokenDataset) else None
     loader = MicroBatchLoader(train, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)

@@ -21,6 +21,7 @@ from megasdc.data.dataset import TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.tokenizer import Tokenizer
+from megasdc.data.verify import unchecked
 from megasdc.errors import ConfigError, DataError
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
@@ -173,7 +174,7 @@ def evaluate_weights(
         tokens=round(tokens),
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        notes=_notes(weights, split, wanted, stream),
+        notes=[*_unchecked(sections.data), *_notes(weights, split, wanted, stream)],
     )
 
 
@@ -305,6 +306,11 @@ def _check_data(weights: WeightSource, section: DataSection) -> None:
                 f"the data {folder} of {weights.path} are not there; name them with --set megasdc.data.path=DIR, or "
                 "start in the folder that the run was started in"
             )
+
+
+def _unchecked(section: DataSection) -> list[str]:
+    found = (unchecked(folder, Manifest.load(folder)) for folder in section.folders)
+    return [text for text in found if text is not None]
 
 
 def _notes(weights: WeightSource, split: str, wanted: int, stream: TokenDataset | BlendedTokens) -> list[str]:

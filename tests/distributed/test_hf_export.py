@@ -452,6 +452,22 @@ def test_eval_on_data_of_another_tokenizer_is_refused(tmp_path: Path, trained: T
         evaluate_weights(folder, overrides=[f"megasdc.data.path={other}"])
 
 
+def test_eval_tells_what_is_not_checked(tmp_path: Path, trained: Trained, data: Path) -> None:
+    """Data of the version before, which kept no checksums of blocks: the result says so, with the remedy."""
+    from megasdc.train.inference import evaluate_weights
+
+    earlier = Path(shutil.copytree(data, tmp_path / "earlier", ignore=shutil.ignore_patterns("*.checksums")))
+    content = json.loads((earlier / "manifest.json").read_text())
+    files = {name: one for name, one in content.pop("files").items() if not name.endswith(".checksums")}
+    kept = {name: value for name, value in content.items() if name not in ("checksum", "block_bytes")}
+    (earlier / "manifest.json").write_text(json.dumps({**kept, "files": files, "format_version": 1}))
+    folder = str(trained("gpt", (1, 1, 1)) / "checkpoints")
+    now, before = (evaluate_weights(folder, overrides=[f"megasdc.data.path={path}"]) for path in (data, earlier))
+    assert before.loss == now.loss and not now.notes
+    (note,) = before.notes
+    assert f"megasdc verify-data --add-checksums {earlier}" in note
+
+
 def test_an_evaluation_uses_no_sample_twice(trained: Trained, data: Path) -> None:
     """More samples than a split holds: all once, and the result says so; overrides without effect are refused."""
     from megasdc.train.inference import evaluate_weights

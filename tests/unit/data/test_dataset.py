@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import shutil
 from pathlib import Path
 
@@ -79,17 +80,44 @@ def test_end_of_document_targets_are_masked(tmp_path, prepared):
     assert hits > 0
 
 
-def test_cache_is_used_and_damage_is_named(tmp_path, prepared, monkeypatch):
-    """The second build reads the kept index; one that was torn is refused with its folder named."""
+def test_the_kept_index_is_used(tmp_path, prepared, monkeypatch):
+    """The second build reads it and builds none."""
     first, _ = build(prepared, tmp_path)
     (tmp_path / "partial-left-by-a-kill").mkdir()
     monkeypatch.setattr("megasdc.data.dataset._EpochDataset._build_in_memory", None)
     second, _ = build(prepared, tmp_path)
     assert torch.equal(everything(first, 20), everything(second, 20))
-    for path in tmp_path.glob("*/shuffle_index.npy"):
-        path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"sample index .* is damaged.*delete the folder"):
-        build(prepared, tmp_path)
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("shuffle_index.npy", _flip, r"shuffle_index\.npy has checksum \w+, expected \w+"),
+        ("sample_index.npy", lambda path: path.write_bytes(path.read_bytes()[:-4]), r"sample_index\.npy has checksum"),
+        ("document_index.npy", Path.unlink, r"FileNotFoundError.*document_index\.npy"),
+        ("checksums.json", _flip, r"index\.npy has checksum"),
+        ("checksums.json", Path.unlink, "an earlier version kept it without checksums"),
+    ],
+    ids=["flipped", "torn", "missing", "checksums", "earlier_version"],
+)
+def test_a_damaged_index_is_built_again(tmp_path, prepared, caplog, name, damage, problem):
+    """One flipped bit too; it is told once, by the process that does so, and the samples are the same."""
+    told = []
+    used = (prepared, 640, 100, 0, tmp_path, False, None, lambda *what: told.append(what))
+    first = everything(build_datasets(*used)[0], 20)
+    (path,) = tmp_path.glob(f"*/{name}")
+    damage(path)
+    for _ in range(2):
+        assert torch.equal(first, everything(build_datasets(*used)[0], 20))
+    ((folder, said),) = told
+    assert folder == path.parent and re.search(problem, said)
+    assert caplog.text.count("is built again: ") == 1
 
 
 def test_cache_that_cannot_be_written(tmp_path, prepared, caplog):
