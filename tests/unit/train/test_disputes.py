@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hand_made import write_checkpoint
 
-from megasdc.addresses import PARAMETER, Address
+from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.config import parse_config
 from megasdc.errors import CorruptionError
@@ -23,6 +23,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.trace import Trace
 from megasdc.train.disputes import Disputes
+from megasdc.train.golden_check import GoldenAnswer, compare_run, judge_replicas
 from megasdc.train.incidents import Incidents
 from megasdc.train.run import Run
 
@@ -186,6 +187,47 @@ def test_a_device_found_before_is_intermittent(
         assert [one for one, _ in verdicts(tmp_path / name)] == ["intermittent" if name == "same" else "not_reproduced"]
     assert [one.fields for one in read_events(tmp_path / "before", name="earlier_not_known")] == [{"ranks": [0]}]
     assert "ranks [0] were found wrong before" in caplog.text
+
+
+def golden_answer(*computed: int) -> GoldenAnswer:
+    """What follows from runs of one rank of a golden workload with one result, which is to be 1."""
+    dims, address = ParallelDims(1, 1, 1, 0), Address(1, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")
+    runs = [compare_run(Trace([address], [1]), Trace([address], [value]), dims) for value in computed]
+    return GoldenAnswer([runs], 1, [judge_replicas([one.finding], dims) for one in runs], 0.0)
+
+
+def test_the_golden_trace_is_asked_with_what_was_found_before(group: None, tmp_path: Path) -> None:
+    """A rank that is right when it computes again, on a device that was wrong once, is intermittent."""
+    disputes, _ = started(tmp_path, intermittent="warn", not_reproduced="warn")
+    disputes._golden = SimpleNamespace(ask=lambda step, repeats: golden_answer(2, 1, 1))  # type: ignore[assignment]
+    disputes.check_golden(STEP)
+    disputes.check_golden(STEP)
+    assert [one for one, _ in verdicts(tmp_path)] == ["not_reproduced", "intermittent"]
+
+
+class Asked(Exception):
+    """With what was asked."""
+
+
+def test_an_audit_is_settled_with_what_was_found_before(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes that differ are ruled with the ranks whose devices are known."""
+
+    def ask(ballot: Any, repeats: Any, golden: Any, earlier: Any) -> None:
+        raise Asked(earlier)
+
+    disputes, run = started(tmp_path, intermittent="warn")
+    monkeypatch.setattr("megasdc.train.disputes.settle", ask)
+    monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
+    seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
+    evidence: Any = SimpleNamespace(parameters=Trace(), audited=seen)
+    agreed = Agreed(((), ((0, 0),)), ((),), (False,))
+    for known in (set(), {0}):
+        with pytest.raises(Asked) as asked:
+            disputes.settle(run.engine, evidence, agreed, lambda *_: (seen, None), repaired=False)
+        assert asked.value.args == (known,)
+        settle(disputes, run)
 
 
 def test_findings_are_events(group: None, tmp_path: Path) -> None:
