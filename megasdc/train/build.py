@@ -35,7 +35,7 @@ from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.faults import build_injector, build_process_faults
 from megasdc.train.hold_folder import hold_folders
-from megasdc.train.run import Run
+from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock
@@ -122,8 +122,12 @@ def build_run(
 
 
 def _load_hooks(run: Run, states: dict[str, Any]) -> None:
-    """Give hooks their states back; what nobody takes up, because a section was turned off or renamed, is told."""
+    """Give hooks their states back.
+
+    What nobody takes up is told, and who finds nothing: a section was turned off or on, or a hook has another name.
+    """
     left = {name: state for name, state in states.items() if state}
+    stateful = {type(hook).__name__ for hook in run.hooks if type(hook).state_dict is not StepHook.state_dict}
     for hook in run.hooks:
         if state := left.pop(type(hook).__name__, None):
             hook.load_state_dict(state)
@@ -135,6 +139,10 @@ def _load_hooks(run: Run, states: dict[str, Any]) -> None:
             names,
         )
         run.events.emit("resume", "hook_states_unused", step=run.step, hooks=sorted(left))
+    new = sorted(stateful - states.keys()) if states else []
+    if new and run.dims.rank == 0:
+        logger.warning("the checkpoint holds no states of %s, which begin as in a new run", ", ".join(new))
+        run.events.emit("resume", "hook_states_missing", step=run.step, hooks=new)
 
 
 def _assemble(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-from megasdc.train.changed_settings import rescale
+from megasdc.config import parse_config
+from megasdc.config.changes import Change
+from megasdc.train.changed_settings import ChangedSettings, rescale
 
 
 def _scaler(static: float = 0.0, **settings: Any) -> Any:
@@ -36,3 +39,30 @@ def test_a_fixed_scale_takes_the_place_of_a_dynamic_one_and_back() -> None:
     assert optimizer.loss_scaler.loss_scale == 64.0
     rescale(optimizer, _scaler())
     assert (optimizer.loss_scaler.loss_scale, optimizer.dynamic_loss_scale) == (2.0**16, True)
+
+
+CHOSEN = {"tau_s": 0.5, "tuned_at": 5, "chosen": {"curve": 1}, "totals": [3, 8]}
+
+
+@pytest.mark.parametrize(
+    ("path", "anew"),
+    [
+        ("megasdc.drop_compute.window_steps", True),
+        ("megasdc.drop_compute.threshold", True),
+        ("gradient_accumulation_steps", True),
+        ("megasdc.drop_compute.record_times", False),
+        ("megasdc.drop_compute.check_agreement", False),
+        ("optimizer.params.lr", False),
+    ],
+)
+def test_a_threshold_that_was_chosen_under_other_settings_is_chosen_anew(path: str, anew: bool) -> None:
+    """What it was chosen by has changed; counts go on, and so do the states of other hooks."""
+    optimizer = SimpleNamespace(param_groups=[], clip_grad=0.0)
+    engine: Any = SimpleNamespace(dims=SimpleNamespace(data=1), optimizer=optimizer)
+    sections = {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": "x"}}
+    changed = ChangedSettings(engine, parse_config({"megasdc": sections}), None)
+    changed.changes = [Change(path, 1, 2, "applied")]
+    states = {"DropCompute": CHOSEN, "Reporter": {"a": 1}}
+    unmeasured = {"tau_s": None, "tuned_at": None, "chosen": None, "totals": [3, 8]}
+    assert changed.hook_states(states) == {**states, "DropCompute": unmeasured if anew else CHOSEN}
+    assert changed.hook_states({"Reporter": {"a": 1}}) == {"Reporter": {"a": 1}}

@@ -24,13 +24,18 @@ class Counting(StepHook):
 
     loaded: Any = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state
 
 
 @pytest.fixture
 def run(tmp_path: Any) -> Any:
-    return SimpleNamespace(hooks=[Counting()], dims=SimpleNamespace(rank=0), step=7, events=EventLog(tmp_path, 0))
+    return SimpleNamespace(
+        hooks=[Counting(), StepHook()], dims=SimpleNamespace(rank=0), step=7, events=EventLog(tmp_path, 0)
+    )
 
 
 def test_states_that_no_hook_takes_up_are_told(run: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -41,6 +46,22 @@ def test_states_that_no_hook_takes_up_are_told(run: Any, tmp_path: Any, caplog: 
     assert "states of Removed, which this run does not have" in caplog.text
     (event,) = read_events(tmp_path, kind="resume", name="hook_states_unused")
     assert (event.step, event.fields["hooks"]) == (7, ["Removed"])
+
+
+def test_a_hook_with_another_name_begins_anew_and_is_told(
+    run: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its state is under its old name: both are named; one whose state was empty has lost nothing."""
+    logging.getLogger("megasdc").propagate = True
+    _load_hooks(run, {"Counted": {"a": 1}})
+    assert run.hooks[0].loaded is None
+    assert "no states of Counting, which begin as in a new run" in caplog.text
+    (missing,) = read_events(tmp_path, kind="resume", name="hook_states_missing")
+    (unused,) = read_events(tmp_path, kind="resume", name="hook_states_unused")
+    assert (missing.step, missing.fields["hooks"], unused.fields["hooks"]) == (7, ["Counting"], ["Counted"])
+    caplog.clear()
+    _load_hooks(run, {"Counting": {}})
+    assert not caplog.text
 
 
 def test_nothing_is_told_where_all_is_taken_up(run: Any, tmp_path: Any) -> None:
