@@ -8,29 +8,33 @@ of replicas cannot: a fault that all of them have in common.
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from megasdc.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.config import parse_config
 from megasdc.engine.observer import Listener
+from megasdc.errors import TraceError
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.golden import load_golden, load_header
+from megasdc.sdc.golden import Golden, load_golden, load_header
 from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, RankVerdict, judge, trace_gaps
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.train.golden_key import compare_key
 from megasdc.train.workload import Workload
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -164,11 +168,12 @@ class GoldenCheck:
         """Why ranks cannot be compared with the trace, a reason a rank; empty: all can.
 
         Raises:
-            TraceError: the file is missing or damaged.
+            TraceError: the file is missing or damaged where some rank reads it; on all ranks.
 
         Collective: all ranks of the world.
         """
-        return [reason for reason in gather_objects(unfit_for(self.path, self._dims), self._group) if reason]
+        own = self._read_together(lambda: unfit_for(self.path, self._dims))
+        return [reason for reason in gather_objects(own, self._group) if reason]
 
     def ask(self, step: int, repeats: int = 0) -> GoldenAnswer:
         """Compute the workload once, and where a rank differs ``repeats`` times more.
@@ -177,12 +182,15 @@ class GoldenCheck:
             step: of the run; what harms results on purpose is shown them as results of this step.
             repeats: further times.
 
+        Raises:
+            TraceError: the file is missing or damaged where some rank reads it; on all ranks.
+
         Collective: all ranks of the world.
         Sync: waits for the device. Needs memory for a second model with its optimizer, which is given back unless
         it is kept.
         """
         start = time.perf_counter()
-        beside = self._kept or _Beside(self.path, self._dims)
+        beside = self._kept or _Beside(self._read_together(lambda: _own_part(self.path, self._dims)), self._dims)
         self._kept = beside if self._keep else None
         before = [_at_step(listener, step) for listener in self._before]
         runs = self._gather(beside, before)
@@ -200,8 +208,28 @@ class GoldenCheck:
             gc.collect()  # a model refers to itself, and a run may collect no garbage for long
         return GoldenAnswer(runs, cases, judged, time.perf_counter() - start)
 
+    def _read_together(self, read: Callable[[], _T]) -> _T:
+        """Read the file, of which each host may have its own; a rank that cannot leaves no other waiting for it."""
+        found, problem = None, None
+        try:
+            found = read()
+        except TraceError as error:
+            problem = f"rank {self._dims.rank} on {socket.gethostname()}: {error}"
+        if problems := [one for one in gather_objects(problem, self._group) if one is not None]:
+            raise TraceError(f"{problems[0]}; {len(problems)} of {self._dims.world_size} ranks cannot read it")
+        return cast(_T, found)
+
     def _gather(self, beside: _Beside, before: Sequence[Listener]) -> list[list[GoldenRun]]:
         return gather_objects(beside.run(before), self._group)
+
+
+def _golden_rank(layout: ParallelDims, dims: ParallelDims) -> int:
+    """The rank that computed, in the first replica of those that recorded, what this one does."""
+    return dims.tp_rank + layout.tensor * layout.data * dims.pp_rank
+
+
+def _own_part(path: Path, dims: ParallelDims) -> Golden:
+    return load_golden(path, _golden_rank(ParallelDims(**load_header(path)["layout"]), dims))
 
 
 class _Beside:
@@ -210,11 +238,10 @@ class _Beside:
     Collective: all ranks of the world, ``run`` too.
     """
 
-    def __init__(self, path: Path, dims: ParallelDims) -> None:
+    def __init__(self, golden: Golden, dims: ParallelDims) -> None:
         self._dims = dims
-        layout = ParallelDims(**load_header(path)["layout"])
-        self._rank = dims.tp_rank + layout.tensor * layout.data * dims.pp_rank
-        self._golden = load_golden(path, self._rank)
+        self._golden, layout = golden, golden.layout
+        self._rank = _golden_rank(layout, dims)
         self.cases = len(self._golden.cases)
         config = parse_config(self._golden.config)
         recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))

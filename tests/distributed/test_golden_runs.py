@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
+from harness import run_distributed
+from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.config import load_config
 from megasdc.golden.record import record
 from megasdc.sdc.incident import Incident, incident_from_json
+from megasdc.train.golden_check import GoldenAnswer, GoldenCheck
 
 pytestmark = pytest.mark.distributed
 
@@ -126,3 +129,33 @@ def test_nobody_is_named_where_the_golden_workload_does_not_show_the_fault(folde
     found = _incident(folder / "silent")
     assert not found.flagged and [one.rank for one in found.disputed] == [1, 0, 2]
     assert [one.got for one in found.disputed].count(found.disputed[1].got) == 2
+
+
+def _without_the_file(config: str, when: str) -> tuple[int, str | None]:
+    """A rank; the second one leaves the folder in which the file is, before the start or before the first check."""
+    ask = GoldenCheck.ask
+
+    def asked(self: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
+        _leave_the_folder()
+        return ask(self, step, repeats)
+
+    os.chdir(Path(config).parent)
+    if when == "later":
+        GoldenCheck.ask = asked  # type: ignore[method-assign]
+    else:
+        _leave_the_folder()
+    return pretrain_rank(config, [])
+
+
+def _leave_the_folder() -> None:
+    if os.environ["RANK"] == "1":
+        os.chdir("/")
+
+
+@pytest.mark.parametrize("when", ["start", "later"])
+def test_a_file_that_one_rank_cannot_read_ends_all(folder: Path, when: str) -> None:
+    """With node-local files one may be missing: every rank ends with 80 and which rank cannot read it; none hangs."""
+    sdc = {"golden": "good", "golden_at_start": False, "golden_interval": 2}
+    results = run_distributed(_without_the_file, 2, str(_write(folder, f"missing_{when}", 2, sdc)), when, init=False)
+    assert [code for code, _ in results] == [80, 80], results
+    assert all("rank 1 on " in text and "good does not exist" in text and "1 of 2 ranks" in text for _, text in results)
