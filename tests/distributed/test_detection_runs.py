@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
+from whole_runs import events_of, failure_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.marks import find_corruption, find_standing, list_verified
 from megasdc.config import load_config
 from megasdc.golden.record import record
+from megasdc.report.summary import summarize
 from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
@@ -95,11 +96,22 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert "incident_step_00000004.html" in str(find_corruption(tmp_path / "run" / "checkpoints"))
     page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
     assert "rank 2 on host" in page and named.first.fqn in page
+    failed = failure_of(tmp_path / "run")
+    assert (failed.exit_code, failed.verdict) == (73, "persistent")
+    assert failed.incident == str(tmp_path / "run" / "reports" / "incident_step_00000004.html")
+    assert (
+        len(failed.suspects) == 1
+        and failed.suspects[0].startswith(f"rank 2 on {failed.host} (")
+        and failed.verified_checkpoint is None
+    )
     # The next start takes only what an audit has verified, and there is nothing: step 3 came after the audit of step 2.
     results = train_run(_write(tmp_path, data, "run", 3), 3)
     assert [code for code, _ in results] == [72, 72, 72]
+    failed = failure_of(tmp_path / "run")
+    assert (failed.exit_code, failed.verdict, failed.incident) == (72, None, None), "of this start, not of the last"
     results = train_run(_write(tmp_path, data, "run", 3, checkpoint__require_verified="never"), 3)
     assert [code for code, _ in results] == [0, 0, 0], results
+    assert summarize(tmp_path / "run").failure is None
 
 
 def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path) -> None:

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from harness import run_distributed
-from whole_runs import events_of, leave_with_the_code, prepare_text, pretrain_rank, state_of, train_run, write_config
+from whole_runs import (
+    events_of,
+    failure_of,
+    leave_with_the_code,
+    prepare_text,
+    pretrain_rank,
+    state_of,
+    train_run,
+    write_config,
+)
 
 from megasdc.data.dataset import TokenDataset
 from megasdc.dropcompute.decisions import ClockDecisions
@@ -65,6 +74,7 @@ def test_the_rank_that_decides_dies(tmp_path: Path, data: Path, tensor: int, pip
     config = _config(tmp_path, data, drop_compute=ASKED, **options)
     ends = {0: -signal.SIGKILL, **dict.fromkeys(range(1, ranks), PEER)}
     run_distributed(_fail_deciding, ranks, str(config), signal.SIGKILL, init=False, expect_exit=ends, timeout_s=50)
+    assert failure_of(tmp_path / "run").exit_code == PEER, "the rank that was killed could tell nothing"
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
@@ -76,6 +86,8 @@ def test_the_rank_that_decides_stands_still(tmp_path: Path, data: Path, tensor: 
     run_distributed(
         _fail_deciding, 2, str(config), signal.SIGSTOP, init=False, expect_exit=ends, timeout_s=50, grace_s=0
     )
+    failed = failure_of(tmp_path / "run")
+    assert (failed.exit_code, failed.rank) == (HANG, 1) and "parallel.timeout_s" in failed.text
 
 
 # --- a replica that is always late ------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, prepare_text, train_run, write_config
+from whole_runs import events_of, failure_of, prepare_text, train_run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -105,6 +106,12 @@ def test_a_wrong_parameter_is_told_from_a_wrong_computation(tmp_path: Path, data
     )
     ((code, message),) = train_run(config, 1)
     assert code == 74
+    failed = failure_of(tmp_path / "run")
+    assert (failed.exit_code, failed.rank, failed.incident, failed.verified_checkpoint) == (74, 0, None, None)
+    (suspect,) = failed.suspects
+    assert re.fullmatch(
+        r"rank 0 on .*: NaN in the forward of 3\.layer\.mlp\.linear_fc1, step \d+, micro-batch \d", suspect
+    )
     assert "forward of 3.layer.mlp.linear_fc1" in message
     first = events_of(tmp_path / "run", "nonfinite", "first")[0]
     assert first["fqn"] == "3.layer.mlp.linear_fc1"

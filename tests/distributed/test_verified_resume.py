@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_model import Run
 from harness import run_distributed
-from whole_runs import events_of, prepare_text, pretrain_rank, state_of, train_run, write_config
+from whole_runs import events_of, failure_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.checkpoint import aside
 from megasdc.checkpoint.aside import leave_behind
@@ -243,6 +243,11 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
     refused = train_run(config, 2)
     assert [code for code, _ in refused] == [72, 72]
     assert "corruption was found in step 6" in str(refused[0][1])
+    failed = failure_of(tmp_path / "run")
+    assert (failed.exit_code, failed.verified_checkpoint) == (
+        72,
+        None,
+    ) and "corruption was found in step 6" in failed.text
     assert list_steps(folder) == [2, 4, 5]
     mark_verified(folder, 2, 3, leader)
     assert [code for code, _ in train_run(config, 2)] == [0, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 import sysconfig
 from pathlib import Path
@@ -101,6 +102,18 @@ def state_of(checkpoint: Path) -> dict[str, str]:
     for path in sorted(checkpoint.glob("*.pt")):
         _walk(path.name, torch.load(path, map_location="cpu", weights_only=False), digests)
     return {name: value for name, value in digests.items() if "ds_config" not in name and "ds_version" not in name}
+
+
+def failure_of(run_dir: Path) -> Any:
+    """What ``megasdc summary`` says of how the last start failed; the host is this one."""
+    from megasdc.report.summary import render, summarize
+
+    summary = summarize(run_dir)
+    found = summary.failure
+    assert found is not None and found.host == socket.gethostname()
+    text = render(summary)
+    assert f"ended with        exit code {found.exit_code}: " in text and f"because           {found.text}" in text
+    return found
 
 
 def _walk(name: str, value: Any, digests: dict[str, str]) -> None:
