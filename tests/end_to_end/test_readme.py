@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import os
 import re
@@ -23,28 +25,29 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = {"tools/compare_checkpoints.py": checkpoint_command.app, "tools/compare_traces.py": trace_command.app}
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(2400)]
 
+HOSTS, DROPS, PAGE = "tests/end_to_end", "tests/distributed/test_bench_dropcompute.py", "tests/unit/report"
+DIGESTS = "tests/unit/checkpoint/test_digests.py"
+TRAVEL = f"{DIGESTS}::test_blocks_that_travel_give_the_answer_of_elements"
 RUN_ELSEWHERE = {
-    "bash launch/quickstart.sh": (".ci/run", "bash launch/quickstart.sh"),
-    "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
-    "megasdc launch --hostfile": ("tests/end_to_end/test_launch.py", "--hostfile"),
-    "launch/compare_nodes.sh": ("tests/end_to_end/test_compare_nodes.py", "compare_nodes.sh"),
-    "deepspeed --hostfile hosts launch/golden_verify.py": (
-        "tests/end_to_end/test_golden_launch.py",
-        "golden_verify.py",
-    ),
-    "megasdc stress --hostfile": ("tests/end_to_end/test_stress_hosts.py", "--hostfile"),
-    "kill -USR2": ("tests/distributed/test_detection_runs.py", "SIGUSR2"),
-    "for n in 2 4 8; do megasdc bench drop-speedup": ("tests/distributed/test_bench_dropcompute.py", "speedup"),
-    "megasdc bench drop-training": ("tests/distributed/test_bench_dropcompute.py", "training"),
-    "megasdc report scaling.json": ("tests/unit/report/test_drop_report.py", "drop_scaling"),
-    "python tools/compare_checkpoints.py node1.manifest": ("tests/unit/checkpoint/test_digests.py", ".manifest"),
-    "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000800 node2.manifest": (
-        "tests/unit/checkpoint/test_digests.py",
-        "--extract",
-    ),
-    "python tools/compare_checkpoints.py blocks/": ("tests/unit/checkpoint/test_digests.py", "extract"),
+    "bash launch/quickstart.sh": ".ci/run",
+    "bash tests/run.sh": ".ci/run",
+    "megasdc launch --hostfile": f"{HOSTS}/test_launch.py::test_success_needs_and_finds_every_record",
+    "launch/compare_nodes.sh": f"{HOSTS}/test_compare_nodes.py::test_the_odd_host_is_named_and_a_dead_one_too",
+    "deepspeed --hostfile hosts launch/golden_verify.py": f"{HOSTS}/test_golden_launch.py::test_two_hosts_are_healthy",
+    "megasdc stress --hostfile hosts --minutes": f"{HOSTS}/test_stress_hosts.py::test_a_healthy_pair_passes",
+    "megasdc stress --hostfile hosts --drill": f"{HOSTS}/test_stress_hosts.py::test_the_harmed_host_is_named",
+    "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
+    "for n in 2 4 8; do megasdc bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
+    "megasdc bench drop-training": f"{DROPS}::test_a_sample_of_training",
+    "megasdc report scaling.json": f"{PAGE}/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
+    "python tools/compare_checkpoints.py node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
+    "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000800 node2.manifest": TRAVEL,
+    "python tools/compare_checkpoints.py blocks/": TRAVEL,
 }
-"""Commands that need other hosts, hours or files of the reader's own, and the test that runs each."""
+"""Commands that need other hosts, hours or files of the reader's own, and the test or the script that runs each."""
+
+WRITTEN_THERE = {"--minutes": "--rounds", "-USR2": "SIGUSR2"}
+"""Words of such a command that its test writes otherwise."""
 
 SHORTER = (
     (r"--minutes \d+", "--minutes 0.3"),
@@ -130,11 +133,52 @@ def _parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("start", "place"), RUN_ELSEWHERE.items(), ids=list(RUN_ELSEWHERE))
-def test_what_runs_elsewhere_does(start: str, place: tuple[str, str]) -> None:
-    """A command that no test here runs stands in the README, and in the file that is named for it."""
-    assert any(command.startswith(start) for block in BLOCKS for command in block.commands)
-    file, text = place
-    assert text in (ROOT / file).read_text(encoding="utf-8")
+def test_what_runs_elsewhere_does(start: str, place: str) -> None:
+    """The README has the command; the test that is named for it passes its subcommand, script and options."""
+    commands = [command for block in BLOCKS for command in block.commands if command.startswith(start)]
+    assert commands
+    file, _, test = place.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for command in commands:
+        if test:
+            assert not telling_words(command) - words_of_test(text, test), command
+        else:
+            assert command in text.splitlines()
+
+
+def telling_words(command: str) -> set[str]:
+    """Subcommands, the script's name and options of a command, as a test writes them."""
+    words = shlex.split(command.rpartition("; do ")[2].removesuffix("; done"))
+    found = {word.partition("=")[0] for word in words[1:] if word.startswith("-")}
+    found |= {Path(word).name for word in words if word.endswith((".sh", ".py")) and word not in TOOLS}
+    if words[0] == "megasdc":
+        found |= set(itertools.takewhile(re.compile(r"[a-z]+(-[a-z]+)*").fullmatch, words[1:3]))
+    return {WRITTEN_THERE.get(word, word) for word in found}
+
+
+def words_of_test(text: str, test: str) -> set[str]:
+    """Words in the strings of a test, and names of attributes; of all in its file that it uses, too."""
+    defined: dict[str, ast.stmt] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            defined[node.targets[0].id] = node
+    assert test in defined, f"there is no {test}"
+    words, todo, seen = set[str](), [test], set[str]()
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in defined:
+            continue
+        seen.add(name)
+        for part in ast.walk(defined[name]):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                words |= set(part.value.split())
+            elif isinstance(part, ast.Attribute):
+                words.add(part.attr)
+            elif isinstance(part, ast.Name | ast.arg):
+                todo.append(part.id if isinstance(part, ast.Name) else part.arg)
+    return words
 
 
 def make_sandbox(folder: Path) -> Path:

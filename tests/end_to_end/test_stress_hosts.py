@@ -81,7 +81,8 @@ def test_a_healthy_pair_passes(cluster: Cluster, tmp_path: Path) -> None:
     recording = start(cluster, tmp_path, "--rounds", "1", "--record", "--golden", "golden")
     assert recording.wait(300) == 0
     assert sorted(file.suffix for file in (tmp_path / "golden").iterdir()) == [".golden", ".json"]
-    code, said = stress(cluster, tmp_path, "--rounds", "1", "--golden", "golden")
+    code, said = stress(cluster, tmp_path, "--rounds", "1", "--golden", "golden", "--out", "stress.json")
+    assert json.loads((tmp_path / "stress.json").read_text()) == said
     assert (code, said["counts"]["healthy"]) == (0, 2)
     assert [host["rests_on"]["gemm"] for host in said["hosts"]] == ["golden values"] * 2
     assert [host["rests_on"]["training"] for host in said["hosts"]] == ["golden values"] * 2
