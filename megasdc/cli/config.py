@@ -11,6 +11,7 @@ import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option
 from megasdc.errors import ConfigError, DataError
+from megasdc.program import write_whole
 
 
 @app.command("check-config", epilog="Example: megasdc check-config configs/smoke.json --world-size 2")
@@ -91,15 +92,18 @@ def config_table(
     ] = None,
 ) -> None:
     """Print the markdown table of every configuration field, or keep the one in a file up to date."""
-    from megasdc.config.table import render_table, update_readme
+    from megasdc.config.table import render_table, with_table
 
     if write is None and check is None:
         typer.echo(render_table(), nl=False)
         return
     try:
         if write is not None:
-            typer.echo(f"{write}: {'was up to date' if update_readme(write) else 'table written'}")
-        if check is not None and not update_readme(check, check=True):
+            text, fresh = with_table(write)
+            if text != fresh:
+                write_whole(write, fresh)
+            typer.echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
+        if check is not None and len(set(with_table(check))) > 1:
             typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
             raise typer.Exit(1)
     except ValueError as error:

@@ -150,26 +150,18 @@ def _deepspeed_lines() -> Iterator[str]:
             yield f"| {kind} | {', '.join(f'`{name}`' for name in names)} |"
 
 
-def update_readme(path: Path | str, check: bool = False) -> bool:
-    """Put the current table between the two markers of a markdown file.
+def with_table(path: Path) -> tuple[str, str]:
+    """What a markdown file holds, and the same with the current table between its two markers.
 
     Args:
         path: the file; it must hold the lines `<!-- config-table:begin -->` and `<!-- config-table:end -->`.
-        check: compare only, write nothing.
-
-    Returns:
-        Whether the file was up to date.
 
     Raises:
         ValueError: a marker is missing or they are in the wrong order.
     """
-    file = Path(path)
-    text = file.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{file} needs the line {BEGIN} and after it the line {END}")
-    fresh = f"{head}{BEGIN}\n{render_table()}{END}{tail}"
-    if fresh != text and not check:
-        file.write_text(fresh, encoding="utf-8")
-    return fresh == text
+        raise ValueError(f"{path} needs the line {BEGIN} and after it the line {END}")
+    return text, f"{head}{BEGIN}\n{render_table()}{END}{tail}"

@@ -1,6 +1,7 @@
 """The command line: results on stdout, messages on stderr, documented exit codes, an example in every help."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_config_table_write_and_check(tmp_path):
     assert run("config-table").stdout in file.read_text()
     file.write_text("nothing")
     assert run("config-table", "--write", file).exit_code == 2
+
+
+def test_config_table_is_written_whole_or_not_at_all(tmp_path):
+    """Where the disk is full the file keeps what it held, and nothing lies beside it."""
+    file = tmp_path / "README.md"
+    file.write_text(old := "<!-- config-table:begin -->\n<!-- config-table:end -->\n")
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+    program = limit + "import runpy; runpy.run_module('megasdc', run_name='__main__')"
+    command = [sys.executable, "-c", program, "config-table", "--write", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, file.read_text(), os.listdir(tmp_path)) == (77, old, ["README.md"]), done.stderr
 
 
 def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from megasdc.config import MegasdcSection
 from megasdc.config.fields import AtResume
-from megasdc.config.table import BEGIN, END, render_table, type_text, update_readme
+from megasdc.config.table import BEGIN, END, render_table, type_text, with_table
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -32,15 +32,15 @@ def test_types_in_words(annotation, words):
     assert type_text(annotation) == words
 
 
-def test_update_writes_between_the_markers_only(tmp_path):
-    """Text around the markers stays; a second update changes nothing; check reports without writing."""
+def test_the_table_stands_between_the_markers_only(tmp_path):
+    """Text around the markers stays; with the table in it the file is up to date; nothing is written."""
     file = tmp_path / "README.md"
-    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert update_readme(file, check=True) is False
-    assert "old" in file.read_text()
-    assert update_readme(file) is False
-    assert file.read_text() == f"before\n{BEGIN}\n{render_table()}{END}\nafter\n"
-    assert update_readme(file) is True
+    file.write_text(old := f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    fresh = f"before\n{BEGIN}\n{render_table()}{END}\nafter\n"
+    assert with_table(file) == (old, fresh)
+    assert file.read_text() == old
+    file.write_text(fresh)
+    assert with_table(file) == (fresh, fresh)
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}\n"])
@@ -49,11 +49,11 @@ def test_missing_markers_are_an_error(tmp_path, text):
     file = tmp_path / "README.md"
     file.write_text(text)
     with pytest.raises(ValueError, match="config-table"):
-        update_readme(file)
+        with_table(file)
     assert file.read_text() == text
 
 
 def test_readme_is_up_to_date():
     """The table in README.md, if it holds one, is the generated one."""
     if BEGIN in README.read_text(encoding="utf-8"):
-        assert update_readme(README, check=True), "run: megasdc config-table --write README.md"
+        assert len(set(with_table(README))) == 1, "run: megasdc config-table --write README.md"
