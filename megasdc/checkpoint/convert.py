@@ -8,7 +8,6 @@ with its states and no other, and every pickle against the allow-list.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -252,6 +252,7 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
 
     Raises:
         CheckpointError: it failed; with the end of what it printed.
+        OSError: it failed, and there is no room for another file.
     """
     (temporary / _INPUT).symlink_to(source)
     command = [sys.executable, "-P", str(_CHILD), "--input_folder", _INPUT, "--output_folder", _OUTPUT]
@@ -276,8 +277,9 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
         finally:
             _end_group(process)
     if process.returncode != 0:
-        if os.strerror(errno.ENOSPC) in _tail(log, 1000):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # torch does not say why a write failed, and the log lies on the same disk: ask for what a file of it takes.
+        with tempfile.TemporaryFile(dir=temporary) as file:
+            os.posix_fallocate(file.fileno(), 0, max(entry.stat().st_size for entry in source.iterdir()))
         raise CheckpointError(
             f"DeepSpeed's conversion of {source} failed with exit code {process.returncode}:\n{_tail(log, _TAIL_LINES)}"
         )

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from checkpoint_model import Run
 from harness import run_distributed
+from small_disk import small_disk
 
 import megasdc.checkpoint.save as save_module
 from megasdc.checkpoint import files, retention, writer
@@ -265,15 +265,8 @@ def test_a_rank_that_cannot_write_stops_all_ranks(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
     """A file system that runs full while saving: StorageError on all ranks, the earlier checkpoint is whole."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this user cannot mount a small file system")
-    try:
+    with small_disk(tmp_path / "disk", 300_000) as disk:
         answers = run_distributed(_fail_to_save, 2, str(disk / "run"), None, 48)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
     for text, code, names, step in answers:
         assert code == StorageError.exit_code, text
         assert "step 2" in text

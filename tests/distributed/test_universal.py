@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_distributed
+from small_disk import small_disk
 from tiny import LLAMA_STYLE, full_tensors
 from typer.testing import CliRunner
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, train_run, write_config
@@ -24,7 +25,7 @@ from megasdc.checkpoint.universal import read_universal_manifest, write_universa
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.data.manifest import Manifest
-from megasdc.errors import CheckpointError
+from megasdc.errors import CheckpointError, StorageError
 
 pytestmark = pytest.mark.distributed
 
@@ -271,6 +272,15 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, source: _Leg, unive
         convert_to_universal(source.checkpoint(), source.run_dir, force=True)
     with pytest.raises(CheckpointError, match="does not replace"):
         convert_to_universal(source.checkpoint(), tmp_path, force=True)
+
+
+def test_a_disk_that_runs_full_is_to_blame(tmp_path: Path, source: _Leg) -> None:
+    """Whatever DeepSpeed says of a write that failed: StorageError with the path, and nothing is left behind."""
+    size = sum(file.stat().st_size for file in source.checkpoint().iterdir())
+    with small_disk(tmp_path / "disk", size // 2) as disk:
+        with pytest.raises(StorageError, match=f"{disk}/out cannot be written: .*No space left on device"):
+            convert_to_universal(source.checkpoint(), disk / "out", workers=1)
+        assert list(disk.iterdir()) == []
 
 
 def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path, source: _Leg) -> None:
