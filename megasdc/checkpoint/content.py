@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from math import prod
+from typing import Annotated, Self
 
 import torch
+from pydantic import Field, model_validator
 
-from megasdc.checkpoint.records import Record
+from megasdc.checkpoint.records import Count, Record
 
 BLOCK_BYTES = 4 << 20
 DIGEST_DIGITS = 32
 """Hexadecimal digits of one XXH3-128."""
-_TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
+_TYPE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]( strided)?")
 _LAYER = re.compile(r"layer_(\d+)-model_\d+-model_states\.pt")
 _UNIVERSAL = re.compile(r"zero/(.+)/(fp32|exp_avg|exp_avg_sq)\.pt")
 _MASTER = re.compile(r"optimizer_state_dict/single_partition_of_fp32_groups/(\d+)")
@@ -37,22 +39,24 @@ class TensorContent(Record):
 
     name: str
     type: str
-    offset: int
-    size_bytes: int
-    blocks: str
+    offset: Count
+    size_bytes: Count
+    blocks: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")]
+
+    @model_validator(mode="after")
+    def _type_is_known(self) -> Self:
+        parse_type(self.type)
+        return self
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Type of its elements; null where elements are not in order."""
-        match = _TYPE.fullmatch(self.type)
-        return getattr(torch, match[1]) if match else None
+        return None if self.type.endswith(" strided") else parse_type(self.type)[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, where ``dtype`` is not null."""
-        match = _TYPE.fullmatch(self.type)
-        assert match is not None, self.type
-        return tuple(int(size) for size in match[2].split(",") if size.strip())
+        """Its shape."""
+        return parse_type(self.type)[1]
 
     def block(self, number: int) -> str:
         """Digest of one block, from 0."""
@@ -71,11 +75,31 @@ class Content(Record):
         fragments: of an optimizer's shard, by group: first element and number of each parameter, such as ``128+64``.
     """
 
-    block_bytes: int
+    block_bytes: int = Field(ge=1)
     tensors: list[TensorContent]
     values: dict[str, str]
     rest: str | None
-    fragments: list[dict[str, str]]
+    fragments: list[dict[str, Annotated[str, Field(pattern=r"^\d+\+\d+$")]]]
+
+    @model_validator(mode="after")
+    def _blocks_are_all_there(self) -> Self:
+        for tensor in self.tensors:
+            if len(tensor.blocks) != -(-tensor.size_bytes // self.block_bytes) * DIGEST_DIGITS:
+                raise ValueError(f"{tensor.name} has {tensor.size_bytes} bytes and not the blocks of so many")
+        return self
+
+
+def parse_type(text: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Data type and shape of what ``type_text`` wrote.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    match = _TYPE.fullmatch(text)
+    dtype = getattr(torch, match[1], None) if match else None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text} is no type and shape of a tensor")
+    return dtype, tuple(int(size) for size in match[2].split(",") if size)
 
 
 def type_text(tensor: torch.Tensor) -> str:
@@ -106,7 +130,9 @@ def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tup
         yield f"{int(match[1])}.{tensor.name}", "weight", 0, numel
     elif match := _UNIVERSAL.fullmatch(file):
         yield match[1], "master" if match[2] == "fp32" else match[2], 0, numel
-    elif (match := _MASTER.fullmatch(tensor.name) or _MOMENT.fullmatch(tensor.name)) and content.fragments:
+    elif (match := _MASTER.fullmatch(tensor.name) or _MOMENT.fullmatch(tensor.name)) and int(match[1]) < len(
+        content.fragments
+    ):
         slot = "master" if match.re is _MASTER else match[2]
         for name, place in content.fragments[int(match[1])].items():
             first, count = map(int, place.split("+"))

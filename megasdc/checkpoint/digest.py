@@ -23,7 +23,7 @@ from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, DATA, RUN, UNIVERS
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
 from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.marks import VERIFIED_FILE
-from megasdc.checkpoint.records import Record, read_record
+from megasdc.checkpoint.records import Count, Record, Time, Xxh3, read_record
 from megasdc.checkpoint.universal import read_universal_manifest
 from megasdc.errors import CheckpointError
 
@@ -49,10 +49,10 @@ class FileContent(Record):
     """
 
     name: str
-    size_bytes: int
-    xxh3_128: str
-    saved: str | None
-    rank: int | None
+    size_bytes: Count
+    xxh3_128: Xxh3
+    saved: Xxh3 | None
+    rank: Count | None
     node: str | None
     content: Content | None
     problem: str | None
@@ -95,7 +95,7 @@ class Digest(Record):
     format_version: int
     host: str
     path: str
-    time: float
+    time: Time
     as_saved: bool
     checkpoints: list[CheckpointContent]
 

@@ -10,13 +10,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import xxhash
+from pydantic import model_validator
 
 from megasdc.checkpoint.compare_digests import differing_blocks
-from megasdc.checkpoint.content import Content, TensorContent
+from megasdc.checkpoint.content import DIGEST_DIGITS, Content, TensorContent
 from megasdc.checkpoint.digest import Digest, FileContent
 from megasdc.checkpoint.digest_report import DigestReport
 from megasdc.checkpoint.records import Record, read_text, record_text
@@ -46,6 +48,17 @@ class ExtractedTensor(Record):
     node: str | None
     content: Content
     blocks: list[int]
+
+    @model_validator(mode="after")
+    def _blocks_are_of_one_tensor(self) -> Self:
+        if len(self.content.tensors) != 1:
+            raise ValueError(f"it is of {len(self.content.tensors)} tensors")
+        tensor = self.tensor
+        if tensor.dtype is not None and prod(tensor.shape) * tensor.dtype.itemsize != tensor.size_bytes:
+            raise ValueError(f"{tensor.name}, {tensor.type}, cannot have {tensor.size_bytes} bytes")
+        if self.blocks != sorted(set(self.blocks) & set(range(len(tensor.blocks) // DIGEST_DIGITS))):
+            raise ValueError(f"{tensor.name} has no such blocks")
+        return self
 
     @property
     def tensor(self) -> TensorContent:

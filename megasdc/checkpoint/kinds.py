@@ -111,6 +111,6 @@ def _content(path: Path) -> dict[str, Any]:
     """The object in a small JSON file; empty where there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

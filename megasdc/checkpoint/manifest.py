@@ -6,18 +6,26 @@ folder of its own there is a manifest on each node; they share ``save_id``, whic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from megasdc.checkpoint.content import Content
+from pydantic import AfterValidator, Field, model_validator
+
+from megasdc.checkpoint.content import Content, parse_type
 from megasdc.checkpoint.digest_file import digest_file
 from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, write_durably
-from megasdc.checkpoint.records import Record, read_record, write_record
+from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 
 FORMAT_VERSION = 1
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
+
+
+def _is_type(text: str) -> str:
+    parse_type(text)
+    return text
 
 
 class FileRecord(Record):
@@ -33,21 +41,28 @@ class FileRecord(Record):
         content: its tensors and their blocks; null: saved by a version that did not know them.
     """
 
-    name: str
-    size_bytes: int
-    xxh3_128: str
-    rank: int
+    name: Inside
+    size_bytes: Count
+    xxh3_128: Xxh3
+    rank: Count
     node: str
-    tensors: dict[str, str] | None = None
+    tensors: dict[str, Annotated[str, AfterValidator(_is_type)]] | None = None
     content: Content | None = None
+
+    @model_validator(mode="after")
+    def _tensors_are_in_it(self) -> Self:
+        for tensor in () if self.content is None else self.content.tensors:
+            if tensor.offset + tensor.size_bytes > self.size_bytes:
+                raise ValueError(f"{tensor.name} ends after the end of {self.name}, which has {self.size_bytes} bytes")
+        return self
 
 
 class Layout(Record):
     """Sizes of the parallel dimensions."""
 
-    tensor: int
-    pipeline: int
-    data: int
+    tensor: int = Field(ge=1)
+    pipeline: int = Field(ge=1)
+    data: int = Field(ge=1)
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
@@ -71,9 +86,9 @@ class Manifest(Record):
 
     format_version: int
     state: Literal["complete"]
-    step: int
+    step: Count
     save_id: str
-    time: float
+    time: Time
     layout: Layout
     world_size: int
     storage: Literal["shared", "node_local"]
@@ -83,6 +98,20 @@ class Manifest(Record):
     versions: dict[str, str]
     files: list[FileRecord]
 
+    @model_validator(mode="after")
+    def _ranks_are_of_one_world(self) -> Self:
+        layout, ranks = self.layout, sorted(rank for ranks in self.nodes.values() for rank in ranks)
+        if layout.tensor * layout.pipeline * layout.data != self.world_size:
+            raise ValueError(f"{layout} are not {self.world_size} ranks")
+        if len(ranks) != self.world_size or ranks != list(range(self.world_size)):
+            raise ValueError(f"the nodes do not have each of {self.world_size} ranks once")
+        if (self.storage == "node_local") != (self.node in self.nodes):
+            raise ValueError(f"of {self.storage} storage it cannot be of node {self.node}")
+        if strange := [record.name for record in self.files if record.rank >= self.world_size]:
+            raise ValueError(f"{strange[0]} was written by a rank that is none of {self.world_size}")
+        check_once(self.files)
+        return self
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all files, the manifest not counted."""
@@ -91,6 +120,12 @@ class Manifest(Record):
     def by_name(self) -> dict[str, FileRecord]:
         """The files by name."""
         return {record.name: record for record in self.files}
+
+
+def check_once(files: Iterable[FileRecord]) -> None:
+    """Raise a ValueError where a file is named twice."""
+    if twice := [name for name, count in Counter(record.name for record in files).items() if count > 1]:
+        raise ValueError(f"{twice[0]} is there twice")
 
 
 def describe_file(

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megasdc.checkpoint.files import write_durably
 from megasdc.errors import CheckpointError
 
 R = TypeVar("R", bound=BaseModel)
+_TOLD = 3
+
+
+def _is_inside(name: str) -> str:
+    if not name.isprintable() or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError("it is no path in the folder")
+    return name
+
+
+Count = Annotated[int, Field(ge=0)]
+Time = Annotated[float, Field(ge=0, lt=253_402_300_800)]
+"""Seconds since the epoch, up to the year 9999."""
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Inside = Annotated[str, Field(min_length=1), AfterValidator(_is_inside)]
+"""Path of a file relative to the folder that it is in."""
 
 
 class Record(BaseModel):
@@ -79,7 +94,7 @@ def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
             raise ValueError("its end is missing")
         content = json.loads(text)
         claimed = content.pop("checksum")
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if (found := _digest(content)) != claimed:
         raise CheckpointError(f"{path} was changed: its content has checksum {found}, it says {claimed}")
@@ -90,7 +105,18 @@ def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path} is not a manifest: {error}") from error
+        raise CheckpointError(f"{path} says what no checkpoint is: {_explain(error)}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problems, each with its place and the value."""
+    told = [
+        f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {one['msg']}"
+        + (f", got {one['input']!r:.60}" if one["loc"] else "")
+        for one in error.errors(include_url=False)
+    ]
+    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return "; ".join(told[:_TOLD]) + more
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -8,12 +8,14 @@ and a manifest of its own, ``universal.json``: it is no checkpoint of a layout a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from megasdc.checkpoint.files import UNIVERSAL_FILE, UNIVERSAL_STEP
 from megasdc.checkpoint.kinds import UNIVERSAL, explain_folder, is_universal
-from megasdc.checkpoint.manifest import FileRecord, Layout
-from megasdc.checkpoint.records import Record, read_record, write_record
+from megasdc.checkpoint.manifest import FileRecord, Layout, check_once
+from megasdc.checkpoint.records import Count, Record, Time, read_record, write_record
 from megasdc.errors import CheckpointError
 
 UNIVERSAL_FORMAT_VERSION = 1
@@ -42,17 +44,22 @@ class UniversalManifest(Record):
 
     format_version: int
     state: Literal["complete"]
-    step: int
+    step: Count
     conversion_id: str
-    time: float
+    time: Time
     source: str
     source_save_id: str
     source_layout: Layout
     precision: Literal["fp32", "bf16", "fp16"]
     engine: dict[str, Any]
-    parameters: dict[str, list[int]]
+    parameters: dict[str, list[Count]]
     versions: dict[str, str]
     files: list[FileRecord]
+
+    @model_validator(mode="after")
+    def _files_are_there_once(self) -> Self:
+        check_once(self.files)
+        return self
 
     @property
     def size_bytes(self) -> int:

@@ -6,7 +6,6 @@ Weights: one file a pipeline layer and tensor rank. Master weights and moments: 
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.content import parse_type
 from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
 from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.pieces import Copy, Owner, Piece, whole_shape
@@ -35,7 +35,6 @@ from megasdc.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
 from megasdc.parallel.dims import ParallelDims
 
-_SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 _SHARED_SCALARS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 
 
@@ -154,14 +153,14 @@ class _Opening:
 
     def _weight(self, index: int, key: str, tp_rank: int, shape: tuple[int, ...]) -> Piece:
         name = f"layer_{index:02d}-model_{tp_rank:02d}-model_states.pt"
-        saved = _SHAPE.fullmatch(((self.records[name].tensors or {}) if name in self.records else {}).get(key, ""))
+        saved = ((self.records[name].tensors or {}) if name in self.records else {}).get(key)
         return Piece(
             self.path / name,
             self._writer(name),
             prod(shape),
             partial(self.files.tensor, self.path / name, key),
             shape=shape,
-            dtype=getattr(torch, saved[1]) if saved else None,
+            dtype=parse_type(saved)[0] if saved else None,
         )
 
     def _add_states(self, shapes_of: list[dict[str, torch.Size]], pp_rank: int, group: int) -> None:
