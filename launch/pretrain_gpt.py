@@ -36,8 +36,10 @@ def main() -> NoReturn:
     from megasdc.launcher.orphans import follow_parent
     from megasdc.launcher.records import write_done, write_started
     from megasdc.parallel.identity import NODE_RANK_VARIABLE
+    from megasdc.program import refuse_pipes
     from megasdc.train.main import pretrain
 
+    refuse_pipes()
     if NODE_RANK_VARIABLE in os.environ:
         follow_parent()  # DeepSpeed's launcher; a shell that started this may end
     rank = int(os.environ.get("RANK", "0"))

@@ -10,6 +10,7 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ def run(application: Callable[[], Any], name: str, unwritten: int = StorageError
         name: of the program, before its messages.
         unwritten: exit code where standard output cannot take the result, or a file stops the work that nobody foresaw.
     """
+    refuse_pipes()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # ASCII alone, or names that are no text
@@ -55,6 +57,31 @@ def run(application: Callable[[], Any], name: str, unwritten: int = StorageError
     if code in (CLOSED_PIPE, unwritten):
         _forget_output()
     sys.exit(code)
+
+
+@cache
+def refuse_pipes() -> None:
+    """Let no opening of a file to read wait for a writer that may never come, for the rest of this process.
+
+    A named pipe in place of a file, anywhere in a run or a checkpoint, is an OSError instead, wherever it is opened.
+    """
+    sys.addaudithook(_refuse_pipe)
+
+
+def _refuse_pipe(event: str, arguments: tuple[Any, ...]) -> None:
+    if event != "open" or not isinstance(arguments[0], str | bytes):
+        return
+    path, flags = os.fsdecode(arguments[0]), arguments[2]
+    if flags & (os.O_ACCMODE | os.O_NONBLOCK) == os.O_RDONLY and _is_named_pipe(path):
+        raise OSError(errno.EINVAL, "it is a pipe and no file", path)
+
+
+def _is_named_pipe(path: str) -> bool:
+    """Not a pipe that has no name, such as that of ``<(command)``."""
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode) and os.path.exists(os.path.realpath(path))
+    except (OSError, ValueError):
+        return False
 
 
 def _exit_code(application: Callable[[], Any], name: str) -> Any:

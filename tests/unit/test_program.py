@@ -93,6 +93,22 @@ def test_ctrl_c_while_a_launch_imports_torch(module: str) -> None:
     assert process.returncode == 130
 
 
+def test_ctrl_c_after_the_imports(tmp_path: Path) -> None:
+    """Once modules are imported a command may clean up: it is not ended where it stands."""
+    (tmp_path / "work.py").write_text(
+        "import time\nfrom megasdc import program\ndef work():\n    try:\n        print(end='go', flush=True)\n"
+        "        time.sleep(60)\n    finally:\n        print(end='cleaned', flush=True)\n"
+        "main = lambda: program.run(work, 'x')\n"
+    )
+    command = [sys.executable, "-c", "from megasdc.program import start; start('work')"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(2) == b"go"
+        process.send_signal(signal.SIGINT)
+        assert (process.stdout.read(), process.stderr.read(), process.wait()) == (b"cleaned", b"", 130)
+
+
 def test_ctrl_c_at_work(capsys: pytest.CaptureFixture[str]) -> None:
     """The command cleans up as Python does, and then ends with 130 and without a traceback."""
     seen = []
@@ -159,6 +175,21 @@ def test_what_is_no_file_is_refused_before_the_work(tmp_path: Path) -> None:
     done = megasdc("check-config", f"/dev/fd/{reader}", pass_fds=[reader])
     os.close(reader)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """Inside a folder that is read, too: told with its path, where the file is needed; writing and <(command) go on."""
+    (tmp_path / "run" / "step_00000001").mkdir(parents=True)
+    for name in ("metrics.jsonl", "step_00000001/manifest.json"):
+        os.mkfifo(tmp_path / "run" / name)
+    for command, code, told in (
+        (["summary", tmp_path / "run"], 71, "metrics.jsonl"),
+        (["verify-checkpoint", tmp_path / "run"], 72, "manifest.json"),
+    ):
+        done = megasdc(*command)
+        assert done.returncode == code
+        assert f"{told} " in (said := (done.stdout + done.stderr).decode()) and "a pipe and no file" in said
+        assert "Traceback" not in said
 
 
 def test_every_path_of_the_command_line_is_checked() -> None:
