@@ -29,6 +29,16 @@ def build(deepspeed=None, **sections):
     return parse_config(raw)
 
 
+@pytest.mark.parametrize(("stages", "accepted"), [(3, True), (4, True), (5, False)])
+def test_every_stage_needs_a_layer(stages, accepted):
+    """As many stages as layers are accepted, more are not."""
+    sections = {"model": {"num_layers": 4}, "parallel": {"pipeline": stages, "partition": "parameters"}}
+    if accepted:
+        build(**sections)
+    else:
+        assert "every stage needs a layer: at most 4" in problem(**sections)
+
+
 def problem(deepspeed=None, **sections):
     with pytest.raises(ConfigError) as caught:
         build(deepspeed, **sections)

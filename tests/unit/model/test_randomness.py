@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megasdc.model.modules import hidden_masks
+from megasdc.model.modules import ResidualAdd, hidden_masks
 from megasdc.model.randomness import DropoutStreams, mix, seeded_build
 
 
@@ -66,3 +66,14 @@ def test_mix_is_stable():
     assert mix(0) == 0xE220A8397B1DCDAF >> 1
     assert mix(1, 2) != mix(2, 1)
     assert 0 <= mix(2**64, -1) < 2**63
+
+
+def test_a_branch_is_added_to_its_residual():
+    """With its bias where it has one; what is dropped leaves the residual alone."""
+    add, x, residual = ResidualAdd().eval(), torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[10.0, 20.0]]])
+    assert add(False, False)((x, None), residual, 0.5).tolist() == [[[11.0, 22.0]]]
+    assert add(False, False)((x, torch.tensor([0.5, -0.5])), residual, 0.0).tolist() == [[[11.5, 21.5]]]
+    add.train().streams = DropoutStreams(7)
+    add.streams.enter(1, (0,))
+    added = add(True, False)((torch.ones(400, 1, 8), None), torch.full((400, 1, 8), 10.0), 0.5)
+    assert added.unique().tolist() == [10.0, 12.0]

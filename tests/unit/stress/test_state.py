@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megasdc.errors import StorageError, TraceError
 from megasdc.stress.golden import GoldenFolder, load_folder, load_products, save_products
+from megasdc.stress.run import StressPlan, _goes_on, _Test
 from megasdc.stress.state import ALONE, SHOWN, Count, HostState, load_state, save_state
 
 PLAN = {"hosts": ["a"], "only": ["gemm"], "drill": None}
@@ -86,3 +90,39 @@ def test_edited_golden_checksums_are_refused(tmp_path: Path) -> None:
         load_products(file)
     with pytest.raises(TraceError, match="megasdc stress --record"):
         load_folder(tmp_path / "none")
+
+
+def test_as_many_rounds_as_were_asked_for() -> None:
+    """The last one included; where time decides, at least one."""
+    assert [_goes_on(StressPlan(rounds=2), number, 1, 0.0) for number in (1, 2, 3)] == [True, True, False]
+    plan = StressPlan(rounds=None, minutes=0.001)
+    assert [_goes_on(plan, number, 5, time.monotonic() - 60) for number in (5, 6)] == [True, False]
+
+
+class Answers:
+    """Links to one process that trained: it says what it compared, what was wrong, and its losses."""
+
+    alive = ("a",)
+
+    def __init__(self) -> None:
+        self.losses = [3.0, 2.0, 1.0]
+
+    def places(self, hosts: Iterable[str]) -> list[tuple[str, int]]:
+        return [(host, 0) for host in hosts]
+
+    def ask(self, tasks: dict[Any, Any], *_: Any, **__: Any) -> dict[Any, Any]:
+        wrong = int(self.losses[1] != 2.0)
+        told = {**said(wrong), "losses": self.losses, "trace": "t", "key": KEY, "differences": {}}
+        return {place: dict(told) for place in tasks}
+
+
+def test_what_training_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of every round, and each finding with the step from which on the loss was another."""
+    states, links = {"a": HostState("a", PLAN)}, Answers()
+    test = _Test(StressPlan(), states, links)  # type: ignore[arg-type]
+    monkeypatch.setattr(test, "_ask", links.ask)
+    test._training(1)
+    links.losses = [3.0, 2.5, 1.0]
+    test._training(2)
+    assert states["a"].tests == {"training": Count(20, 1)}
+    assert [(one["round"], one["loss_step"]) for one in states["a"].findings] == [(2, 2)]

@@ -21,6 +21,7 @@ from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.incident import incident_from_json
+from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.train.disputes import Disputes
 from megasdc.train.golden_check import GoldenAnswer, compare_run, judge_replicas
@@ -235,3 +236,20 @@ def test_findings_are_events(group: None, tmp_path: Path) -> None:
     disputes, run = started(tmp_path)
     settle(disputes, run)
     assert [event.name for event in read_events(tmp_path, kind="sdc")] == ["finding", "verdict"]
+
+
+@pytest.mark.parametrize("verdict", [PERSISTENT, NOT_REPRODUCED])
+def test_what_the_golden_workload_finds_is_acted_upon(group: None, tmp_path: Path, verdict: str) -> None:
+    """A rank that is wrong again halts the run; one that is not is reported, and what follows is not verified."""
+    disputes, _ = started(tmp_path, persistent="halt", not_reproduced="warn")
+    ruling = Ruling(0, verdict, GOLDEN, Parameters.own.addresses[0], 1, 2)
+    answer = {"ranks": lambda status: [], "rulings": lambda step, earlier: (ruling,), "compared": 3, "counts": {}}
+    golden = SimpleNamespace(ask=lambda step, repeats: SimpleNamespace(**answer, seconds=2.5))
+    disputes._golden = golden  # type: ignore[assignment]
+    if verdict == PERSISTENT:
+        with pytest.raises(CorruptionError, match="the golden check found"):
+            disputes.check_golden(STEP)
+    else:
+        assert disputes.check_golden(STEP) == 2.5
+    assert (find_corruption(tmp_path / "checkpoints") is not None) == (verdict == PERSISTENT)
+    assert len(reports(tmp_path)) == 1
