@@ -147,6 +147,10 @@ def test_auto_measures_chooses_and_goes_on_after_a_resume(tmp_path: Path, data: 
     done = _decisions(tmp_path / "auto")
     assert all(done[step] == [4, 4] for step in range(1, 6))
     assert _totals(tmp_path / "auto")["drops/threshold_s"] == found.tau_s
+    _train(config, 2, "megasdc.drop_compute.window_steps=2", "megasdc.training.steps=16")
+    anew = events_of(tmp_path / "auto", "drop", "threshold")
+    assert [one["step"] for one in anew] == [5, 15], "measured and chosen again, as a setting has changed"
+    assert all(counts == [4, 4] for step, counts in _decisions(tmp_path / "auto").items() if 12 < step < 16)
 
 
 COMPENSATIONS = ["extra_steps", "larger_batch", "resample", None]
