@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -51,6 +52,16 @@ class GPTPipeline(PipelineModule):
         self.parts = [0, *ends]
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def destroy_groups(self) -> None:
+        """Give back the process groups that DeepSpeed made for this model; nothing can be computed afterwards.
+
+        Collective: all ranks of the world.
+        """
+        grid = self._grid
+        own = [grid.ds_model_proc_group, grid.dp_proc_group, grid.pp_proc_group, grid.slice_proc_group]
+        for group in [*own, self.world_group, *(tied["group"] for tied in self.tied_comms.values())]:
+            dist.destroy_process_group(group)
 
 
 def build_pipeline(

@@ -168,6 +168,18 @@ def new_host_group(ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout, backend="gloo")
 
 
+@contextmanager
+def own_model_groups() -> Iterator[None]:
+    """Build a second engine inside without DeepSpeed's taking its groups for those of the first from then on."""
+    from deepspeed.utils import groups
+
+    first = groups.mpu
+    try:
+        yield
+    finally:
+        groups.mpu = first or groups.mpu
+
+
 def shutdown() -> None:
     """Forget Megatron-core's groups and leave the process group; harmless when there is none."""
     from megatron.core import parallel_state

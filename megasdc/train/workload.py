@@ -17,6 +17,7 @@ from megasdc.errors import ConfigError
 from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.groups import own_model_groups
 from megasdc.sdc.golden import Case
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
@@ -67,7 +68,8 @@ class Workload:
     def __init__(self, config: RunConfig, dims: ParallelDims) -> None:
         self.section: GoldenSection = config.megasdc.golden
         layout = check_layout(config, dims.world_size)
-        self.engine = build_training_engine(config, layout, dims, self.section.vocab_size, StartClock(0.0))
+        with own_model_groups():
+            self.engine = build_training_engine(config, layout, dims, self.section.vocab_size, StartClock(0.0))
         self.engine.lr_scheduler = None  # one that warms up from zero would hide the updates of the first steps
         for group in self.engine.optimizer.param_groups:
             group["lr"] = config.deepspeed["optimizer"]["params"]["lr"]
@@ -194,9 +196,11 @@ class Workload:
         optimizer.zero_grad()
 
     def release(self) -> None:
-        """Give back the memory of weights, gradients and optimizer; nothing can be computed afterwards.
+        """Give back process groups and memory of weights, gradients and optimizer; nothing can be computed afterwards.
 
         DeepSpeed's hooks in the graph of gradients hold the model for good, so that nobody else would.
+
+        Collective: all ranks of the world.
         """
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "destroy"):
@@ -208,3 +212,4 @@ class Workload:
         optimizer.__dict__.clear()  # flat copies and buckets
         self._start.clear()
         self._states.clear()
+        self.engine.module.destroy_groups()

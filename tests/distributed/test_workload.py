@@ -54,6 +54,30 @@ def test_a_skipped_step_is_not_recorded(tmp_path: Path) -> None:
     assert clean == [True, True]
 
 
+def _beside_another(folder: str) -> list[tuple[int, int, bool]]:
+    """For each of three workloads beside a first one: groups before and after, and whether the first still computes."""
+    request = _request(Path(folder), precision="fp32", layout=(1, 2, 1))
+    config = workload_config(parse_config(campaign_config(request)))
+    dims = groups.init_model_parallel(1, 2, 60)
+    first = Workload(config, dims)
+    case, name = workload_cases(config)[0], default_algorithm(first.engine.device).name
+    expected = first.trace(case, name)
+    found = []
+    for _ in range(3):
+        before = groups.set_all_timeouts(60)
+        second = Workload(config, dims)
+        assert groups.set_all_timeouts(60) > before and second.trace(case, name).checksums == expected.checksums
+        second.release()
+        found.append((before, groups.set_all_timeouts(60), first.trace(case, name).checksums == expected.checksums))
+    return found
+
+
+def test_a_workload_gives_its_process_groups_back(tmp_path: Path) -> None:
+    """However often one is built beside a model, with tied weights on two stages; the model goes on as before."""
+    for found in run_distributed(_beside_another, 2, str(tmp_path)):
+        assert all(before == after and same for before, after, same in found), found
+
+
 def _blind(folder: str, seed: int) -> list[Any]:
     """Trials of a campaign whose detector sees nothing."""
     campaign = Campaign(_request(Path(folder), precision="fp32", seed=seed))
