@@ -1,10 +1,11 @@
 """A stand-in for the training script: meets the other ranks, behaves as told, and leaves its records.
 
 ``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``sums`` (one after the other until a peer is lost,
-which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the others as PeerError), ``sleep`` (until a
-signal), ``save:S`` (the same, then for S seconds more), ``meet:RANK`` (wait for the others as training does, but that
-rank never comes), ``late:RANK`` (the same, but that rank lets DeepSpeed wait for seconds), ``deaf`` (to every signal
-that asks), or ``environment`` (write the environment to the run folder).
+which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the others as PeerError), ``alone:RANK`` (that
+rank ends so, the others hear nothing of it and sleep), ``sleep`` (until a signal), ``save:S`` (the same, then for S
+seconds more), ``meet:RANK`` (wait for the others as training does, but that rank never comes), ``late:RANK`` (the same,
+but that rank lets DeepSpeed wait for seconds), ``deaf`` (to every signal that asks), or ``environment`` (write the
+environment to the run folder).
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ def main(run_dir: Path) -> None:
         check_sum()
     elif behaviour == "sums":
         sum_until_peer_lost(run_dir)
-    elif behaviour == "fail":
+    elif behaviour in ("fail", "alone"):
         time.sleep(FAILURE_S)
         if int(argument) == RANK:
             raise DataError(f"shard {RANK} is damaged\nsecond line")
+        if behaviour == "alone":
+            sleep_until_signal(run_dir)
+            return
         time.sleep(FAILURE_S)
         raise PeerError("another rank has gone")
     elif behaviour in ("sleep", "save"):

@@ -191,6 +191,16 @@ def test_node_local_records_are_gathered(launches: Launches) -> None:
     assert "rank 1 on node2 failed first" in said
 
 
+@pytest.mark.full
+def test_a_failure_that_no_other_rank_notices_is_asked_for(launches: Launches) -> None:
+    """Only the failed rank's host has its record: the front asks there, and ends the ranks that would sleep on."""
+    local = launches.cluster.private[1] / launches.folder.parent.name
+    code, said = launches.run("alone:1", "--set", f"megasdc.logging.run_dir={local}")
+    assert code == 71, said
+    assert "a rank failed" in said and "others still run; ending them" in said
+    assert "rank 1 on node2 failed first with exit code 71 (DataError)" in said
+
+
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_stop_lets_ranks_save(launches: Launches, name: str) -> None:
     """A stop on request reaches the ranks of this launch, which end by themselves; the exit code is 0."""
