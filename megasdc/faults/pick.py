@@ -73,5 +73,6 @@ def _periodic(numel: int, elements: int, period: int, run: int, draws: np.random
     runs = math.ceil(elements / run)
     extent = (runs - 1) * period + run
     start = int(draws.integers(max(1, numel - extent + 1)))
+    runs, run = min(runs, math.ceil(numel / period)), min(run, numel)  # those that can lie inside
     places = (start + np.arange(runs)[:, None] * period + np.arange(run)).ravel()[:elements]
     return places[places < numel]

@@ -58,6 +58,8 @@ def test_more_than_there_is():
     assert pick(small, elements=9) == [0, 1, 2]
     assert pick(small, pattern="adjacent", elements=9) == [0, 1, 2]
     assert pick(small, pattern="periodic", elements=9, period=2) == [0, 2]
+    assert pick(small, pattern="periodic", elements=2**53, period=2**53, run=2**53) == [0, 1, 2]
+    assert pick(small, pattern="periodic", elements=2**53, period=2, run=1) == [0, 2]
     assert pick(torch.zeros(0, 4), elements=2) == pick(torch.zeros(0, 4), pattern="adjacent") == []
 
 
