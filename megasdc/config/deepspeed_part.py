@@ -27,6 +27,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DataType = Literal["fp32", "fp16", "bf16"]
+_OF_GROUPS = Field(min_length=2, max_length=2)
+"""One for each of the optimizer's parameter groups, `megasdc.optim.groups`."""
 
 SILENT_STEPS_PER_PRINT = 10**9
 """DeepSpeed's own progress line is off unless asked for: megasdc prints its own."""
@@ -70,9 +72,11 @@ class SchedulerParams(Section):
     total_num_steps: PositiveInt = Field(1, description="Steps of the schedule; left out: training.steps.")
     warmup_num_steps: PositiveInt = Field(1, description="Steps of warm-up; left out: min(2000, 10 % of the steps).")
     warmup_type: Literal["linear", "log"] = Field("linear", description="Shape of the warm-up.")
-    warmup_min_lr: NonNegativeFloat | list[NonNegativeFloat] = Field(0.0, description="First learning rate.")
-    warmup_max_lr: PositiveFloat | list[PositiveFloat] = Field(
-        3e-4, description="Learning rate after warm-up; left out: optimizer.params.lr."
+    warmup_min_lr: NonNegativeFloat | Annotated[list[NonNegativeFloat], _OF_GROUPS] = Field(
+        0.0, description="First learning rate; two: of parameters with weight decay and of those without."
+    )
+    warmup_max_lr: PositiveFloat | Annotated[list[PositiveFloat], _OF_GROUPS] = Field(
+        3e-4, description="Learning rate after warm-up, or two; left out: optimizer.params.lr."
     )
     warmup_min_ratio: Ratio = Field(0.0, description="First learning rate over the largest.")
     cos_min_ratio: Ratio = Field(0.1, description="Last learning rate over the largest.")
@@ -99,7 +103,7 @@ class OffloadOptimizer(Section):
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
-    ratio: Ratio = 1.0
+    ratio: Annotated[float, Field(ge=1, le=1)] = Field(1.0, description="A part can be offloaded in ZeRO stage 3 only.")
     super_offload: bool = False
     cpuadam_cores_perc: Ratio = 0.8
 
@@ -213,7 +217,9 @@ class Checkpoint(Section):
     use_node_local_storage: bool = Field(
         False, description="Follows megasdc.checkpoint.storage; left out: set from there."
     )
-    checkpoint_serialization: bool = True
+    checkpoint_serialization: Literal[True] = Field(
+        True, description="false is the format of PyTorch 1.5, which megasdc does not verify"
+    )
 
 
 class TensorBoard(Section):
@@ -357,7 +363,7 @@ def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[s
     Returns:
         A new dict, ready for DeepSpeed but for the batch sizes that follow from the world size.
     """
-    part: dict[str, Any] = _large_as_floats(given)
+    part: dict[str, Any] = large_as_floats(given)
     if "bfloat16" in part:
         part["bf16"] = part.pop("bfloat16")
     if not ("train_batch_size" in part and "gradient_accumulation_steps" in part):
@@ -377,13 +383,13 @@ def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[s
     return part
 
 
-def _large_as_floats(value: Any) -> Any:
+def large_as_floats(value: Any) -> Any:
     """Copy; integers that only fields of floating-point numbers accept become such, as tensors take them."""
     if isinstance(value, dict):
-        return {key: _large_as_floats(inner) for key, inner in value.items()}
+        return {key: large_as_floats(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_large_as_floats(inner) for inner in value]
-    return float(value) if isinstance(value, int) and value > LARGEST_INTEGER else value
+        return [large_as_floats(inner) for inner in value]
+    return float(value) if isinstance(value, int) and abs(value) > LARGEST_INTEGER else value
 
 
 def precision_of(deepspeed: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:

@@ -76,10 +76,11 @@ NEEDS: dict[str, tuple[str, Any]] = {
 """Fields that, with backend torch, have effect only with this value of this field of `megasdc.model`."""
 
 
+_FLOAT32_MAX = 3.4028234e38
 VALUES: dict[str, Any] = {
-    "activation_func_clamp_value": Annotated[float, Field(gt=0)] | None,
+    "activation_func_clamp_value": Annotated[float, Field(gt=0, le=_FLOAT32_MAX)] | None,
     "deterministic_mode": bool,
-    "glu_linear_offset": float,
+    "glu_linear_offset": Annotated[float, Field(ge=-_FLOAT32_MAX, le=_FLOAT32_MAX)],
     "no_rope_freq": Annotated[int, Field(gt=0)] | list[Literal[0, 1]] | None,
     "qk_layernorm": bool,
     "softmax_scale": float | None,

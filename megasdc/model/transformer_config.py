@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megasdc.config import ModelSection, ParallelSection, ffn_width
+from megasdc.config.deepspeed_part import large_as_floats
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,6 +78,6 @@ def build_transformer_config(model: ModelSection, parallel: ParallelSection, dty
         "attention_softmax_in_fp32": True,
     }
     try:
-        return TransformerConfig(**{**fields, **model.megatron})
+        return TransformerConfig(**{**fields, **large_as_floats(model.megatron)})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"megasdc.model: Megatron-core refuses these values: {error}") from error

@@ -66,6 +66,12 @@ def test_deep_nesting_is_refused(tmp_path, depth):
         ("comet.enabled", True, ["package comet_ml is not installed"]),
         ("megasdc.model.megatron", {"qk_layernorm": 1}, ["allowed: true or false"]),
         ("megasdc.model.megatron", {"softmax_scale": "x"}, ["allowed: number or null"]),
+        ("zero_optimization.offload_optimizer", {"ratio": 0.5}, ["offload_optimizer.ratio: got 0.5", "ZeRO stage 3"]),
+        ("checkpoint.checkpoint_serialization", False, ["allowed: true", "megasdc does not verify"]),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": [1]}}, ["warmup_max_lr", "list of 2"]),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_min_lr": []}}, ["warmup_min_lr", "list of 2"]),
+        ("megasdc.model", {"gated_mlp": True, "megatron": {"activation_func_clamp_value": 1e39}}, ["<= 3.40282"]),
+        ("megasdc.model", {"gated_mlp": True, "megatron": {"glu_linear_offset": -1e39}}, [">= -3.40282"]),
     ],
 )
 def test_what_ranks_cannot_use_is_refused(path, value, parts):
