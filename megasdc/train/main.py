@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.errors import HangError, LaunchError, MegasdcError, PeerError, StorageError
+from megasdc.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, StorageError
 from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
@@ -35,6 +35,14 @@ PEER_SIGNS = (
     "ncclRemoteError",
 )
 """What a collective says when another rank has gone (gloo, NCCL; torch 2.13)."""
+MEMORY_SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA out of memory",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+)
+"""What an allocation says that failed, or that is larger than anything can be (torch 2.13)."""
 STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
 )
@@ -115,10 +123,12 @@ def tell_failure(
         process_started: of this rank, seconds since the epoch.
         held: what this rank holds; nothing is told in a folder in which another launch works.
     """
-    if folder is None or not folder.is_dir() or isinstance(error, LaunchError):
+    if folder is None or isinstance(error, LaunchError):
         return  # a start that was refused is no part of the run in that folder, which may be under way
     text = str(error) or repr(error)
     try:
+        if not folder.is_dir():
+            return
         with others_kept_out(held.folder or folder, held.token, logger.warning) as free:
             if not free:
                 return
@@ -144,6 +154,12 @@ def as_known_error(error: Exception) -> MegasdcError | None:
         return StorageError(f"{error.filename or 'a file of the run'} cannot be written or read: {error.strerror}")
     text = str(error)
     first_line = text.splitlines()[0] if text else ""
+    if out_of_memory(error):
+        return ConfigError(
+            f"megasdc.model: this rank could not get the memory it asked for: {first_line or 'MemoryError'}; make the "
+            "model or the micro-batches smaller, divide it over more ranks (megasdc.parallel.tensor, pipeline) and "
+            "hosts, or see what else takes memory here, and which limits are set (ulimit, cgroups)."
+        )
     if any(sign in text for sign in HANG_SIGNS):
         return HangError(
             f"a collective was given up after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
@@ -160,6 +176,13 @@ def as_known_error(error: Exception) -> MegasdcError | None:
     if kinds & {"DistBackendError", "DistNetworkError"} or any(sign in text for sign in PEER_SIGNS):
         return PeerError(f"a collective failed because another rank has gone: {first_line}")
     return None
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception means that memory could not be had."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MEMORY_SIGNS)
 
 
 def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut | None:

@@ -1,9 +1,12 @@
 """Exit codes are a protocol: one number, one meaning, for ever."""
 
 import inspect
+import mmap
 import socket
 
+import numpy
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from megasdc import errors
@@ -74,3 +77,24 @@ def test_a_port_in_use_is_named(monkeypatch):
     assert type(known) is errors.LaunchError
     assert f"port {port} on 127.0.0.1 is in use" in str(known)
     assert "--master_port" in str(known)
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(2**53),
+        lambda: torch.empty(2**62),
+        lambda: torch.empty(2**62, 2**62),
+        lambda: bytearray(2**62),
+        lambda: numpy.empty(2**53),
+        lambda: mmap.mmap(-1, 2**60),
+    ],
+)
+def test_memory_that_cannot_be_had_is_the_configurations(allocate):
+    """An allocation that fails ends with 70, what was asked for and the remedy, whichever library asked."""
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as caught:
+        allocate()
+    known = as_known_error(caught.value)
+    assert type(known) is errors.ConfigError
+    assert (str(caught.value).splitlines() or ["MemoryError"])[0] in str(known)
+    assert "micro-batches smaller" in str(known)
