@@ -64,17 +64,24 @@ STEP = "run/checkpoints/step_00000004"
 COMMANDS = (
     Command("check-config {in}", "run.json", 70),
     Command("config-table --check {in}", "README.md", 71, prints=False, damaged=2),
+    Command("config-table --write {in}", "README.md", 71, damaged=2),
+    Command("coverage --config {in} --world-size 2", "run.json", 70),
+    Command("verify-data {in}", "data", 71),
+    Command("verify-data {base}/data {in}", "data", 71),
     Command("prepare-data --config {in} --out {out}", "text.json", 70),
     Command("prepare-data --config {base}/text.json --set megasdc.data.sources.0.path={in} --out {out}", "texts", 71),
     Command("launch --dry-run --num-ranks 1 --config {in}", "run.json", 70, prints=False),
     Command("launch --dry-run --config {base}/run.json --hostfile {in}", "hostfile", 78, done=78, prints=False),
+    Command(
+        "launch --dry-run --num-ranks 1 --config {base}/run.json --script {in}", "s.py", 78, prints=False, damaged=0
+    ),
     Command("check-determinism --lint-only --config {in}", "run.json", 70),
     Command("summary {in}", "run", 71),
     Command("verify-checkpoint {in}", STEP, 72, sibling="../step_00000002"),
     Command("verify-checkpoint {in}", "run/checkpoints", 72),
     Command("inspect-checkpoint {in}", STEP, 72, sibling="../step_00000002"),
     Command("inspect-checkpoint {in}", "run/checkpoints", 72),
-    Command("manifest {in} --out {out}", STEP, 72, sibling="../step_00000002"),
+    Command("manifest {in} --out {out}", STEP, 72, sibling="../step_00000002", damaged=0),  # any one file can be told
     Command("convert-checkpoint {in} --to universal --out {out}", STEP, 72, sibling="../step_00000002"),
     Command("convert-checkpoint {in} --to universal --out {out}", "run/checkpoints", 72, sibling="step_00000002"),
     Command("export-hf {in} {out}", STEP, 72, sibling="../step_00000002"),
@@ -95,6 +102,7 @@ COMMANDS = (
     Command("study {base}/study --out {out}"),
     Command("sweep --dry-run {in}", "sweep.json", 70),
     Command("report {in} --out {out}", "run", 71),
+    Command("report {base}/again --healthy {in} --out {out}", "run", 71),
     Command("golden record --config {in} --repeats 1 --out {out}", "run.json", 70),
     Command("golden verify {in} --repeats 1 --out {out}", "a.golden", 80),
     Command("golden verify --library {in} --repeats 1", "golden", 80),
@@ -103,12 +111,20 @@ COMMANDS = (
     Command("dropcompute simulate --steps 10 --out {out}"),
     Command("dropcompute simulate --steps 10 --figure {out}"),
     Command("dropcompute threshold {in}", "run", 71),
+    Command("dropcompute threshold {base}/run --figure {out}"),
     Command("dropcompute times {in} --figure {out}", "run", 71),
     Command("bench bound-training --steps 2 --seeds 1 --absolute 1e-3 --spike-aware 100 --data {in}", "data", 71),
     Command("{in} {base}/run/checkpoints/step_00000004", STEP, 2, program="compare_checkpoints"),
     Command("{in} {base}/exported", "exported", 2, program="compare_checkpoints"),
     Command("{in} {base}/a.manifest", "a.manifest", 2, program="compare_checkpoints"),
     Command("{base}/exported {base}/exported --html {out}.html", program="compare_checkpoints", unwritten=2),
+    Command(
+        "{base}/run/checkpoints/step_00000002 {base}/run/checkpoints/step_00000004 --extract {out}",
+        program="compare_checkpoints",
+        done=1,
+        unwritten=2,
+    ),
+    Command("--drift {in} {base}/again/checkpoints", "run/checkpoints", 2, program="compare_checkpoints"),
     Command("{in} {base}/again", "run", 2, program="compare_traces"),
     Command("{base}/run {base}/again --picture {out}.html", program="compare_traces", unwritten=2),
     Command("{in} {out}", STEP, 72, program="export_hf"),
@@ -153,6 +169,7 @@ def build_base(base: Path) -> None:
     config = write_config(base / "study.json", data, base / "study", training__steps=4, **study)
     assert [code for code, _ in train_run(config, 2)] == [0, 0]
     shutil.copy(repository / "README.md", base)
+    shutil.copy(repository / "launch" / "pretrain_gpt.py", base / "s.py")
     np.save(base / "latencies.npy", np.random.default_rng(1).random((4, 8, 3)))
     (base / "hostfile").write_text("nowhere.invalid slots=1\n")
     fault = {"rank": 0, "kind": "scale", "factor": 2.0, "submodule": "*.mlp.linear_fc1"}
