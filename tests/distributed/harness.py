@@ -44,6 +44,7 @@ PRELOAD = (
     "pydantic",
     "rich.progress",
     "xxhash",
+    "megasdc.train.build",
     "megasdc.imports.frozen",
 )
 """Imported once by the fork server, in this order; a name that cannot be imported is passed over and fails later."""

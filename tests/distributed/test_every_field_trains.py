@@ -1,11 +1,20 @@
-"""Does every value that a configuration may have, in every field, train or end with a documented exit code?"""
+"""Does every value that a configuration may have, in every field, train or end with a documented exit code?
+
+All of them, a line each as soon as it has ended, take about an hour:
+
+    pytest -s -m full tests/distributed/test_every_field_trains.py
+
+``MEGASDC_VALUES`` selects by number as Python slices do: ``700:`` goes on where a run was ended, ``1::4`` is a quarter.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +22,8 @@ from typing import Any
 
 import pytest
 from field_values import context_of, fields, put, value_at, values_of
-from whole_runs import prepare_text, train_run
+from harness import run_distributed
+from whole_runs import prepare_text, pretrain_within
 
 from megasdc.config import parse_config
 from megasdc.errors import ERRORS_BY_EXIT_CODE, ConfigError
@@ -21,6 +31,8 @@ from megasdc.errors import ERRORS_BY_EXIT_CODE, ConfigError
 pytestmark = pytest.mark.distributed
 
 Path_ = tuple[str | int, ...]
+Trial = tuple[int, Path_, Any]
+"""Number, field and value."""
 DOCUMENTED = {0, *ERRORS_BY_EXIT_CODE}
 WORKERS = 2
 TWO_RANKS = ("megasdc.parallel", "megasdc.audit", "megasdc.study", "zero_optimization.use_multi", "communication_data")
@@ -42,6 +54,9 @@ ENDS_RANKS = ("megasdc.process_faults.0.steps", "megasdc.process_faults.1.factor
 LONG_WORK = (10_000, 100_000, 2**31)
 """Sizes that fit and take long."""
 MOST_ALIKE = 2
+MOST_MEMORY = 4 << 30
+"""Bytes that a rank can have, so that a value that asks for more ends its rank and not the machine."""
+MOST_TIME_S = 150.0
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +112,10 @@ def train_with(path: Path_, value: Any, data: Path, folder: Path) -> tuple[Any, 
     world = 2 if name.startswith(TWO_RANKS) else 1
     for key in ("replicas", "tensor", "pipeline"):
         world = max(world, int(value_at(raw, ("megasdc", "study" if key == "replicas" else "parallel", key)) or 1))
+    most = MOST_MEMORY * (4 if path[-1] == "threads" else 1)  # their stacks are counted, used or not
+    ranks = (pretrain_within, min(world, 4), str(folder / "config.json"), [], most)
     try:
-        results = train_run(folder / "config.json", min(world, 4), timeout_s=300.0)
+        results = run_distributed(*ranks, init=False, timeout_s=MOST_TIME_S)
     except AssertionError as error:
         return "died", str(error)
     finally:
@@ -107,16 +124,38 @@ def train_with(path: Path_, value: Any, data: Path, folder: Path) -> tuple[Any, 
     return next(iter([*undocumented, *(result for result in results if result[0])]), (0, ""))
 
 
-def train_all(trials: list[tuple[Path_, Any]], data: Path, folder: Path) -> Iterator[tuple[Path_, Any, Any, str]]:
-    """Train with each value, a few at a time."""
+def train_all(trials: list[Trial], data: Path, folder: Path) -> Iterator[tuple[Path_, Any, Any, str]]:
+    """Train with each value, a few at a time; a line of each that has ended goes to standard output."""
+
+    def train(number: int, path: Path_, value: Any) -> tuple[Any, str]:
+        start = time.monotonic()
+        code, message = train_with(path, value, data, folder / str(number))
+        said = message if code not in DOCUMENTED else "".join(message.splitlines()[1:2] or message.splitlines()[:1])
+        ended = f"{code} after {time.monotonic() - start:.1f} s"
+        print(f"{number} {'.'.join(map(str, path))} = {value!r:.60}: {ended} {said}", flush=True)
+        return code, message
+
     with ThreadPoolExecutor(WORKERS) as pool:
-        jobs = [pool.submit(train_with, *trial, data, folder / str(i)) for i, trial in enumerate(trials)]
-        for (path, value), job in zip(trials, jobs, strict=True):
+        jobs = [pool.submit(train, *trial) for trial in trials]
+        for (_, path, value), job in zip(trials, jobs, strict=True):
             yield path, value, *job.result()
 
 
 KNOWN: list[tuple[Path_, Any, int, str]] = [
     (("csv_monitor", "output_path"), "/proc/x/y", 77, "csv_monitor.output_path: /proc/x/y/.* is not writable"),
+    (
+        ("megasdc", "logging", "run_dir"),
+        "x" * 300,
+        77,
+        "megasdc.logging.run_dir: x+ is not writable .File name too long",
+    ),
+    (("megasdc", "model", "megatron", "glu_linear_offset"), -(10**30), 0, ""),
+    (
+        ("zero_optimization", "reduce_bucket_size"),
+        2**53,
+        70,
+        "this rank could not get the memory it asked for: .*36028797018963968 bytes",
+    ),
     (
         ("megasdc", "model", "ffn_hidden_size"),
         2**53,
@@ -129,7 +168,7 @@ KNOWN: list[tuple[Path_, Any, int, str]] = [
 def test_values_that_ended_with_a_traceback(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that cannot be and a model that cannot fit end a rank with the documented code and the field."""
     monkeypatch.chdir(tmp_path)
-    trials = [(path, value) for path, value, _, _ in KNOWN]
+    trials = [(number, path, value) for number, (path, value, _, _) in enumerate(KNOWN)]
     for (_, _, code, message), found in zip(KNOWN, train_all(trials, data, tmp_path), strict=True):
         assert found[2] == code, found
         assert re.search(message, found[3], re.DOTALL), found
@@ -141,6 +180,7 @@ def test_every_accepted_value_ends_with_a_documented_code(
 ) -> None:
     """Whatever a field may be, two steps with it end with 0 or a code of the table, never with a traceback."""
     monkeypatch.chdir(tmp_path)
-    trials = list(accepted_values())
+    part = slice(*(int(end) if end else None for end in os.environ.get("MEGASDC_VALUES", ":").split(":")))
+    trials = [(number, *trial) for number, trial in enumerate(accepted_values())][part]
     wrong = [found for found in train_all(trials, data, tmp_path / "runs") if found[2] not in DOCUMENTED]
     assert not wrong, f"{len(wrong)} of {len(trials)}: " + "\n".join(map(str, wrong))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import socket
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,20 @@ def pretrain_rank(config: str, overrides: list[str], allow: tuple[str, ...] = ()
 
     code, error = pretrain(config, overrides, allow)
     sys.stderr.flush()
+    return code, None if error is None else str(error)
+
+
+def pretrain_within(config: str, overrides: list[str], memory_bytes: int) -> tuple[int, str | None]:
+    """Body of a rank that can have so much memory of its own and no more, as under ``ulimit -d``.
+
+    Returns the exit code, and the message or, where the code is not a documented one, the traceback.
+    """
+    from megasdc.train.main import pretrain
+
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    code, error = pretrain(config, overrides)
+    if code == 1 and error is not None:
+        return code, "".join(traceback.format_exception(error))
     return code, None if error is None else str(error)
 
 
