@@ -370,8 +370,8 @@ def attempt(
         done = run_command(command.program or "megasdc", arguments, scratch, scratch, **options)
         if done.code in (command.done, 141) or "stdout" in options:  # the work was done
             done.leftovers.clear()
-        if command.line.startswith("prepare-data"):  # the next call goes on there
-            done.leftovers[:] = [name for name in done.leftovers if ".preparing" not in name]
+        kept = (".preparing", "result.hosts")  # the next prepare-data goes on there; what stress knows after each round
+        done.leftovers[:] = [name for name in done.leftovers if not any(part in name for part in kept)]
         return done.complain(codes)
     finally:
         for path in [scratch, *scratch.rglob("*")]:
