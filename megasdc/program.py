@@ -142,18 +142,19 @@ def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> st
     return None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all: where it fails, what was there is there.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: where it fails, what was there is there.
 
     A link leads to what is replaced; a device or a pipe is written to.
     """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     path = path.resolve()
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         with contextlib.suppress(FileNotFoundError):
             shutil.copymode(path, temporary)
         os.replace(temporary, path)

@@ -7,8 +7,8 @@ of itself, so that a truncated or edited file is refused.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import os
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from typing import Any
 
 from megasdc.errors import StorageError, TraceError
 from megasdc.parallel.dims import ParallelDims
+from megasdc.program import write_whole
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, read_trace
 from megasdc.tensors.checksum import ALGORITHMS
@@ -74,7 +75,7 @@ def save_golden(path: Path, golden: Golden) -> None:
     """Write a golden file, whole or not at all.
 
     Args:
-        path: replaced if it exists.
+        path: replaced if it exists; a link leads to what is replaced, a device or a pipe is written to.
         golden: the contents.
 
     Raises:
@@ -91,18 +92,17 @@ def save_golden(path: Path, golden: Golden) -> None:
         "recorded": golden.recorded,
         "sha256": {},
     }
+    content = io.BytesIO()
     try:
+        with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(content, "w", zipfile.ZIP_STORED) as archive:
+            for (case, rank), trace in sorted(golden.traces.items()):
+                data = _trace_bytes(trace, Path(scratch) / "trace")
+                header["sha256"][_member(case, rank)] = hashlib.sha256(data).hexdigest()
+                archive.writestr(_member(case, rank), data)
+            header["digest"] = header_digest(header)
+            archive.writestr(_HEADER, json.dumps(header, indent=1))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-            temporary = Path(scratch) / "golden"
-            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-                for (case, rank), trace in sorted(golden.traces.items()):
-                    data = _trace_bytes(trace, Path(scratch) / "trace")
-                    header["sha256"][_member(case, rank)] = hashlib.sha256(data).hexdigest()
-                    archive.writestr(_member(case, rank), data)
-                header["digest"] = header_digest(header)
-                archive.writestr(_HEADER, json.dumps(header, indent=1))
-            os.replace(temporary, path)
+        write_whole(path, content.getvalue())
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.addresses import Address
-from megasdc.errors import TraceError
+from megasdc.errors import StorageError, TraceError
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import Case, Golden, key_differences, load_golden, load_header, save_golden
 from megasdc.sdc.trace import Trace
@@ -41,6 +41,20 @@ def test_round_trip(golden: tuple[Path, Golden]) -> None:
     assert load_golden(path) == contents
     assert set(load_golden(path, 1).traces) == {(0, 1), (1, 1)}
     assert [file.name for file in path.parent.iterdir()] == ["a.golden"]
+
+
+def test_what_is_no_file_is_written_to(golden: tuple[Path, Golden]) -> None:
+    """A link stays, and what it leads to is replaced; a device stays too, and one that is full says so."""
+    path, contents = golden
+    link, device = path.with_name("link"), path.with_name("device")
+    link.symlink_to(path.name)
+    device.symlink_to("/dev/full")
+    before = path.stat().st_ino
+    save_golden(link, contents)
+    assert link.is_symlink() and load_golden(path) == contents and path.stat().st_ino != before
+    with pytest.raises(StorageError, match="device cannot be written: No space left on device"):
+        save_golden(device, contents)
+    assert device.is_symlink()
 
 
 def test_truncated_at_any_place(golden: tuple[Path, Golden]) -> None:
