@@ -41,6 +41,8 @@ def test_the_same_config_gives_the_same_run(tmp_path: Path, data: Path) -> None:
     assert len(finals[0][1]) >= 6
 
 
+DEEPSPEED_ADAM = {"deepspeed__optimizer__params__torch_adam": False}
+OFFLOADED = {"deepspeed__zero_optimization__offload_optimizer": {"device": "cpu"}}
 RESUMES = [
     ("1x1x2", 1, 1, 2, "gpt", {}),
     ("1x1x2_dropout", 1, 1, 2, "gpt", {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}),
@@ -48,6 +50,7 @@ RESUMES = [
     ("1x3x1", 1, 3, 1, "gpt", {"model__num_layers": 3}),
     ("2x1x1_bf16", 2, 1, 1, "llama", {"deepspeed__bf16": {"enabled": True}}),
     ("2x2x2_bf16_dropout", 2, 2, 2, "gpt", {"deepspeed__bf16": {"enabled": True}, "model__hidden_dropout": 0.1}),
+    pytest.param("2x1x2_adam_offloaded", 2, 1, 2, "gpt", OFFLOADED, marks=pytest.mark.full),
 ]
 
 
@@ -72,6 +75,26 @@ def test_resume_is_bit_identical(
     _ok(train_run(parts, world, "megasdc.checkpoint.resume=must"))
     assert _final(tmp_path / "parts") == _final(tmp_path / "whole")
     assert {event["step"] for event in events_of(tmp_path / "parts", "resume", "checkpoint")} == {3}
+
+
+@pytest.mark.full
+def test_every_adam_takes_the_same_steps(tmp_path: Path, data: Path) -> None:
+    """PyTorch's AdamW, DeepSpeed's for the device and its CPU Adam on offloaded states, to the rounding of fp32.
+
+    The last goes on bit for bit after a stop. The first use of each compiles it, for longer than a minute.
+    """
+    losses = {}
+    for name, changes in {"torch": {}, "fused": DEEPSPEED_ADAM, "cpu": {**DEEPSPEED_ADAM, **OFFLOADED}}.items():
+        config = write_config(tmp_path / f"{name}.json", data, tmp_path / name, **changes)
+        _ok(train_run(config, 2, timeout_s=500))
+        losses[name] = [row["train/loss"] for row in metrics_of(tmp_path / name) if "train/loss" in row]
+    assert len(losses["torch"]) == 6
+    assert losses["fused"] == pytest.approx(losses["torch"], rel=1e-5)
+    assert losses["cpu"] == pytest.approx(losses["torch"], rel=1e-5)
+    parts = write_config(tmp_path / "parts.json", data, tmp_path / "parts", **DEEPSPEED_ADAM, **OFFLOADED)
+    _ok(train_run(parts, 2, "megasdc.training.stop_step=3"))
+    _ok(train_run(parts, 2, "megasdc.checkpoint.resume=must"))
+    assert _final(tmp_path / "parts") == _final(tmp_path / "cpu")
 
 
 def test_hook_states_go_on(tmp_path: Path, data: Path) -> None:
