@@ -336,6 +336,18 @@ HARMS: dict[str, Callable[[Path], Any]] = {
     "missing": lambda path: _replace(path, lambda at: None),
     "loop": lambda path: _replace(path, lambda at: at.symlink_to(at.name)),
 }
+PIPES = {
+    STEP: (
+        "manifest.json",
+        "megasdc.json",
+        "layer_00-model_00-model_states.pt",
+        "rank_00000_state.pt",
+        "verified.json",
+    ),
+    "run/checkpoints": ("latest", "corruption.json", "step_00000004/manifest.json"),
+    "run": ("metrics.jsonl", "resolved.json", "events/rank_00000.jsonl", "step_times/rank_00000.jsonl", "health.json"),
+}
+"""What may be a pipe in place of a file, by the folder that a command reads; it may need the file or not."""
 INSIDE: dict[str, Callable[[Path], Any]] = {
     "files unreadable": _unreadable_inside,
     "empty folder": lambda path: _replace(path, Path.mkdir),
@@ -383,10 +395,14 @@ def attempt(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def cases(command: Command) -> dict[str, tuple[Callable[[dict[str, str]], Any], int, str | None]]:
-    """What is done to a command: name -> (harm to its places, exit code that is right, standard output)."""
-    found: dict[str, tuple[Callable[[dict[str, str]], Any], int, str | None]]
-    found = {"healthy": (lambda at: None, command.done, None)}
+Case = tuple[Callable[[dict[str, str]], Any], int | set[int], str | None]
+
+
+def cases(command: Command) -> dict[str, Case]:
+    """What is done to a command: name -> (harm to its places, exit code or codes that are right, standard output)."""
+    found: dict[str, Case] = {"healthy": (lambda at: None, command.done, None)}
+    for name in PIPES.get(command.source or "", ()):
+        found[f"in: pipe {name}"] = (_harm_at(_pipe, "{in}", name), {command.done, command.unread}, None)
     if command.source is not None:
         harms = HARMS | (INSIDE if "." not in Path(command.source).name and command.source != "hostfile" else {})
         for name, harm in harms.items():
@@ -408,6 +424,12 @@ def cases(command: Command) -> dict[str, tuple[Callable[[dict[str, str]], Any], 
 
 def _harm_at(harm: Callable[[Path], Any], place: str, beside: str = ".") -> Callable[[dict[str, str]], Any]:
     return lambda at: harm(Path(os.path.normpath(f"{at[place]}/{beside}")))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
 
 
 def _below_a_file(path: Path) -> None:
@@ -434,7 +456,8 @@ def complaint(command: Command, case: str, base: Path, scratch: Path, timeout_s:
         stream = os.open(output, os.O_WRONLY)
     try:
         options = {} if stream is None else {"stdout": stream}
-        return attempt(command, base, scratch, harm, {code}, timeout_s=timeout_s, **options)
+        codes = code if isinstance(code, set) else {code}
+        return attempt(command, base, scratch, harm, codes, timeout_s=timeout_s, **options)
     finally:
         if stream is not None:
             os.close(stream)
