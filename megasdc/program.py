@@ -61,9 +61,10 @@ def run(application: Callable[[], Any], name: str, unwritten: int = StorageError
 
 @cache
 def refuse_pipes() -> None:
-    """Let no opening of a file to read wait for a writer that may never come, for the rest of this process.
+    """Let no opening of a file to read or to append wait for another end that may never come, in all of this process.
 
     A named pipe in place of a file, anywhere in a run or a checkpoint, is an OSError instead, wherever it is opened.
+    One that is given for a result is written to.
     """
     sys.addaudithook(_refuse_pipe)
 
@@ -72,8 +73,9 @@ def _refuse_pipe(event: str, arguments: tuple[Any, ...]) -> None:
     if event != "open" or not isinstance(arguments[0], str | bytes):
         return
     path, flags = os.fsdecode(arguments[0]), arguments[2]
-    if flags & (os.O_ACCMODE | os.O_NONBLOCK) == os.O_RDONLY and _is_named_pipe(path):
-        raise OSError(errno.EINVAL, "it is a pipe and no file", path)
+    only_written = flags & os.O_ACCMODE == os.O_WRONLY and not flags & os.O_APPEND
+    if not only_written and not flags & os.O_NONBLOCK and _is_named_pipe(path):
+        raise OSError(errno.ENXIO, "it is a pipe and no file", path)
 
 
 def _is_named_pipe(path: str) -> bool:

@@ -45,6 +45,7 @@ MEMORY_SIGNS = (
 """What an allocation says that failed, or that is larger than anything can be (torch 2.13)."""
 STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
+    | {errno.ENXIO}  # a pipe in place of a file
 )
 
 

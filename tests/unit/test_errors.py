@@ -2,7 +2,10 @@
 
 import inspect
 import mmap
+import os
 import socket
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -98,3 +101,20 @@ def test_memory_that_cannot_be_had_is_the_configurations(allocate):
     assert type(known) is errors.ConfigError
     assert (str(caught.value).splitlines() or ["MemoryError"])[0] in str(known)
     assert "micro-batches smaller" in str(known)
+
+
+def test_a_pipe_in_place_of_a_file_of_the_run_is_storage(tmp_path):
+    """A rank that would read or append to it ends with 77 and its path."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    code = "import sys; from megasdc.program import refuse_pipes; from megasdc.train.main import as_known_error\n"
+    code += "refuse_pipes()\nfor mode in ('r', 'a', 'ab+'):\n    try:\n        open(sys.argv[1], mode)\n"
+    code += "    except OSError as error:\n        print(as_known_error(error).exit_code, as_known_error(error))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "metrics.jsonl")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    told = f"77 {tmp_path}/metrics.jsonl cannot be written or read: it is a pipe and no file\n"
+    assert done.returncode == 0 and done.stdout.endswith(told * 3), done.stderr
