@@ -351,6 +351,12 @@ def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Ite
     offload = deepspeed["zero_optimization"].get("offload_optimizer")
     device = offload.get("device", "none") if offload else "none"
     yield from _master_problems(deepspeed, precision, device != "none")
+    bucket = deepspeed["zero_optimization"].get("allgather_bucket_size", 0)
+    if bucket % 2 and (precision, kind) != ("bf16", "fp32"):
+        yield Problem(
+            ("zero_optimization.allgather_bucket_size", "bf16.enabled", "data_types.grad_accum_dtype"),
+            f"zero_optimization.allgather_bucket_size: got {bucket}; DeepSpeed needs an even number.",
+        )
     if precision == "bf16" and kind == "fp32" and device != "none":
         yield Problem(
             ("data_types.grad_accum_dtype", "zero_optimization.offload_optimizer", "bf16.enabled"),

@@ -113,7 +113,7 @@ COMMANDS = (
     Command("dropcompute threshold {in}", "run", 71),
     Command("dropcompute threshold {base}/run --figure {out}"),
     Command("dropcompute times {in} --figure {out}", "run", 71),
-    Command("bench bound-training --steps 2 --seeds 1 --absolute 1e-3 --spike-aware 100 --data {in}", "data", 71),
+    Command("bench bound-training --steps 21 --seeds 1 --absolute 1e-3 --spike-aware 100 --data {in}", "data", 71),
     Command("{in} {base}/run/checkpoints/step_00000004", STEP, 2, program="compare_checkpoints"),
     Command("{in} {base}/exported", "exported", 2, program="compare_checkpoints"),
     Command("{in} {base}/a.manifest", "a.manifest", 2, program="compare_checkpoints"),

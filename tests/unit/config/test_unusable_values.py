@@ -67,6 +67,7 @@ def test_deep_nesting_is_refused(tmp_path, depth):
         ("megasdc.model.megatron", {"qk_layernorm": 1}, ["allowed: true or false"]),
         ("megasdc.model.megatron", {"softmax_scale": "x"}, ["allowed: number or null"]),
         ("zero_optimization.offload_optimizer", {"ratio": 0.5}, ["offload_optimizer.ratio: got 0.5", "ZeRO stage 3"]),
+        ("zero_optimization.allgather_bucket_size", 3, ["got 3", "an even number"]),
         ("checkpoint.checkpoint_serialization", False, ["allowed: true", "megasdc does not verify"]),
         ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": [1]}}, ["warmup_max_lr", "list of 2"]),
         ("scheduler", {"type": "WarmupLR", "params": {"warmup_min_lr": []}}, ["warmup_min_lr", "list of 2"]),
