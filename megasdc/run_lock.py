@@ -281,7 +281,7 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
     Raises:
         OSError: the folder cannot be written.
     """
-    with open(folder / LOCK_FILE, "a", encoding="utf-8") as file:
+    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:  # NFS gives a shared lock only to who may read
         unlocked = _lock_shared(folder, file)
         found = read_holder(folder)
         ours = found is not None and found.token == token

@@ -19,7 +19,7 @@ from megasdc.checkpoint.records import Count, Record
 BLOCK_BYTES = 4 << 20
 DIGEST_DIGITS = 32
 """Hexadecimal digits of one XXH3-128."""
-_TYPE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]( strided)?")
+_TYPE = re.compile(r"(\w+)( ?)\[((?:\d+(?:, \d+)*)?)\]( strided)?")
 _LAYER = re.compile(r"layer_(\d+)-model_\d+-model_states\.pt")
 _UNIVERSAL = re.compile(r"zero/(.+)/(fp32|exp_avg|exp_avg_sq)\.pt")
 _MASTER = re.compile(r"optimizer_state_dict/single_partition_of_fp32_groups/(\d+)")
@@ -50,7 +50,7 @@ class TensorContent(Record):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Type of its elements; null where elements are not in order."""
+        """Type of its elements; null where elements are not in order, or of a type that training does not write."""
         return None if self.type.endswith(" strided") else parse_type(self.type)[0]
 
     @property
@@ -89,17 +89,19 @@ class Content(Record):
         return self
 
 
-def parse_type(text: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Data type and shape of what ``type_text`` wrote.
+def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    """Data type and shape of what ``type_text`` wrote; no data type for one that is named in a format's own way.
+
+    Such as ``I64 [2]``, with a space: a type of safetensors that training does not write.
 
     Raises:
         ValueError: it is no such text.
     """
     match = _TYPE.fullmatch(text)
-    dtype = getattr(torch, match[1], None) if match else None
-    if match is None or not isinstance(dtype, torch.dtype):
+    dtype = getattr(torch, match[1], None) if match and not match[2] else None
+    if match is None or not (match[2] or isinstance(dtype, torch.dtype)):
         raise ValueError(f"{text} is no type and shape of a tensor")
-    return dtype, tuple(int(size) for size in match[2].split(",") if size)
+    return dtype, tuple(int(size) for size in match[3].split(",") if size)
 
 
 def type_text(tensor: torch.Tensor) -> str:

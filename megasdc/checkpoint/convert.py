@@ -8,6 +8,7 @@ with its states and no other, and every pickle against the allow-list.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -52,6 +53,7 @@ _CHILD = Path(__file__).with_name("conversion_child.py")
 _INPUT, _OUTPUT = "source", "universal"
 _LOG = "conversion.log"
 _TAIL_LINES = 15
+_ASKED_BYTES = 8 << 20
 _END_S = 2.0
 """How long the end of killed processes is waited for; where nobody reaps them they stay in the group."""
 
@@ -277,12 +279,25 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
         finally:
             _end_group(process)
     if process.returncode != 0:
-        # torch does not say why a write failed, and the log lies on the same disk: ask for what a file of it takes.
-        with tempfile.TemporaryFile(dir=temporary) as file:
-            os.posix_fallocate(file.fileno(), 0, max(entry.stat().st_size for entry in source.iterdir()))
+        _check_room(temporary, max(entry.stat().st_size for entry in source.iterdir()))
         raise CheckpointError(
             f"DeepSpeed's conversion of {source} failed with exit code {process.returncode}:\n{_tail(log, _TAIL_LINES)}"
         )
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Raise an OSError where a file of a size does not fit; torch does not say why a write failed, nor can a log there.
+
+    A few megabytes are really asked for, which a quota may refuse.
+    """
+    if shutil.disk_usage(folder).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, min(size, _ASKED_BYTES))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -144,6 +144,8 @@ def _read_safetensors(path: Path, size: int) -> Structure:
     found, rest = Structure(), xxhash.xxh3_128(json.dumps(header.pop("__metadata__", None), sort_keys=True).encode())
     for name, one in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         start, end = one["data_offsets"]
+        if not 0 <= start <= end:
+            raise ValueError(f"{name} lies from byte {start} to {end} of its data")
         if 8 + length + end > size:
             raise ValueError(f"{name} ends at byte {8 + length + end}, the file has {size}")
         kind = f"{names[one['dtype']]}{one['shape']}" if one["dtype"] in names else f"{one['dtype']} {one['shape']}"

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megasdc.data.manifest import checksum_file
+from megasdc.program import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +60,22 @@ def kept_index(
         pass  # another process may be building it again at this moment
     try:
         with _locked(folder.parent / "lock") as alone:
+            arrays = None
             try:
                 if folder.is_dir():
                     return _load(folder, names)
             except ValueError as problem:
-                logger.warning("sample index %s is built again: %s", folder, problem)
+                arrays = build()
+                if _add_checksums(folder, names, arrays):
+                    return _load(folder, names)
+                # Not removed: a run on another host may have it mapped.
+                aside = tempfile.mkdtemp(prefix="damaged-", dir=folder.parent)
+                os.rename(folder, aside)
+                logger.warning("sample index %s is built again, the old one is %s: %s", folder, aside, problem)
                 on_damage(folder, str(problem))
-                shutil.rmtree(folder)
             for left in folder.parent.glob("partial-*") if alone else ():
                 shutil.rmtree(left)  # of a killed process
-            _save(folder, names, build())
+            _save(folder, names, arrays or build())
         return _load(folder, names)
     except (OSError, ValueError) as error:
         logger.warning("no sample index can be kept in %s (%s); it is built again in every process", folder, error)
@@ -83,7 +90,7 @@ def _load(folder: Path, names: Sequence[str]) -> Arrays:
     """
     paths = [folder / f"{name}.npy" for name in names]
     if not (folder / CHECKSUMS_FILE).exists():
-        raise ValueError("an earlier version kept it without checksums")
+        raise ValueError("an earlier version kept it without checksums, and it has other content")
     try:
         expected = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
         for path in paths:
@@ -92,6 +99,20 @@ def _load(folder: Path, names: Sequence[str]) -> Arrays:
         return tuple(np.load(path, mmap_mode="r") for path in paths)
     except (OSError, EOFError, KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _add_checksums(folder: Path, names: Sequence[str], arrays: Arrays) -> bool:
+    """Complete an index that an earlier version kept without checksums; returns whether it has the expected content."""
+    if (folder / CHECKSUMS_FILE).exists():
+        return False
+    paths = [folder / f"{name}.npy" for name in names]
+    try:
+        same = all(np.array_equal(np.load(path), array) for path, array in zip(paths, arrays, strict=True))
+    except (OSError, EOFError, ValueError):
+        return False
+    if same:
+        write_whole(folder / CHECKSUMS_FILE, json.dumps({path.name: checksum_file(path) for path in paths}))
+    return same
 
 
 def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:

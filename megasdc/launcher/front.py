@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -210,7 +211,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
 
 
 class FailureWatch:
-    """Whether a rank or a host of a launch has reported a failure; called now and then.
+    """How to end what is left of a launch where a rank or a host has reported a failure; called now and then.
 
     Records that this host does not see, those of hosts with run folders of their own, are asked for over SSH in the
     background, so that a slow host holds up nothing.
@@ -225,33 +226,37 @@ class FailureWatch:
         self._interval_s = interval_s
         self._ask_at = time.monotonic() + interval_s
         self._asking: threading.Thread | None = None
-        self._failed_there = False
+        self._there: signal.Signals | None = None
 
-    def __call__(self) -> bool:
+    def __call__(self) -> signal.Signals | None:
         """Look at the records here, and begin to ask other hosts when it is time."""
         records = collect(self._plan.run_dir, self._plan.launch_id)
-        if self._failed_there or _has_failure(records):
-            return True
+        found = {self._there, _how_to_end(records)}
+        if signal.SIGINT in found:
+            return signal.SIGINT
         waiting = self._asking is not None and self._asking.is_alive()
         if self._plan.transport.remote and not waiting and time.monotonic() >= self._ask_at:
             hosts = _hosts_without(self._plan, records.started)
             if hosts:
                 self._asking = threading.Thread(target=self._ask, args=(hosts,), daemon=True)
                 self._asking.start()
-        return False
+        return next(filter(None, found), None)
 
     def _ask(self, hosts: list[str]) -> None:
         records = LaunchRecords()
         unreachable = _read_from(self._plan, hosts, records)
-        self._failed_there = _has_failure(records)
+        self._there = _how_to_end(records) or self._there
         if len(unreachable) == len(hosts):
             self._interval_s = min(2 * self._interval_s, MAX_ASK_HOSTS_S)
         self._ask_at = time.monotonic() + self._interval_s
 
 
-def _has_failure(records: LaunchRecords) -> bool:
+def _how_to_end(records: LaunchRecords) -> signal.Signals | None:
+    """The signal for the other ranks: those that wait for a failed one are ended, without a launcher they may save."""
     done = records.done.values()
-    return bool(records.failed_hosts) or any(record.exit_code != 0 or record.launcher_gone for record in done)
+    if any(record.exit_code != 0 for record in done):
+        return signal.SIGINT
+    return signal.SIGTERM if records.failed_hosts or any(record.launcher_gone for record in done) else None
 
 
 def _hosts_without(plan: LaunchPlan, seen: Collection[int]) -> list[str]:

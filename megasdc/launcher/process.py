@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import time
@@ -49,29 +50,32 @@ class LauncherProcess:
         self._previous = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
         self._previous[signal.SIGINT] = before
 
-    def wait(self, has_failed: Callable[[], bool], failure_grace_s: float) -> int:
+    def wait(self, how_to_end: Callable[[], signal.Signals | None], failure_grace_s: float) -> int:
         """Wait for the launcher's end.
 
         Args:
-            has_failed: asked now and then whether a rank has reported a failure.
-            failure_grace_s: seconds after a failure until the launcher, whose other ranks may wait for ever, is ended.
+            how_to_end: asked now and then; None: nothing has failed; SIGTERM: its other ranks may still save, and have
+                the long time of a stop on request; SIGINT: they may wait for ever.
+            failure_grace_s: seconds after a failure until the launcher is sent that signal.
 
         Returns:
             Its exit code; negative: ended by that signal.
         """
-        failed_at: float | None = None
+        number: signal.Signals | None = None
+        send_at = math.inf
         looked_at = time.monotonic()
         while self._process.poll() is None:
             time.sleep(POLL_S)
             now = time.monotonic()
-            if failed_at is None and now - looked_at > LOOK_S:
+            if number is not signal.SIGINT and now - looked_at > LOOK_S:
                 looked_at = now
-                failed_at = now if has_failed() else None
-            elif failed_at is not None and self.stopped_by is None and now - failed_at > failure_grace_s:
-                self._say(f"a rank failed {failure_grace_s:g} s ago and others still run; ending them")
-                # Not SIGTERM, which leaves ranks the long time of a stop on request.
-                self._forward(signal.SIGINT)
-                failed_at = now
+                if (found := how_to_end()) not in (None, number):
+                    number, send_at = found, now + failure_grace_s
+            if number is not None and self.stopped_by is None and now > send_at:
+                what = "asking them to save and end" if number is signal.SIGTERM else "ending them"
+                self._say(f"a part of the launch failed {failure_grace_s:g} s ago and others still run; {what}")
+                self._forward(number)
+                send_at = now + failure_grace_s if number is signal.SIGINT else math.inf
         return self._process.wait()
 
     def close(self) -> None:

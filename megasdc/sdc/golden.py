@@ -11,6 +11,7 @@ import io
 import json
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from megasdc.tensors.checksum import ALGORITHMS
 
 FORMAT = "megasdc.golden.v1"
 _HEADER = "header.json"
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError, OSError)
+"""What a zip file with wrong bits raises."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def load_header(path: Path) -> dict[str, Any]:
             raise TraceError(f"{path}: the header is not the one that was written; record the golden trace again")
     except FileNotFoundError as error:
         raise TraceError(f"{path} does not exist; `megasdc golden record --config F --out {path}` makes it") from error
-    except (zipfile.BadZipFile, KeyError, ValueError, AttributeError, OSError) as error:
+    except (*_DAMAGED, AttributeError) as error:
         raise TraceError(f"{path} is damaged or no golden trace: {error}; copy it again or record it again") from error
     if header["algorithm"] not in ALGORITHMS:
         raise TraceError(
@@ -156,7 +159,7 @@ def load_golden(path: Path, rank: int | None = None) -> Golden:
                     file = Path(scratch) / "trace"
                     file.write_bytes(data)
                     traces[case, one] = read_trace(file)[1]
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
+    except _DAMAGED as error:
         raise TraceError(f"{path} is damaged: {error}; copy it again or record it again") from error
     return Golden(
         header["key"],

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -215,6 +216,18 @@ def test_a_line_is_written_only_where_no_other_launch_works(tmp_path: Path, othe
         far(tmp_path, silent=silent)
         with others_kept_out(tmp_path, None, said.append) as free:
             assert free == silent
+
+
+def test_nfs_shares_a_lock_with_readers_alone(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux refuses a shared lock there on a file that is open for writing alone (flock(2))."""
+
+    def flock(file: IO[str], kind: int) -> None:
+        if kind & fcntl.LOCK_SH and not file.readable():
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    with others_kept_out(tmp_path, None, said.append) as free:
+        assert free
 
 
 def test_a_launch_waits_for_a_line_that_is_written(tmp_path: Path, said: list[str]) -> None:

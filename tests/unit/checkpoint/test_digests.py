@@ -124,6 +124,20 @@ def test_tensors_and_blocks_are_those_that_torch_reads(tmp_path: Path) -> None:
     assert seen == set(wanted) - {"deep"}
 
 
+def test_tensors_of_other_types_than_training_writes(tmp_path: Path) -> None:
+    """Files of other programs have masks and positions; their bytes count, and the format's own name of the type."""
+    others = {"mask": torch.tensor([True, False, True]), "positions": torch.arange(40)}
+    save_file(others, tmp_path / "a.safetensors")
+    found = {one.name: one for one in digest_file(tmp_path / "a.safetensors", block_bytes=256).content.tensors}
+    assert {name: one.type for name, one in found.items()} == {"mask": "BOOL [3]", "positions": "I64 [40]"}
+    for name, one in found.items():
+        assert (one.dtype, one.shape) == (None, tuple(others[name].shape))
+        assert one.blocks == block_digests(bits(others[name]), 256)
+    data = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(data.replace(b"[0,320]", b"[9,  1]").replace(b"[320,323]", b"[320,  3]"))
+    assert "lies from byte" in str(digest_file(tmp_path / "b.safetensors").problem)
+
+
 def test_values_do_not_depend_on_the_configuration(pair: tuple[Path, Path]) -> None:
     """Two saves of equal content are the same though their paths are in the files; a counter and a rate are named."""
     report = compare_digests([digest_path(path) for path in pair])

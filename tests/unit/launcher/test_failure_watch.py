@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -55,11 +56,11 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(run_dir=front, launch_id="id", placement=placement, transport=transport)
 
 
-def wait_until_asked(watch: FailureWatch, plan: Any, times: int) -> bool:
+def wait_until_asked(watch: FailureWatch, plan: Any, times: int) -> signal.Signals | None:
     """Call the watch until host b was asked so many times and has answered."""
     while plan.transport.asked.count("b") < times:
-        if watch():
-            return True  # it was asked and has answered since the line above
+        if found := watch():
+            return found  # it was asked and has answered since the line above
         time.sleep(0.01)
     assert watch._asking is not None
     watch._asking.join()
@@ -73,7 +74,7 @@ def test_a_failure_on_another_host_is_seen(launched: Any, tmp_path: Path) -> Non
     write_done(tmp_path / "disks" / "b", 2, 0)
     assert not wait_until_asked(watch, launched, 2)
     write_done(tmp_path / "disks" / "b", 2, 71, ValueError("bad"))
-    assert wait_until_asked(watch, launched, 3)
+    assert wait_until_asked(watch, launched, 3) is signal.SIGINT
     assert set(launched.transport.asked) == {"b", "down"}
 
 
@@ -82,7 +83,7 @@ def test_a_host_that_failed_before_its_ranks_is_seen(launched: Any, tmp_path: Pa
     watch = FailureWatch(launched, interval_s=0.0)
     assert not wait_until_asked(watch, launched, 1)
     shell_ended(records_dir(tmp_path / "disks" / "b", "id"), code=137)
-    assert wait_until_asked(watch, launched, 3)  # the second question may be on its way
+    assert wait_until_asked(watch, launched, 3) is signal.SIGTERM  # the second question may be on its way
     (there,) = collect(tmp_path / "disks" / "b", "id").failed_hosts.values()
     assert there.exit_code == 137
 
@@ -95,7 +96,7 @@ def shell_ended(folder: Path, code: int) -> None:
 
 
 def test_ranks_whose_launcher_has_gone_are_a_failure(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They save and end with 0, for which ranks of other hosts may wait that have not met them."""
+    """They save and end with 0, and those of other hosts are asked to; where a rank has failed they are ended."""
     for rank in (2, 3):
         write_started(launched.run_dir, rank)
     watch = FailureWatch(launched, interval_s=0.0)
@@ -103,7 +104,9 @@ def test_ranks_whose_launcher_has_gone_are_a_failure(launched: Any, monkeypatch:
     assert not watch()
     monkeypatch.setenv(NODE_PID_VARIABLE, str(1 << 22))
     write_done(launched.run_dir, 3, 0)
-    assert watch()
+    assert watch() is signal.SIGTERM
+    write_done(launched.run_dir, 0, 79)
+    assert watch() is signal.SIGINT
 
 
 def test_a_shared_run_folder_asks_nobody(launched: Any) -> None:

@@ -31,9 +31,26 @@ def test_ranks_that_wait_for_a_failed_one_are_ended() -> None:
     """A rank that hangs on another host would otherwise keep the launcher for ever."""
     said: list[str] = []
     process = launched(PATIENT, said)
-    assert process.wait(lambda: True, failure_grace_s=0.5) == -signal.SIGINT
+    assert process.wait(lambda: signal.SIGINT, failure_grace_s=0.5) == -signal.SIGINT
     assert process.stopped_by is None
     assert "others still run" in said[0]
+    process.close()
+
+
+def test_ranks_that_may_save_are_asked_once_and_ended_after_a_failure(tmp_path: Path) -> None:
+    """A launcher's end leaves ranks the time of a stop on request; a rank that fails meanwhile shortens it."""
+    said: list[str] = []
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        process = launched(STUBBORN, said, file)
+    found = [signal.SIGTERM] * 6 + [signal.SIGINT]
+
+    def how_to_end() -> signal.Signals | None:
+        return None if not output.read_text() else found.pop(0) if len(found) > 1 else found[0]
+
+    assert process.wait(how_to_end, failure_grace_s=0.1) == -signal.SIGINT
+    asked, *ended = [line.rpartition("; ")[2] for line in said]
+    assert (asked, set(ended)) == ("asking them to save and end", {"ending them"})
     process.close()
 
 
@@ -45,10 +62,9 @@ def test_second_signal_kills(tmp_path: Path) -> None:
     with output.open("w") as file:
         process = launched(STUBBORN, said, file)
 
-    def send() -> bool:
+    def send() -> None:
         if output.read_text():
             os.kill(os.getpid(), signal.SIGTERM)
-        return False
 
     assert process.wait(send, failure_grace_s=60) == -signal.SIGKILL
     assert process.stopped_by == signal.SIGTERM
