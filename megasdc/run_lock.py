@@ -166,8 +166,8 @@ class HeldFolders:
     """What a rank holds for its launch, from the start until its end is recorded.
 
     Attributes:
-        folder: the launch's run folder; null: not known yet.
-        token: of the launch; null: it has not asked for its folders yet.
+        folder: the launch's run folder; None: not known yet.
+        token: of the launch; None: it has not asked for its folders yet.
     """
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
 
     Args:
         folder: exists.
-        token: of this process's launch, which may hold the folder; null: it holds none.
+        token: of this process's launch, which may hold the folder; None: it holds none.
         say: told who works there.
 
     Yields:

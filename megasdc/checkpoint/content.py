@@ -50,7 +50,7 @@ class TensorContent(Record):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Type of its elements; null where elements are not in order, or of a type that training does not write."""
+        """Type of its elements; None where elements are not in order, or of a type that training does not write."""
         return None if self.type.endswith(" strided") else parse_type(self.type)[0]
 
     @property

@@ -1,4 +1,4 @@
-"""The last word of a host whose part of a launch has failed: a record for the front.
+"""The record of a host whose part of a launch has failed, for the front.
 
 Over SSH the shell of every host runs this when its ``megasdc.launcher.node`` has ended with another code than 0: also
 where that was killed with SIGKILL, or one of its ranks before it could leave a record of its own. Called as ``python
