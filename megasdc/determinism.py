@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megasdc.config import DeterminismSection
+from megasdc.errors import CheckpointError
 
 
 def set_deterministic(section: DeterminismSection) -> Callable[[], None]:
@@ -86,9 +87,10 @@ def capture_rng() -> dict[str, Any]:
 
     Returns:
         Only plain values and tensors, so that ``torch.load(weights_only=True)`` reads it back; pass it to
-        ``restore_rng``. ``cuda`` holds one state a visible device.
+        ``restore_rng``. ``cuda`` holds the state of this process's own device, on a CPU nothing: what other devices
+        a process sees depends on the host it runs on.
 
-    Sync: copies one small tensor a CUDA device.
+    Sync: copies one small tensor on CUDA.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
@@ -101,7 +103,7 @@ def capture_rng() -> dict[str, Any]:
             "gauss": float(gauss),
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],
     }
 
 
@@ -112,15 +114,16 @@ def restore_rng(state: dict[str, Any]) -> None:
         state: what ``capture_rng`` returned.
 
     Raises:
-        ValueError: the state holds another number of CUDA devices than this process sees.
+        CheckpointError: it was saved by a process with a CUDA device and this one has none, or the other way round.
 
-    Sync: copies one small tensor a CUDA device.
+    Sync: copies one small tensor on CUDA.
     """
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(state["cuda"]) != devices:
-        raise ValueError(
-            f"the saved random state is of {len(state['cuda'])} CUDA devices, this process sees {devices}: "
-            "resume with as many devices a process as were saved"
+    kinds = ["a CUDA device" if on_device else "a CPU" for on_device in (state["cuda"], torch.cuda.is_available())]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"the checkpoint's random state was saved on {kinds[0]} and this rank runs on {kinds[1]}: resume on the "
+            "kind that saved it, or convert it with `megasdc convert-checkpoint` and set checkpoint.universal to "
+            "the result"
         )
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
@@ -128,5 +131,5 @@ def restore_rng(state: dict[str, Any]) -> None:
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
     torch.set_rng_state(state["torch"])
-    if devices:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for of_device in state["cuda"]:
+        torch.cuda.set_rng_state(of_device)

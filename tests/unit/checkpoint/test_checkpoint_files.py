@@ -229,11 +229,11 @@ def test_random_state_continues_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_random_state_of_other_devices_is_refused() -> None:
-    """A state with more CUDA devices than here is an error with both numbers, and changes nothing."""
+    """A state that was saved on a GPU is refused on a CPU with the way to go on, and changes nothing."""
     state = capture_rng()
     before = torch.get_rng_state()
-    state["cuda"] = [*state["cuda"], torch.zeros(16, dtype=torch.uint8)]
-    with pytest.raises(ValueError, match=f"of {len(state['cuda'])} CUDA devices"):
+    state["cuda"] = [] if state["cuda"] else [torch.zeros(16, dtype=torch.uint8)]
+    with pytest.raises(CheckpointError, match=r"checkpoint\.universal"):
         restore_rng(state)
     assert torch.equal(torch.get_rng_state(), before)
 
