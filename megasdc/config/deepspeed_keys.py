@@ -148,6 +148,17 @@ _STAGE3_KEYS = (
     "leaf_module",
 )
 
+_STAGE3_OFFLOAD_KEYS = (
+    "nvme_path",
+    "buffer_count",
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+    "ratio",
+    "super_offload",
+    "cpuadam_cores_perc",
+)
+
 REFUSED: dict[str, str] = {
     **UNSUPPORTED_KEYS,
     "pipeline.stages": "set megasdc.parallel.pipeline",
@@ -159,6 +170,7 @@ REFUSED: dict[str, str] = {
     "data_types.keep_in_fp32_modules": "megasdc chooses what stays in fp32",
     "checkpoint.writer": "checkpoints are written and verified by megasdc",
     **{f"zero_optimization.{key}": _STAGE3 for key in _STAGE3_KEYS},
+    **{f"zero_optimization.offload_optimizer.{key}": _STAGE3 for key in _STAGE3_OFFLOAD_KEYS},
     "zero_optimization.compute_grad_norm": "the gradient norm is always computed and reported",
     "zero_optimization.legacy_stage1": "DeepSpeed no longer reads it",
     "zero_optimization.zenflow": "it needs ZeRO stage 2 or 3",

@@ -96,16 +96,11 @@ class OffloadOptimizer(Section):
 
     at_resume = "applied"
 
-    device: Literal["none", "cpu", "nvme"] = Field("none", description="Where the optimizer's state lies.")
-    nvme_path: str | None = None
-    buffer_count: NonNegativeInt = 4
+    device: Literal["none", "cpu"] = Field(
+        "none",
+        description="Where the optimizer's state lies; NVMe is for ZeRO stage 3, stage 1 would keep it on the CPU.",
+    )
     pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    fast_init: bool = False
-    ratio: Annotated[float, Field(ge=1, le=1)] = Field(1.0, description="A part can be offloaded in ZeRO stage 3 only.")
-    super_offload: bool = False
-    cpuadam_cores_perc: Ratio = 0.8
 
 
 class Zero(Section):
