@@ -27,10 +27,6 @@ megasdc_install() {
         echo "install: $python is older than Python 3.11; set PYTHON to a newer one" >&2
         return 1
     fi
-    if ! command -v g++ >/dev/null; then
-        echo "install: g++ is not on PATH; DeepSpeed compiles a small library with it (Debian: apt-get install g++)" >&2
-        return 1
-    fi
     if [ ! -x "$venv/bin/python" ]; then
         mkdir -p "$(dirname "$venv")"
         "$python" -m venv "$venv" || return 1

@@ -29,7 +29,7 @@ folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python}
 first_host=$(awk '!/^[[:space:]]*(#|$)/ { print $1; exit }' "$hostfile")
 prefix=$("$python" -c 'import sys; print(sys.prefix)')
-# DeepSpeed's CPU operator is compiled once for this environment, with the tools that lie beside its interpreter.
+# What DeepSpeed compiles is kept for this environment alone, made with the tools that lie beside its interpreter.
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}
 export PATH=$prefix/bin:$PATH
 

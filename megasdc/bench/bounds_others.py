@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasdc.errors import LaunchError
-from megasdc.parallel.local_ranks import base_environment, extensions_dir
+from megasdc.parallel.local_ranks import base_environment, default_extensions_dir
 from megasdc.tensors.bound import SUMS, Limits, bound_formula_
 from megasdc.tensors.bound_host import load_library
 
@@ -119,7 +119,7 @@ def _parameter(gradient: Tensor) -> torch.nn.Parameter:
 def _build_cpu_adam() -> str | None:
     """Compile DeepSpeed's operator, in a process of its own, so that a stale lock does not hang; why it failed."""
     code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", extensions_dir())
+    folder = os.environ.setdefault("TORCH_EXTENSIONS_DIR", default_extensions_dir())
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -130,5 +130,5 @@ def _build_cpu_adam() -> str | None:
             timeout=_BUILD_S,
         )
     except subprocess.TimeoutExpired:
-        return f"its operator was not compiled after {_BUILD_S} s; is there a stale lock in {extensions_dir()}?"
+        return f"its operator was not compiled after {_BUILD_S} s; is there a stale lock in {folder}?"
     return None if done.returncode == 0 else f"its operator cannot be compiled: {done.stderr.strip()[-300:]}"

@@ -21,7 +21,6 @@ from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.config import DataSection
 from megasdc.errors import MegasdcError
 from megasdc.events import read_events
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.local_ranks import base_environment, free_port
 
 TIMEOUT_S = 600.0
@@ -83,7 +82,6 @@ def measure_launches(
     Raises:
         MegasdcError: a launch failed.
     """
-    build_operator_here()
     data = prepare_text(folder)
     samples = []
     for repeat in range(repeats + 1):

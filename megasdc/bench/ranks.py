@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import error_of_rank
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.local_ranks import hold_store, rank_environment
 
 GRACE_S = 5.0
@@ -62,7 +61,6 @@ def run_ranks(
     Raises:
         MegasdcError: a rank failed, with the end of its output; of the class of its exit code, else a LaunchError.
     """
-    build_operator_here()
     store = hold_store()
     master, terminal = os.openpty()
     reading, writing = os.pipe()

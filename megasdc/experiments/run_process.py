@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.local_ranks import base_environment, hold_store, rank_environment
 
 PRELOAD = (
@@ -55,7 +54,6 @@ def server() -> Any:
     if torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    build_operator_here()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context

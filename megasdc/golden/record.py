@@ -13,7 +13,6 @@ from typing import Any
 from megasdc.config import RunConfig, check_layout
 from megasdc.errors import HangError, PeerError, TraceError, error_of_rank
 from megasdc.golden.cells import RankReport, WatchedRank, watch
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import hold_store, rank_environment
 from megasdc.sdc.compare import compare_traces
@@ -60,7 +59,6 @@ def record(
     layout = ParallelDims(parallel.tensor, parallel.pipeline, replicas)
     check_layout(workload, layout.world_size)
     cases = workload_cases(workload)
-    build_operator_here()
     total = LAUNCHES * repeats * len(cases) * layout.world_size
     kept: dict[tuple[int, int], Trace] = {}
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:

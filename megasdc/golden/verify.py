@@ -11,7 +11,6 @@ from typing import Any
 from megasdc.errors import ConfigError, TraceError
 from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.golden.result import VerifyResult, judge_reports
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.local_ranks import count_accelerators, hold_store, rank_environment
 from megasdc.sdc.golden import load_header
 
@@ -50,7 +49,6 @@ def verify_here(
     if devices is not None:
         _check_devices(devices, header)
     threads = golden_threads(header)
-    build_operator_here()
     cells = devices or 1
     total = None if minutes is not None else cells * size * repeats * len(header["cases"])
     ranks: list[WatchedRank] = []

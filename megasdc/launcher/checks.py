@@ -13,7 +13,6 @@ from typing import Any
 from megasdc.launcher import probe
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.remote import Transport
-from megasdc.parallel.cpu_operator import OPERATOR
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
@@ -31,7 +30,7 @@ class HostNeeds:
         readable: files and folders that ranks read.
         writable: folders that ranks write to.
         master_port: port that rank 0 listens on; None: a free one is held for it.
-        extensions_dir: folder of compiled operators.
+        compiles: setting for which DeepSpeed compiles an operator where there is no accelerator; None: no such.
         cpu_only: DeepSpeed is told to use no accelerator.
         gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.
     """
@@ -42,14 +41,9 @@ class HostNeeds:
     readable: list[str]
     writable: list[str]
     master_port: int | None
-    extensions_dir: str
+    compiles: str | None
     cpu_only: bool
     gloo_interface: bool
-
-    @property
-    def operator_dir(self) -> Path:
-        """Folder where PyTorch builds DeepSpeed's shared-memory operator."""
-        return Path(self.extensions_dir) / OPERATOR
 
 
 @dataclass(frozen=True)
@@ -63,10 +57,6 @@ class HostReport:
     def num_unwritable(self) -> int:
         """Problems that are folders which cannot be written to."""
         return sum(len(found["unwritable"]) for found in self.facts.values())
-
-    def hosts_without_gpu(self, needs: HostNeeds) -> list[str]:
-        """Return the hosts whose ranks will run on the CPU."""
-        return [host for host, found in self.facts.items() if needs.cpu_only or not found["has_gpu"]]
 
 
 def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) -> HostReport:
@@ -88,7 +78,6 @@ def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) 
         "readable": needs.readable,
         "writable": needs.writable,
         "master_port": None,
-        "lock": str(needs.operator_dir / "lock"),
     }
     program = Path(probe.__file__)
     first, *others = placement.hosts
@@ -152,9 +141,9 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
 def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[str]:
     """Return what keeps ranks without an accelerator from starting."""
     problems = [
-        f"{host}: {name} is not on PATH, and DeepSpeed compiles its CPU operator with it; {remedy}"
+        f"{host}: {name} is not on PATH, and for {needs.compiles} DeepSpeed compiles with it; {remedy}"
         for name, remedy in (("g++", "install g++"), ("ninja", f"pip install ninja into {sys.prefix}"))
-        if not found["programs"][name]
+        if needs.compiles and not found["programs"][name]
     ]
     own = found["own_address"]
     if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megasdc.errors import LaunchError
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
-from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, default_extensions_dir
+from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
 SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 EXPANDED_IN_DOUBLE_QUOTES = re.compile(r"[\"$`\\\n]")

@@ -23,7 +23,6 @@ from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import environment, host_failed, own_lines, read_on_host, running_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.operator_build import build_operators
 from megasdc.launcher.plan import DEFAULT_SCRIPT, LaunchPlan, LaunchRequest, make_plan
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
@@ -122,9 +121,6 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     if dry_run:
         say(f"would run: {shlex.join(plan.command())}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    if report.hosts_without_gpu(plan.needs):
-        say(f"DeepSpeed's CPU operator: checking {plan.needs.operator_dir}")
-    build_operators(report, plan.transport, plan.needs, say)
     verdict, launcher_code = _run(plan, quiet)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)

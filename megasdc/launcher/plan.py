@@ -19,7 +19,6 @@ from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
-from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, default_extensions_dir
 
 DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
@@ -189,12 +188,17 @@ def _known_port(request: LaunchRequest, options: command.LauncherOptions) -> int
     return options.master_port if request.hostfile is None else options.master_port or command.DEFAULT_MASTER_PORT
 
 
+def compiles_on_cpu(config: RunConfig) -> str | None:
+    """The setting for which DeepSpeed compiles an operator on hosts without an accelerator; None: there is none."""
+    torch_adam = config.deepspeed["optimizer"]["params"]["torch_adam"]
+    return None if torch_adam else "optimizer.params.torch_adam false"
+
+
 def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int | None) -> HostNeeds:
     cwd = Path(rank.cwd)
     sections = config.megasdc
     folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
     inherited = os.environ.get("PYTHONPATH", "")
-    extensions = rank.environment.get(EXTENSIONS_VARIABLE, default_extensions_dir())
     return HostNeeds(
         cwd=rank.cwd,
         python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
@@ -202,7 +206,7 @@ def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_
         readable=[rank.script, rank.arguments[1], *(str(cwd / folder) for folder in sections.data.folders)],
         writable=[str(cwd / folder) for folder in folders],
         master_port=master_port,
-        extensions_dir=extensions,
+        compiles=compiles_on_cpu(config),
         cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
         gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
     )

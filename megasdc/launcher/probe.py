@@ -17,15 +17,13 @@ import subprocess
 import sys
 from typing import Any
 
-NETWORK_FILE_SYSTEMS = {"9p", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "nfs", "nfs4", "smb3", "wekafs"}
-
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Inspect this host.
 
     Args:
         request: ``cwd``, ``python_path`` (list), ``path`` (list, put before PATH), ``distributions``, ``readable``
-            (files and folders), ``writable`` (folders), ``master_port`` (null: not looked at), ``lock``.
+            (files and folders), ``writable`` (folders), ``master_port`` (None: not looked at).
 
     Returns:
         What was found, by name; JSON types only.
@@ -38,7 +36,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "missing_cwd": missing_cwd,
-        "python": ".".join(map(str, sys.version_info[:3])),
         "versions": {name: _version(name) for name in request["distributions"]},
         "unreadable": [path for path in request["readable"] if not _readable(path)],
         "unwritable": [path for path in request["writable"] if not _writable(path)],
@@ -47,8 +44,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "port_problem": _port_problem(request["master_port"]),
         "has_gpu": bool(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))) or os.path.exists("/dev/kfd"),
         "programs": {name: shutil.which(name) for name in ("g++", "ninja")},
-        "tool_versions": {"g++": _output("g++", "-dumpfullversion"), "ninja": _output("ninja", "--version")},
-        "lock": _lock(request["lock"]),
     }
 
 
@@ -101,7 +96,7 @@ def _output(*argv: str) -> str:
 
 
 def _port_problem(port: int | None) -> str | None:
-    """Say why rank 0 could not listen on a port here, or return null."""
+    """Say why rank 0 could not listen on a port here, or return None."""
     if port is None:
         return None
     with socket.socket() as server:
@@ -111,53 +106,3 @@ def _port_problem(port: int | None) -> str | None:
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, str(error))
     return None
-
-
-def _lock(path: str) -> dict[str, Any] | None:
-    """Describe a build lock: null without one, else who holds it open here, its owner, and the kind of file system.
-
-    PyTorch holds its lock file open while it builds (``torch/utils/file_baton.py``), so a holder can be seen in /proc.
-    """
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    real = os.path.realpath(path)
-    newest = max(entry.stat().st_mtime for entry in os.scandir(os.path.dirname(real)))
-    return {
-        "holder": _holder(real),
-        "judged": os.geteuid() in (0, found.st_uid),
-        "idle_s": _now_on_file_system(os.path.dirname(real)) - newest,
-        "network": _file_system(real) in NETWORK_FILE_SYSTEMS,
-    }
-
-
-def _holder(real: str) -> int | None:
-    for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(link) == real:
-                return int(link.parts[2])
-        except OSError:
-            continue
-    return None
-
-
-def _now_on_file_system(folder: str) -> float:
-    """Return the time as the file system counts it; a file server's clock may differ from ours."""
-    path = os.path.join(folder, f".clock-{socket.gethostname()}-{os.getpid()}")
-    with open(path, "w"):
-        pass
-    now = os.stat(path).st_mtime
-    os.remove(path)
-    return now
-
-
-def _file_system(path: str) -> str:
-    """Return the type of the mounted file system that holds a path, such as ``ext4`` or ``nfs4``."""
-    best, kind = "", ""
-    for line in pathlib.Path("/proc/mounts").read_text().splitlines():
-        fields = line.split()
-        point = fields[1].encode().decode("unicode_escape")
-        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind.split(".")[0]

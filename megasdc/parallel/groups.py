@@ -7,20 +7,19 @@ abstraction found; without one, ranks use gloo.
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megasdc.parallel.cpu_operator import load_built_operator
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import meet
-from megasdc.parallel.shared_buffers import shared_buffers
 
 
 def init_process_group(
@@ -52,8 +51,6 @@ def init_process_group(
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before Megatron-core asks for the current device
-    else:
-        load_built_operator()
     backend = get_accelerator().communication_backend_name() if on_cuda else "gloo"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -65,17 +62,30 @@ def init_process_group(
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
     )
     on_met()
-    if not on_cuda:
-        # DeepSpeed (0.19.8, csrc/cpu/comm/shm.cpp) waits for its peers' buffers without a timeout and deaf to signals:
-        # nobody begins while another rank may still leave because it has met nobody.
-        dist.barrier()
-    with nullcontext() if on_cuda else shared_buffers():
+    with without_inference_operator():
         deepspeed.init_distributed(
             dist_backend=backend,
             auto_mpi_discovery=False,
             verbose=False,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+
+
+@contextmanager
+def without_inference_operator() -> Iterator[None]:
+    """Inside, ``deepspeed.init_distributed`` leaves out the shared-memory operator of DeepSpeed's inference layers.
+
+    On a CPU it would compile the operator under a lock that a killed process leaves behind, make 66 MB of buffers a
+    rank in /dev/shm that nobody removes, and wait for its peers deaf to signals (0.19.8, ``csrc/cpu/comm/shm.cpp``).
+    Only ``inference_all_reduce`` uses it, which no part of training calls.
+    """
+    backend = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
+    original = backend.build_shm_op
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        backend.build_shm_op = original  # type: ignore[attr-defined]
 
 
 def default_store() -> dist.Store:

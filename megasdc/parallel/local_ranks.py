@@ -11,17 +11,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from megasdc.errors import MegasdcError
-from megasdc.parallel.cpu_operator import EXTENSIONS_VARIABLE, extensions_dir
 
+EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 UNASSIGNED_PORTS = range(20_000, 32_768)
 """Ports that Linux gives to no connection by itself (``net.ipv4.ip_local_port_range`` starts above them)."""
+
+
+def default_extensions_dir() -> str:
+    """The folder of DeepSpeed's compiled operators that belongs to this Python environment alone.
+
+    PyTorch's own default is shared by all environments of a user, whose different ninja versions rebuild it in turn.
+    """
+    return os.path.join(sys.prefix, "torch_extensions")
 
 
 def base_environment(threads: int) -> dict[str, str]:
     """This process's environment as a run has it, and with this Python environment's own tools first on PATH.
 
-    DeepSpeed's CPU operator is compiled again, for half a minute, whenever another ``ninja`` than the last one is
-    found first.
+    An operator of DeepSpeed is compiled again whenever another ``ninja`` than the last one is found first.
 
     Args:
         threads: CPU threads of a rank; 0 leaves the choice.
@@ -29,7 +36,7 @@ def base_environment(threads: int) -> dict[str, str]:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
-        EXTENSIONS_VARIABLE: extensions_dir(),
+        EXTENSIONS_VARIABLE: os.environ.get(EXTENSIONS_VARIABLE, default_extensions_dir()),
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # as launch/pretrain_gpt.py sets it
     }
     if threads:

@@ -17,8 +17,6 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megasdc.errors import LaunchError
-from megasdc.launcher.operator_build import build_operator_here
 from megasdc.parallel.local_ranks import base_environment
 
 MARK = "megasdc-stress:"
@@ -86,10 +84,6 @@ def _tail(log: BinaryIO) -> str:
 
 def main() -> None:
     """Serve until the caller has gone."""
-    try:
-        build_operator_here()
-    except LaunchError as error:
-        sys.exit(str(error))
     host = Host(int(sys.argv[1]))
     try:
         host.say({"started": socket.gethostname(), "slots": host.slots, "processes": host.processes})

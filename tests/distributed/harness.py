@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
+
 PRELOAD = (
     "pytest",
     "numpy",
@@ -213,19 +215,13 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": extensions_dir(),
     }
-
-
-def extensions_dir() -> str:
-    """Return the folder of DeepSpeed's compiled operators, one for each Python environment."""
-    return os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def _fork_server() -> Any:
     """Return the multiprocessing context whose server has imported the stack; started on first use."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", extensions_dir())
+    os.environ.setdefault(EXTENSIONS_VARIABLE, default_extensions_dir())
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
@@ -261,10 +257,10 @@ def _rank_main(
         if init:
             import deepspeed
 
-            from megasdc.parallel.cpu_operator import load_built_operator
+            from megasdc.parallel.groups import without_inference_operator
 
-            load_built_operator()  # so that no rank waits for a lock that a killed one has left
-            deepspeed.init_distributed("gloo", verbose=False)
+            with without_inference_operator():
+                deepspeed.init_distributed("gloo", verbose=False)
         message = ("result", fn(*args, **kwargs), time.time())
     except BaseException:
         message = ("failure", traceback.format_exc(), time.time())

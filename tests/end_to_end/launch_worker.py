@@ -3,9 +3,8 @@
 ``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``sums`` (one after the other until a peer is lost,
 which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the others as PeerError), ``alone:RANK`` (that
 rank ends so, the others hear nothing of it and sleep), ``sleep`` (until a signal), ``save:S`` (the same, then for S
-seconds more), ``meet:RANK`` (wait for the others as training does, but that rank never comes), ``late:RANK`` (the same,
-but that rank lets DeepSpeed wait for seconds), ``deaf`` (to every signal that asks), or ``environment`` (write the
-environment to the run folder).
+seconds more), ``meet:RANK`` (wait for the others as training does, but that rank never comes), ``deaf`` (to every
+signal that asks), or ``environment`` (write the environment to the run folder).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -46,8 +44,8 @@ def main(run_dir: Path) -> None:
     elif behaviour in ("sleep", "save"):
         sleep_until_signal(run_dir)
         time.sleep(float(argument or 0))
-    elif behaviour in ("meet", "late"):
-        meet_others(run_dir, int(argument) == RANK and behaviour)
+    elif behaviour == "meet":
+        meet_others(run_dir, int(argument) == RANK)
     elif behaviour == "deaf":
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -86,10 +84,9 @@ def sum_until_peer_lost(run_dir: Path) -> None:
         raise PeerError(f"a collective failed: {error}") from error
 
 
-def meet_others(run_dir: Path, odd: str | bool) -> None:
-    """Wait for all ranks, of which one never comes (``meet``) or late (``late``)."""
+def meet_others(run_dir: Path, absent: bool) -> None:
+    """Wait for all ranks, of which one never comes."""
     from megasdc.parallel import groups
-    from megasdc.parallel.shared_buffers import PREFIX
     from megasdc.train.signals import StopSignals
 
     def leave(code: int, error: BaseException | None) -> None:
@@ -97,28 +94,11 @@ def meet_others(run_dir: Path, odd: str | bool) -> None:
         os._exit(code)
 
     signals = StopSignals(leave)
-    if odd == "meet":
-        (run_dir / f"meeting_{RANK}").touch()
+    (run_dir / f"meeting_{RANK}").touch()
+    if absent:
         time.sleep(3600)
-    come = groups.shared_buffers
-
-    def shared_buffers() -> AbstractContextManager[None]:
-        if odd == "late":
-            while not any(Path("/dev/shm").glob(f"{PREFIX}_*_{os.environ['MASTER_PORT']}_0")):
-                time.sleep(0.01)
-        (run_dir / f"meeting_{RANK}").touch()
-        if odd == "late":
-            time.sleep(4)  # all are asked to stop meanwhile
-        return come()
-
-    if os.environ["MEGASDC_TEST_BEHAVIOUR"].startswith("late"):
-        groups.shared_buffers = shared_buffers
-    else:
-        (run_dir / f"meeting_{RANK}").touch()
     assert signals.start is not None
     groups.init_process_group(600.0, on_met=signals.start.met)
-    while not signals.received:
-        time.sleep(0.05)
 
 
 def sleep_until_signal(run_dir: Path) -> None:

@@ -214,19 +214,6 @@ def test_stop_lets_ranks_save(launches: Launches, name: str) -> None:
     assert launches.done_codes() == {0: 0, 1: 0}
 
 
-def test_stale_lock_is_removed(launches: Launches, tmp_path: Path) -> None:
-    """A lock without a holder is removed with a word; the built operator is then found ready."""
-    shared = Path(launches.cluster.env["TORCH_EXTENSIONS_DIR"])
-    own = tmp_path / "torch_extensions"
-    shutil.copytree(shared, own)
-    lock = own / "deepspeed_shm_comm" / "lock"
-    lock.touch()
-    code, said = launches.run("environment", env={"TORCH_EXTENSIONS_DIR": str(own)})
-    assert code == 0, said
-    assert f"removed stale build lock {lock}" in said
-    assert not lock.exists()
-
-
 def test_problems_of_all_hosts_are_told_at_once(launches: Launches) -> None:
     """A host that is off, another version and a missing data folder: 78, each with its host, nothing started."""
     metadata = launches.cluster.private_dir("node3", MEGATRON_CORE) / "METADATA"

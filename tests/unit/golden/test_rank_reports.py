@@ -83,7 +83,6 @@ def test_more_devices_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_progress_is_told_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a cell x repeats x cases, from the first look on; null where time decides."""
     monkeypatch.setattr(verify, "load_header", lambda path: {**HEADER, "cases": [1, 2, 3]})
-    monkeypatch.setattr(verify, "build_operator_here", lambda: None)
     monkeypatch.setattr(verify, "WatchedRank", lambda *_: _Rank(0, "done"))
     totals: list[int | None] = []
     for minutes in (None, 1.0):

@@ -1,10 +1,8 @@
-"""Judging hosts: versions, locks, unreachable hosts."""
+"""Judging hosts: versions, compilers, unreachable hosts."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,10 @@ from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import probe, read_on_host
 from megasdc.launcher.checks import DISTRIBUTIONS, master_address, version_problems
 from megasdc.launcher.front import LaunchRequest, launch_run
-from megasdc.launcher.operator_build import judge_locks
 from megasdc.launcher.remote import Transport
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
-FREE = {"holder": None, "judged": True, "idle_s": 5.0, "network": False}
 
 
 def test_equal_versions_are_fine() -> None:
@@ -37,41 +33,6 @@ def test_odd_versions_are_named() -> None:
     none = {**SAME, "deepspeed": None}
     (problem,) = version_problems({"a": none}, none)
     assert "not installed on any host" in problem
-
-
-@pytest.mark.parametrize(
-    ("locks", "stale", "note"),
-    [
-        ({"a": None, "b": None}, [], None),
-        ({"a": FREE, "b": None}, ["a"], None),
-        ({"a": FREE, "b": {**FREE, "holder": 7}}, [], "process 7 on b"),
-        ({"a": {**FREE, "judged": False}}, [], "another user"),
-        ({"a": {**FREE, "network": True}}, [], "another host"),
-        ({"a": {**FREE, "network": True, "idle_s": 1e4}}, ["a"], None),
-    ],
-)
-def test_only_a_lock_that_nobody_can_hold_is_stale(locks: dict, stale: list[str], note: str | None) -> None:
-    """Hosts may share the folder, so one holder anywhere keeps every lock."""
-    found, notes = judge_locks(locks)
-    assert found == stale
-    assert (note in " ".join(notes)) if note else not notes
-
-
-def test_probe_sees_who_holds_a_lock(tmp_path: Path) -> None:
-    """PyTorch keeps its lock file open while it builds; a killed builder leaves only the file."""
-    lock = tmp_path / "lock"
-    program = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as builder:
-        assert builder.stdout is not None
-        builder.stdout.readline()
-        found = probe._lock(str(lock))
-        assert found is not None and found["holder"] == builder.pid and found["judged"]
-        builder.kill()
-    found = probe._lock(str(lock))
-    assert found is not None and found["holder"] is None
-    assert probe._lock(str(tmp_path / "none")) is None
 
 
 def test_probe_judges_paths(tmp_path: Path) -> None:
@@ -129,3 +90,22 @@ def test_a_folder_that_cannot_be_written_alone_is_a_matter_of_storage(
     sets = (f"megasdc.logging.run_dir={tmp_path}/file/run", f"megasdc.data.path={tmp_path / data}")
     with pytest.raises(kind, match=f"{tmp_path}/file/run cannot be written to there"):
         launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
+
+
+@pytest.mark.parametrize("torch_adam", [True, False])
+def test_a_compiler_is_asked_for_only_where_something_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_adam: bool
+) -> None:
+    """DeepSpeed compiles its own Adam; with PyTorch's a CPU host needs none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sets = (
+        f"megasdc.logging.run_dir={tmp_path}/run",
+        f"megasdc.data.path={tmp_path}",
+        f"optimizer.params.torch_adam={str(torch_adam).lower()}",
+    )
+    request = LaunchRequest(SMOKE, num_gpus=2, overrides=sets)
+    if torch_adam:
+        assert launch_run(request, dry_run=True).exit_code == 0
+        return
+    with pytest.raises(LaunchError, match=r"g\+\+ is not on PATH, and for optimizer\.params\.torch_adam false"):
+        launch_run(request, dry_run=True)

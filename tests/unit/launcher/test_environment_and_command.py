@@ -19,7 +19,7 @@ from megasdc.launcher.environment import (
 )
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.rank import RankCommand, main, rank_environment
-from megasdc.parallel.cpu_operator import default_extensions_dir
+from megasdc.parallel.local_ranks import default_extensions_dir
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
 COMMAND = RankCommand("/w d", "/s.py", ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})
