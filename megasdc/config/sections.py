@@ -240,6 +240,12 @@ class ParallelSection(Section):
         description="CPU threads of a rank on machines without an accelerator; 0: PyTorch's own choice.",
         json_schema_extra=APPLIED,
     )
+    share_devices: bool = Field(
+        False,
+        description="Let the ranks of a host share its GPUs, dealt in turn, with collectives by gloo through host "
+        "memory, since NCCL refuses two ranks on one GPU; slow, to try a layout where GPUs are few.",
+        json_schema_extra=APPLIED,
+    )
 
 
 class TrainingSection(Section):

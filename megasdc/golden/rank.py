@@ -81,7 +81,7 @@ def _record(request: dict[str, Any], to: Reports) -> None:
     config = parse_config(request["config"])
     set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
     set_threads(config.megasdc.parallel.threads)
-    groups.init_process_group(request["timeout_s"] + LONGER_S)
+    groups.init_process_group(request["timeout_s"] + LONGER_S, share_devices=config.megasdc.parallel.share_devices)
     workload, dims = _build(config, request["timeout_s"])
     to.send("ready")
     name = config.megasdc.trace.algorithm or default_algorithm(workload.engine.device).name
@@ -102,7 +102,9 @@ def _record(request: dict[str, Any], to: Reports) -> None:
 def _verify(request: dict[str, Any], to: Reports) -> None:
     header = load_header(Path(request["golden"]))
     refused = _prepare(header)
-    groups.init_process_group(request["timeout_s"] + LONGER_S)  # before the key, which asks for this rank's device
+    share = bool(header["config"].get("megasdc", {}).get("parallel", {}).get("share_devices"))
+    # Before the key, which asks for this rank's device.
+    groups.init_process_group(request["timeout_s"] + LONGER_S, share_devices=share)
     key, differences = compare_key(header)  # before anything of the model's size is built
     differences |= refused
     to.send("key", key=key, algorithm=header["algorithm"], differences=differences)

@@ -1,7 +1,7 @@
 """Who talks to whom? Starts the process group and Megatron-core's parallel state, and stops both.
 
 This is the only place that initialises ``megatron.core.parallel_state``. The device is what DeepSpeed's accelerator
-abstraction found; without one, ranks use gloo.
+abstraction found; without one, or where ranks share a GPU, they use gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasdc.parallel.devices import choose_backend
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import meet
@@ -27,6 +28,7 @@ def init_process_group(
     store: dist.Store | None = None,
     run_dir: str | None = None,
     on_met: Callable[[], None] = lambda: None,
+    share_devices: bool = False,
 ) -> None:
     """Join the default process group named by the launcher's environment.
 
@@ -35,23 +37,20 @@ def init_process_group(
         store: where its ranks have met; None: they meet at the launcher's port.
         run_dir: run folder as configured, which tells launches apart; None where there is none.
         on_met: called when all ranks have come; one that leaves later without the others may leave them waiting.
+        share_devices: ranks of a host may share its GPUs.
 
     Raises:
-        LaunchError: another launch meets at that port.
+        LaunchError: another launch meets at that port, or this host has fewer GPUs than ranks.
         HangError: a rank has not come in time.
 
     Collective: all ranks of the world.
     """
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500")
-    on_cuda = torch.cuda.is_available()
-    if on_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before Megatron-core asks for the current device
-    backend = get_accelerator().communication_backend_name() if on_cuda else "gloo"
+    backend = choose_backend(share_devices)  # before Megatron-core asks for the current device
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         backend,
@@ -59,7 +58,7 @@ def init_process_group(
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda and world_size > 1 else None,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" and world_size > 1 else None,
     )
     on_met()
     with without_inference_operator():

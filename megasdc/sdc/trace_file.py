@@ -17,14 +17,16 @@ import re
 import struct
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import xxhash
 
 from megasdc.addresses import PHASES, Address
-from megasdc.errors import TraceError
+from megasdc.errors import LaunchError, TraceError
 from megasdc.sdc.trace import Trace
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMAT = "megasdc.trace.v1"
 RECORDED_ALIKE = (
@@ -44,14 +46,16 @@ RECORDED_ALIKE = (
 _NAME = re.compile(r"rank_(\d{5,})\.from_step_(\d{8,})\.trace")
 _LENGTH, _SUM = struct.Struct("<Q"), struct.Struct("<QQ")
 """Head of a frame: bytes that follow; XXH3 of that number and of those bytes."""
-_COLUMNS = {
-    "step": pa.int32(),
-    "micro_batch": pa.int32(),
-    "phase": pa.dictionary(pa.int32(), pa.string()),
-    "fqn": pa.dictionary(pa.int32(), pa.string()),
-    "slot": pa.dictionary(pa.int32(), pa.string()),
-    "checksum": pa.uint64(),
-}
+_COLUMNS = ("step", "micro_batch", "phase", "fqn", "slot", "checksum")
+
+
+def _arrow() -> Any:
+    """PyArrow, imported where a trace is written or read, so that a rank without traces does not need it."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise LaunchError(f"traces and golden traces need pyarrow: {error}; run `pip install pyarrow`") from error
+    return pyarrow
 
 
 def trace_path(folder: Path, rank: int, first_step: int) -> Path:
@@ -94,11 +98,15 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        pa = _arrow()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._temporary = path.with_name(f".{path.name}")
         self._file = open(self._temporary, "wb")  # noqa: SIM115 - lives as long as the run
-        self._schema = pa.schema(list(_COLUMNS.items()), metadata={"format": FORMAT, "header": json.dumps(header)})
+        text = pa.dictionary(pa.int32(), pa.string())
+        types = (pa.int32(), pa.int32(), text, text, text, pa.uint64())
+        columns = list(zip(_COLUMNS, types, strict=True))
+        self._schema = pa.schema(columns, metadata={"format": FORMAT, "header": json.dumps(header)})
         self._grown = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True, compression="zstd")
         self._stream = pa.ipc.new_stream(self._grown, self._schema, options=options)
@@ -106,6 +114,7 @@ class TraceWriter:
 
     def append(self, trace: Trace) -> None:
         """Write what a rank computed since the last call."""
+        pa = _arrow()
         columns = {
             "step": pa.array([address.step for address in trace.addresses], pa.int32()),
             "micro_batch": pa.array([address.micro_batch for address in trace.addresses], pa.int32()),
@@ -165,7 +174,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], Trace]:
     Raises:
         TraceError: it is no trace file, its beginning is missing, or it is damaged.
     """
-    trace = Trace()
+    pa, trace = _arrow(), Trace()
     try:
         content = _whole_frames(path)
         if not content:

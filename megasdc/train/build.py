@@ -81,9 +81,14 @@ def build_run(
     set_deterministic(sections.determinism)
     clock.mark("checks")
     on_met = (lambda: None) if signals.start is None else signals.start.met
-    bridge = None if part is None else meet(part, sections.parallel.timeout_s, on_met)
+    bridge = None if part is None else meet(part, sections.parallel, on_met)
     if bridge is None:
-        groups.init_process_group(sections.parallel.timeout_s, run_dir=sections.logging.run_dir, on_met=on_met)
+        groups.init_process_group(
+            sections.parallel.timeout_s,
+            run_dir=sections.logging.run_dir,
+            on_met=on_met,
+            share_devices=sections.parallel.share_devices,
+        )
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)

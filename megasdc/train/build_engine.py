@@ -19,6 +19,7 @@ from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.errors import ConfigError
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
+from megasdc.parallel.devices import device_index, ranks_on_device
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 from megasdc.train.saving import checkpoint_folder
@@ -137,7 +138,8 @@ def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> Non
     rank = int(os.environ.get("RANK", "0"))
     device: float | None = None
     if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+        share = config.megasdc.parallel.share_devices
+        device = torch.cuda.get_device_properties(device_index(share)).total_memory / ranks_on_device(share)
     stages = memory_of_stages(config, vocab_size, layout.data, layout.micro_batch_size)
     stage = ParallelDims.from_world(layout.tensor, layout.pipeline, layout.world_size, rank).pp_rank
     host_ranks = int(os.environ.get("LOCAL_SIZE", "1"))  # set by DeepSpeed's launcher; else at least this rank

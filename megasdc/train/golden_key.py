@@ -105,12 +105,14 @@ def machine_key() -> dict[str, Any]:
 def workload_digest(config: RunConfig) -> str:
     """A digest of every setting that has a part in the workload's results."""
     sections = config.megasdc
-    relevant = {
+    relevant: dict[str, Any] = {
         "deepspeed": config.deepspeed,
         **{name: getattr(sections, name).model_dump(mode="json") for name in ("model", "parallel", "golden", "trace")},
         "seed": sections.training.seed,
         "sequence_length": sections.data.sequence_length,
     }
+    if not relevant["parallel"]["share_devices"]:
+        del relevant["parallel"]["share_devices"]  # traces from before there was this field stay valid
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.config import StudySection
+from megasdc.config import ParallelSection, StudySection
 from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
@@ -51,20 +51,21 @@ class StudyPart:
     folder: Path
 
 
-def meet(part: StudyPart, timeout_s: float, on_met: Callable[[], None]) -> Bridge:
+def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) -> Bridge:
     """Join the replica's own process group, and the ranks of equal place in the others.
 
     Args:
         part: place of this rank.
-        timeout_s: seconds after which a collective is given up.
+        section: `parallel`: timeout and device.
         on_met: called when all ranks of the replica have come.
 
     Collective: all ranks of the launch.
     """
     cut = part.cut
-    store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), timeout_s)
-    groups.init_process_group(timeout_s, dist.PrefixStore(f"replica/{cut.replica}", store), on_met=on_met)
-    return Bridge(cut, part.section.trusted, store, timeout_s)
+    store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), section.timeout_s)
+    own = dist.PrefixStore(f"replica/{cut.replica}", store)
+    groups.init_process_group(section.timeout_s, own, on_met=on_met, share_devices=section.share_devices)
+    return Bridge(cut, part.section.trusted, store, section.timeout_s)
 
 
 class Study(StepHook):
