@@ -1,0 +1,62 @@
+"""Every part of ``tests/gpu.sh``, in order of importance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Args:
+        name: for ``--only``.
+        title: what it shows.
+        share: of the time, relative to the others.
+        function: ``module:name``, called with a ``Recorder``.
+        needs: packages beyond those of every training rank.
+        not_on_cpu: why it means nothing without CUDA; None: it runs there too.
+        environment: variables by device, set before anything is imported.
+        ahead: processes that import before the part begins.
+    """
+
+    name: str
+    title: str
+    share: float
+    function: str
+    needs: tuple[str, ...] = ()
+    not_on_cpu: str | None = None
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    ahead: int = 2
+
+
+COMMAND = ("typer", "rich")
+INTERPRETED = {"cpu": {"TRITON_INTERPRET": "1"}}
+
+PARTS = (
+    Part("smoke", "training: one rank, TP2, PP2, DP2; fp32, bf16, fp16", 6, "gpu.part_training:smoke", ahead=16),
+    Part("determinism", "deterministic mode: two runs, the same bits", 3, "gpu.part_training:determinism", ahead=14),
+    Part(
+        "kernels",
+        "Triton kernels against their formulas; rates",
+        4,
+        "gpu.part_kernels:kernels",
+        ("triton",),
+        environment=INTERPRETED,
+    ),
+    Part("detection", "recompute check, audit, parameters", 4, "gpu.part_detection:detection"),
+    Part("golden", "trace, golden record and verify", 3, "gpu.part_detection:golden", (*COMMAND, "pyarrow")),
+    Part("dropcompute", "DropCompute: decisions, events, device_lag", 3, "gpu.part_dropcompute:dropcompute"),
+    Part("checkpoints", "saved, resumed bit for bit", 4, "gpu.part_checkpoints:checkpoints"),
+    Part("stress", "the host's test", 2, "gpu.part_stress:stress", (*COMMAND, "pyarrow")),
+    Part("optimizers", "fused AdamW of PyTorch and DeepSpeed", 2, "gpu.part_optimizers:optimizers"),
+    Part("timeouts", "hangs and lost ranks: exit codes", 3, "gpu.part_timeouts:timeouts"),
+    Part("profile", "one step: kernels, launches, gaps", 2, "gpu.part_profile:profile"),
+    Part("fused", "fused modules against unfused ones", 2, "gpu.part_fused:fused"),
+)
+BASE = (
+    *("torch", "numpy", "deepspeed", "megatron.core", "pydantic", "xxhash", "jinja2", "rich", "psutil"),
+    *("einops", "hjson", "msgpack", "tqdm", "cpuinfo", "packaging"),
+)
+"""Imports without which no training rank starts."""
