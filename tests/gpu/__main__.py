@@ -27,9 +27,10 @@ time limit, and prints a table. Without CUDA the parts run on the processor wher
 It needs PyTorch, and as wheels what of these is not installed: deepspeed, megatron-core, pydantic, pydantic_core,
 annotated-types, typing-inspection, typing_extensions, xxhash, numpy, einops, hjson, msgpack, tqdm, py-cpuinfo,
 packaging, psutil, jinja2, MarkupSafe, rich, Pygments, markdown-it-py, mdurl; for the parts golden and stress typer,
-click, shellingham, annotated-doc and pyarrow; to compile DeepSpeed's operators ninja. `bash tests/gpu.sh --make-wheels DIR`
-downloads them where there is a network. Neither a network, a compiler nor ssh is needed then; without a C compiler
-Triton's kernels, and without nvcc DeepSpeed's FusedAdam, fail or are left out and say so.
+click, shellingham, annotated-doc and pyarrow; to compile DeepSpeed's operators ninja.
+`bash tests/gpu.sh --make-wheels DIR` downloads them where there is a network. Neither a network, a compiler nor ssh is
+needed then; without a C compiler Triton's kernels fail, and without nvcc DeepSpeed's FusedAdam is left out, and both
+say so.
 """
 SETUP_S = 100.0
 RESERVE_S = 6.0
@@ -229,8 +230,8 @@ def _run_parts(chosen: list[Part], folder: Path, facts: dict[str, Any], end: flo
             print(f"{part.name}: not run: the time was up", flush=True)
             continue
         shares = [one.share for one, _, why in waiting[place:] if why is None]
-        # A part may use twice its share of what is left, so that one long part does not take it from the others.
-        limit_s = min(left, max(20.0, left * min(1.0, 2.0 * part.share / sum(shares))))
+        # Most parts need less than their share, so each may use three times that of what is left.
+        limit_s = min(left, max(30.0, left * min(1.0, 3.0 * part.share / sum(shares))))
         running = ready or PartRun(part, folder, device, cores)
         ready = None
         running.go()

@@ -6,6 +6,9 @@ On a machine without CUDA they run in Triton's interpreter, and no rate is taken
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 
 from gpu.crew import Crew
-from gpu.record import Recorder
+from gpu.record import TAIL_LINES, Recorder
 
 SEED = 11
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +36,8 @@ def kernels(recorder: Recorder, crew: Crew) -> None:
         _mixed_sums(recorder, device)
     with recorder.attempt("gradient bounds"):
         _bounds(recorder, device)
+    with recorder.attempt("compiled for other GPUs"):
+        _compile(recorder)
     if not recorder.on_gpu:
         recorder.not_run("rates", "they are those of a GPU; there is no CUDA device")
         return
@@ -42,6 +47,20 @@ def kernels(recorder: Recorder, crew: Crew) -> None:
         _checksum_rates(recorder, device)
     with recorder.attempt("rates of gradient bounds"):
         _bound_rates(recorder, device)
+
+
+def _compile(recorder: Recorder) -> None:
+    """Triton's compiler and assembler take every variant for GPUs that need not be here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpu.compile_kernels", "80", "90", "100"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [*ended.stdout.splitlines()[-1:], *ended.stderr.splitlines()[-TAIL_LINES:]]
+    recorder.check("every variant compiles for sm_80, sm_90, sm_100", ended.returncode == 0, "\n".join(lines))
 
 
 def _mixed_sums(recorder: Recorder, device: torch.device) -> None:

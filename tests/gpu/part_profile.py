@@ -114,7 +114,7 @@ def take_profile(options: dict[str, Any], folder: str, model: dict[str, Any]) ->
 
 
 def summarise(taken: Any, on_gpu: bool) -> dict[str, Any]:
-    """What a profile holds: spans of kernels, or on a processor of operations that call no others."""
+    """What a profile holds: spans of kernels, or on a processor of operations."""
     from torch.autograd import DeviceType
 
     events = taken.events()
@@ -122,7 +122,9 @@ def summarise(taken: Any, on_gpu: bool) -> dict[str, Any]:
         chosen = [one for one in events if one.device_type == DeviceType.CUDA]
         launches = sum("LaunchKernel" in one.name for one in events)
     else:
-        chosen, launches = [one for one in events if not one.cpu_children and one.name.startswith("aten::")], None
+        # Operations that work themselves for the most part, and do not only call others.
+        own = [one for one in events if one.name.startswith("aten::")]
+        chosen, launches = [one for one in own if 2 * one.self_cpu_time_total > one.cpu_time_total], None
     spans: list[Span] = sorted((one.time_range.start, one.time_range.end, one.name) for one in chosen)
     times: defaultdict[str, float] = defaultdict(float)
     counts: defaultdict[str, int] = defaultdict(int)

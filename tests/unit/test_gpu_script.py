@@ -1,0 +1,131 @@
+"""Does ``tests/gpu.sh`` tell what happened, whatever its parts do, and within its time?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+MODULE = """
+import os, subprocess, sys, time
+from gpu.record import Recorder
+
+def fine(recorder, crew):
+    recorder.check("holds", True)
+    recorder.note("figure", 3)
+    recorder.not_run("something", "a reason")
+
+def raises(recorder, crew):
+    with recorder.attempt("the first"):
+        raise ValueError("not this one")
+    recorder.check("the second", True)
+
+def dies(recorder, crew):
+    recorder.check("before", True)
+    os.abort()
+
+def hangs(recorder, crew):
+    recorder.check("before", True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    recorder.note("child", child.pid)
+    waits_for_ever()
+
+def waits_for_ever():
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs one function of ``MODULE`` as a part."""
+    (tmp_path / "misbehaving.py").write_text(MODULE)
+    for path in (TESTS, TESTS / "distributed", tmp_path):
+        monkeypatch.syspath_prepend(str(path))
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "distributed"), str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", path)
+    from gpu.parts import Part
+    from gpu.runner import PartRun
+
+    def run(name: str, limit_s: float) -> dict[str, Any]:
+        part = PartRun(Part(name, "a title", 1, f"misbehaving:{name}", ahead=0), tmp_path, "cpu", 1)
+        part.go()
+        return part.finish(limit_s)
+
+    return run
+
+
+def test_what_a_part_found_comes_back(run_part: Any) -> None:
+    """Checks, figures and reasons; after an attempt that failed the part goes on, and the traceback is told."""
+    found = run_part("fine", 60.0)
+    assert (found["state"], found["notes"], found["not_run"][0]["reason"]) == ("passed", {"figure": 3}, "a reason")
+    found = run_part("raises", 60.0)
+    assert [(one["name"], one["ok"]) for one in found["checks"]] == [
+        ("the first", False),
+        ("the second", True),
+        ("the part runs to its end", True),
+    ]
+    assert found["state"] == "failed" and "ValueError: not this one" in found["checks"][0]["detail"]
+
+
+def test_a_part_that_dies_or_hangs_leaves_what_it_had(run_part: Any) -> None:
+    """Its last words name the function; processes that it started are gone, and its limit holds."""
+    found = run_part("dies", 60.0)
+    assert (found["state"], found["reason"]) == ("failed", "exit code -6")
+    assert found["checks"][0]["name"] == "before" and "in dies" in found["output"]
+    began = time.monotonic()
+    found = run_part("hangs", 6.0)
+    assert time.monotonic() - began < 12.0
+    assert (found["state"], found["reason"]) == ("killed", "its time of 6 s was up")
+    assert found["checks"][0]["name"] == "before" and "in waits_for_ever" in found["output"]
+    stat = Path(f"/proc/{found['notes']['child']}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
+    """Without a package that every rank needs: exit code 2, its name, and how to carry it; without torch too."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('xxhash', 'hjson'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(TESTS / "gpu.sh"), "--device", "cpu", "--out", str(tmp_path / "out")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "not installed here: xxhash, hjson" in done.stderr and "--make-wheels" in done.stderr
+
+
+def test_gaps_of_a_profile() -> None:
+    """Overlapping kernels count once; what is between them is a gap, by hand."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
+    try:
+        from gpu.part_profile import draw, gaps, group_of
+    finally:
+        del sys.path[:2]
+    spans = [
+        (0.0, 10.0, "ampere_sgemm"),
+        (5.0, 20.0, "vectorized_elementwise"),
+        (40.0, 60.0, "fmha"),
+        (61.0, 100.0, "x"),
+    ]
+    found = gaps(spans)
+    assert found["busy"] == 0.79
+    assert found["gaps"] == {"number": 2, "over 10 us": 1, "ms in all": 0.021, "longest us": 20.0}
+    assert [group_of(name) for _, _, name in spans] == ["matrix product", "elementwise", "attention", "other"]
+    facts = {"step_ms": 1, "tokens_per_s": 2, "kernels": 4, "by_group_ms": {}, "longest": [["<x>", 1, 0.039]], **found}
+    picture = draw(spans, facts, "a < b")
+    assert picture.count("h") > 4 and "&lt;x&gt;" in picture and "a &lt; b" in picture
