@@ -192,17 +192,13 @@ def _head(facts: dict[str, Any]) -> str:
 
 
 def _prepare(folder: Path, device: str, limit_s: float) -> str | None:
-    """Write the data that all parts share, and on a processor build DeepSpeed's operator; what went wrong."""
+    """Write the data that all parts share; what went wrong."""
     if (folder / "data" / "manifest.json").exists():
         return None
-    code = (
-        "import sys; from pathlib import Path; from gpu.setting import write_data; write_data(Path(sys.argv[1]))\n"
-        "if sys.argv[2] == 'cpu':\n"
-        "    from megasdc.launcher.operator_build import build_operator_here; build_operator_here()"
-    )
     from gpu.crew import rank_base
 
-    arguments = [sys.executable, "-c", code, str(folder / "data"), device]
+    code = "import sys; from pathlib import Path; from gpu.setting import write_data; write_data(Path(sys.argv[1]))"
+    arguments = [sys.executable, "-W", "ignore", "-c", code, str(folder / "data")]
     try:
         ended = subprocess.run(
             arguments, env=rank_base(device), capture_output=True, text=True, check=False, timeout=limit_s
