@@ -3,7 +3,8 @@
 #
 #   source launch/install.sh [extra]      sets MEGASDC_VENV and puts it on PATH
 #
-# The environment is .venv in the repository, or $MEGASDC_VENV. Extras: test. Where the repository's path has a space
+# The environment is .venv in the repository, or $MEGASDC_VENV. Extras: test. One that was not made here and holds a
+# permitted PyTorch, as the image of a cluster does, keeps all that fits: what is missing is installed without pins. Where the repository's path has a space
 # the environment is in the user's cache folder, since PyTorch's compiler calls break at spaces (torch 2.13).
 # torch is taken by the package index that pip is configured with; without one, and without an NVIDIA GPU,
 # from PyTorch's index of CPU builds (a plain PyPI install would fetch gigabytes of CUDA libraries).
@@ -23,13 +24,17 @@ megasdc_install() {
         return 1
     fi
     python="${PYTHON:-python3}"
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "install: $python is older than Python 3.11; set PYTHON to a newer one" >&2
+    if [ -x "$venv/bin/python" ]; then
+        python="$venv/bin/python"
+    fi
+    if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
+        echo "install: $python is not Python 3.11 to 3.13; set PYTHON to one that is" >&2
         return 1
     fi
     if [ ! -x "$venv/bin/python" ]; then
         mkdir -p "$(dirname "$venv")"
         "$python" -m venv "$venv" || return 1
+        touch "$venv/.megasdc_made"
     fi
     export MEGASDC_VENV="$venv"
     export PATH="$venv/bin:$PATH"
@@ -40,19 +45,43 @@ megasdc_install() {
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         return 0
     fi
-    echo "install: pinned packages into $venv (about 1.5 GB, a minute or two)"
-    local quiet=(--quiet --quiet --disable-pip-version-check)
-    if ! "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "2.13.0")' 2>/dev/null; then
+    local quiet=(--quiet --quiet --disable-pip-version-check) pins="$root/launch/constraints.txt" present
+    present="$(megasdc_torch_in "$venv/bin/python" || true)"
+    if [ -e "$venv/.megasdc_present" ] || { [ -n "$present" ] && ! compgen -G "$venv/.megasdc_*" >/dev/null; }; then
+        megasdc_torch_is_permitted "$venv/bin/python" "$root" "$present" || return 1
+        echo "install: $venv holds PyTorch $present, which stays; what is missing is installed around it"
+        pins="$venv/.megasdc_present"
+        printf 'torch==%s\n' "$present" >"$pins"
+    else
+        echo "install: pinned packages into $venv (about 1.5 GB, a minute or two)"
+    fi
+    if [ "${pins##*/}" = constraints.txt ] && [ "${present%%+*}" != 2.13.0 ]; then
         local index=()
         if ! command -v nvidia-smi >/dev/null && ! megasdc_index_is_configured "$venv/bin/python"; then
             index=(--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple)
         fi
-        "$venv/bin/python" -m pip install "${quiet[@]}" "${index[@]}" -c "$root/launch/constraints.txt" torch==2.13.0 || return 1
+        "$venv/bin/python" -m pip install "${quiet[@]}" "${index[@]}" -c "$pins" torch==2.13.0 || return 1
     fi
     # setuptools and wheel are in the environment, so that DeepSpeed builds without asking an index for them again.
-    "$venv/bin/python" -m pip install "${quiet[@]}" -c "$root/launch/constraints.txt" setuptools wheel ninja || return 1
-    "$venv/bin/python" -m pip install "${quiet[@]}" -c "$root/launch/constraints.txt" -e "$root${extra:+[$extra]}" || return 1
+    "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" setuptools wheel ninja || return 1
+    "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" -e "$root${extra:+[$extra]}" || return 1
     printf '%s' "$wanted" >"$stamp"
+}
+
+# The version of PyTorch in an environment, as pip has it; nothing where there is none.
+megasdc_torch_in() {
+    "$1" -c 'from importlib import metadata; print(metadata.version("torch"))' 2>/dev/null
+}
+
+megasdc_torch_is_permitted() {
+    PYTHONPATH="$2${PYTHONPATH:+:$PYTHONPATH}" "$1" - "$3" <<'EOF'
+import sys
+
+from megasdc.versions.installed import range_problems
+
+if problems := range_problems({"torch": sys.argv[1]}):
+    sys.exit(f"install: {problems[0]}: use another environment (MEGASDC_VENV), or install a permitted PyTorch there")
+EOF
 }
 
 # Whether the user told pip where to find packages: by a variable, or in any of pip's configuration files.

@@ -153,7 +153,7 @@ def _check(path: Path | str, content: BinaryIO | None, members: bool) -> None:
 
 def _load(path: Path | str, content: str | BinaryIO, map_location: Any, *, mmap: bool, members: bool) -> Any:
     try:
-        with _allowed_classes(members):
+        with _allowed_classes(members), _places_noted(map_location):
             return torch.load(content, map_location=map_location, weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
@@ -168,6 +168,22 @@ def _allowed_classes(members: bool) -> Iterator[None]:
             module, _, attribute = name.rpartition(".")
             classes.append(getattr(importlib.import_module(module), attribute))
     with torch.serialization.safe_globals(classes):
+        yield
+
+
+@contextlib.contextmanager
+def _places_noted(map_location: Any) -> Iterator[None]:
+    """Let torch 2.10 load onto ``meta`` as later ones do: nothing is read, and storages know their place in the file.
+
+    It does so only while it traces; a context that says so changes nothing else of a load.
+    """
+    if map_location != "meta" or not torch.__version__.startswith("2.10."):
+        yield
+        return
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+
+    with tracing(TracingContext(FakeTensorMode())):  # type: ignore[no-untyped-call]
         yield
 
 

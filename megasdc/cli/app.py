@@ -172,14 +172,16 @@ Out = Annotated[Path | None, output_option("--out", help="Also write the result,
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"megasdc {__version__}")
+        from megasdc.versions.installed import describe_versions
+
+        typer.echo(f"megasdc {__version__}\n{describe_versions()}")
         raise typer.Exit
 
 
 @app.callback()
 def _main_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     pass

@@ -91,19 +91,27 @@ def config_table(
         ),
     ] = None,
 ) -> None:
-    """Print the markdown table of every configuration field, or keep the one in a file up to date."""
-    from megasdc.config.table import render_table, with_table
+    """Print the markdown table of every configuration field, or keep the one in a file up to date.
+
+    In a file, the tables of versions too, where it has the markers `versions-table`.
+    """
+    from megasdc.config.table import between_markers, render_table, with_table
+    from megasdc.versions.tested import BEGIN, END, render_tables
+
+    def with_tables(path: Path) -> tuple[str, str]:
+        text, fresh = with_table(path)
+        return text, between_markers(fresh, BEGIN, END, render_tables()) if BEGIN in text else fresh
 
     if write is None and check is None:
         typer.echo(render_table(), nl=False)
         return
     try:
         if write is not None:
-            text, fresh = with_table(write)
+            text, fresh = with_tables(write)
             if text != fresh:
                 write_whole(write, fresh)
             typer.echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
-        if check is not None and len(set(with_table(check))) > 1:
+        if check is not None and len(set(with_tables(check))) > 1:
             typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
             raise typer.Exit(1)
     except ValueError as error:

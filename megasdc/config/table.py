@@ -160,8 +160,20 @@ def with_table(path: Path) -> tuple[str, str]:
         ValueError: a marker is missing or they are in the wrong order.
     """
     text = path.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} needs the line {BEGIN} and after it the line {END}")
-    return text, f"{head}{BEGIN}\n{render_table()}{END}{tail}"
+    try:
+        return text, between_markers(text, BEGIN, END, render_table())
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+
+
+def between_markers(text: str, begin: str, end: str, table: str) -> str:
+    """A text with a table in place of what stands between two lines.
+
+    Raises:
+        ValueError: a line is missing or they are in the wrong order.
+    """
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"needs the line {begin} and after it the line {end}")
+    return f"{head}{begin}\n{table}{end}{tail}"

@@ -233,11 +233,22 @@ class TrainingEngine(PipelineEngine):
         """Whether this rank decides which micro-batches its replica starts."""
         return bool(self.is_first_stage()) and self.dims.tp_rank == 0
 
-    def _train_schedule(self) -> schedule.TrainSchedule:
-        """Called by ``train_batch``."""
-        if self.gate is None:
-            return super()._train_schedule()
-        return GatedSchedule(self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce)
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Called by ``train_batch`` with DeepSpeed's schedule, in whose place a gate puts its own."""
+        if self.gate is not None and type(pipe_schedule) is schedule.TrainSchedule:
+            pipe_schedule = GatedSchedule(
+                self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce
+            )
+        super()._exec_schedule(pipe_schedule)
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Divide by the accumulation steps on the last stage alone, whose gradients the other stages are sent.
+
+        DeepSpeed's engine does so from 0.19.3 on; before, a stage's gradients were divided once for each stage behind
+        it too.
+        """
+        scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad) if self.is_last_stage() else grad
+        return scaled
 
     def _may_start(self, micro_batch: int) -> bool:
         assert self.gate is not None
@@ -354,7 +365,8 @@ class TrainingEngine(PipelineEngine):
             if self.is_data_parallel:
                 dist.all_reduce(totals[:3], group=self.mpu.get_data_parallel_group())
         if self.is_pipe_parallel:
-            dist.broadcast(totals, src=self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
+            source = self.grid.stage_to_global(self.num_stages - 1)
+            dist.broadcast(totals, src=source, group=self.mpu.get_pipe_parallel_group())
             self._planned_tokens = int(totals[3])
         return totals[:3]
 

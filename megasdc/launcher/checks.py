@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.errors import LaunchError
 from megasdc.launcher import probe
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.remote import Transport
+from megasdc.versions.installed import check_range
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
@@ -126,6 +128,10 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
     problems = []
     if found["missing_cwd"]:
         problems.append(f"{host}: working folder {needs.cwd} is not there; share or create it, or start elsewhere")
+    try:
+        check_range({"python": found["python"], **found["versions"]})
+    except LaunchError as error:
+        problems.append(f"{host}: {error}")
     problems += [f"{host}: {path} cannot be read there; make, copy or share it" for path in found["unreadable"]]
     problems += [f"{host}: {path} cannot be written to there; mount or create it" for path in found["unwritable"]]
     if found["port_problem"]:

@@ -29,6 +29,7 @@ from megasdc.launcher.environment import DEEPSPEED_GRACE_S
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.verdict import describe_code
+from megasdc.versions.private_names import end_without_launcher_names
 
 with own_lines_to(take_folder_option(sys.argv), sys.argv):
     from deepspeed.launcher import launch
@@ -119,6 +120,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Run launch.py with this process's arguments."""
+    end_without_launcher_names()
     stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)))
     launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     ranks = Ranks()

@@ -36,6 +36,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "missing_cwd": missing_cwd,
+        "python": ".".join(map(str, sys.version_info[:3])),
         "versions": {name: _version(name) for name in request["distributions"]},
         "unreadable": [path for path in request["readable"] if not _readable(path)],
         "unwritable": [path for path in request["writable"] if not _writable(path)],

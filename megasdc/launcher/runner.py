@@ -36,6 +36,7 @@ from megasdc.launcher.orphans import FOLLOW_OPTION, follow_parent
 from megasdc.launcher.own_lines import FOLDER_VARIABLE, folder_option, own_lines_to
 from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
+from megasdc.versions.private_names import end_without_launcher_names
 
 with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv):
     from deepspeed.launcher import runner
@@ -136,6 +137,7 @@ def _on_alarm(_number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run DeepSpeed's launcher with this process's arguments."""
+    end_without_launcher_names()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
     front = os.environ.pop(FRONT_PID_VARIABLE, None)  # absent under launch/no_ssh.sh
@@ -146,7 +148,8 @@ def main() -> None:
     runner.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})
     runner.PDSHRunner = QuotingPDSHRunner
-    runner.LAUNCHER_CLASSES["pdsh"] = QuotingPDSHRunner
+    # From 0.19.7 on the runner looks it up here.
+    getattr(runner, "LAUNCHER_CLASSES", {})["pdsh"] = QuotingPDSHRunner
     runner.main()
 
 

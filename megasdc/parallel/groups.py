@@ -21,6 +21,7 @@ from megasdc.parallel.devices import choose_backend
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import meet
+from megasdc.versions.private_names import check_private_names
 
 
 def init_process_group(
@@ -40,13 +41,15 @@ def init_process_group(
         share_devices: ranks of a host may share its GPUs.
 
     Raises:
-        LaunchError: another launch meets at that port, or this host has fewer GPUs than ranks.
+        LaunchError: another launch meets at that port, this host has fewer GPUs than ranks, or a library lacks a
+            private name that megasdc builds on.
         HangError: a rank has not come in time.
 
     Collective: all ranks of the world.
     """
     import deepspeed
 
+    check_private_names()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500")

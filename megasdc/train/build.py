@@ -40,6 +40,7 @@ from megasdc.train.saving import checkpoint_folder, resume
 from megasdc.train.signals import StopSignals
 from megasdc.train.startup import StartClock
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
+from megasdc.versions.installed import component_versions, untested_versions
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def build_run(
     if dims.rank == 0:
         versions = installed_versions()
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=versions)
+        _tell_untested(events, speaks=launch[0] == 0)
         _tell_unchecked(sections.data, manifests, events)
     engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
@@ -124,6 +126,17 @@ def build_run(
     )
     _load_hooks(run, hook_states)
     return run
+
+
+def _tell_untested(events: EventLog, speaks: bool) -> None:
+    """Write the event ``start/untested_versions``, and with ``speaks`` warn, where these versions were not run."""
+    versions = component_versions()
+    warning = untested_versions(versions, torch.cuda.is_available())
+    if warning is None:
+        return
+    events.emit("start", "untested_versions", versions=versions, message=warning)
+    if speaks:
+        logger.warning("%s", warning)
 
 
 def _load_hooks(run: Run, states: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.initial import InitialWeights, check_fits, check_vocabulary
 from megasdc.checkpoint.logical import load_weights
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
+from megasdc.config.deepspeed_part import Bf16
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.errors import ConfigError
@@ -159,6 +160,8 @@ def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
     deepspeed["train_batch_size"] = layout.train_batch_size
     deepspeed["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
     deepspeed["gradient_accumulation_steps"] = layout.accumulation_steps
+    if config.precision == "bf16":  # DeepSpeed before 0.19.3 would take steps whose gradients are not finite
+        deepspeed["bf16"] = {"check_grad_overflow": Bf16().check_grad_overflow, **deepspeed["bf16"]}
     if not torch.cuda.is_available():
         deepspeed["zero_optimization"] = {"reduce_bucket_size": HOST_BUCKET_ELEMENTS, **deepspeed["zero_optimization"]}
     if config.megasdc.parallel.sequence_parallel:

@@ -21,6 +21,8 @@ from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders, others_kept_out
 from megasdc.train.library_lines import LibraryLines
 from megasdc.train.signals import Leave, StopSignals
+from megasdc.versions.installed import check_range, component_versions
+from megasdc.versions.private_names import names_checked
 
 logger = logging.getLogger("megasdc")
 
@@ -82,6 +84,7 @@ def pretrain(
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
     try:
+        check_range(component_versions())
         config = load_config(config_path, overrides, allow_changed)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         cut = cut_world(config.megasdc.study, os.environ)
@@ -206,7 +209,7 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
 
 def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> None:
     library = LibraryLines()
-    with imports_kept(), library:
+    with imports_kept(), library, names_checked():
         from megasdc.parallel import groups
         from megasdc.train.build import build_run
         from megasdc.train.run import train

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,11 @@ def test_wrong_configuration_exits_with_70(arguments):
 
 
 def test_version_and_usage_errors(monkeypatch, capsys):
-    """--version prints the version; an unknown option is a usage error with exit code 2."""
-    assert run("--version").output == f"megasdc {__version__}\n"
+    """--version prints the versions, installed packages' too; an unknown option is a usage error with exit code 2."""
+    own, others, state = run("--version").output.splitlines()
+    assert own == f"megasdc {__version__}"
+    assert re.fullmatch(r"Python 3\S+, PyTorch 2\S+, DeepSpeed 0\S+, Megatron-core 0\S+", others)
+    assert state.startswith("these together: ")
     monkeypatch.setattr(sys, "argv", ["megasdc", "check-config", "--no-such-option"])
     with pytest.raises(SystemExit) as caught:
         main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def test_every_path_of_the_command_line_is_checked() -> None:
         todo += [group.typer_instance for group in application.registered_groups]
         for command in application.registered_commands:
             for name, hint in get_type_hints(command.callback, include_extras=True).items():
-                if "pathlib.Path" not in str(hint):
+                if not re.search(r"pathlib\.(_local\.)?Path\b", str(hint)):  # _local: Python 3.13
                     continue
                 seen += 1
                 (settings,) = hint.__metadata__

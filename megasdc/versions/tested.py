@@ -1,0 +1,133 @@
+"""The versions that megasdc permits, and every combination that was run: the one list of them.
+
+README's tables of versions are generated from it (``megasdc config-table --write README.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BEGIN, END = "<!-- versions-table:begin -->", "<!-- versions-table:end -->"
+"""What stands around README's tables."""
+
+RUN_HERE = "run here"
+RUN_ON_GPU = "run on a GPU machine"
+NOT_RUN = "not run"
+
+NAMES = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-core"}
+"""Component by its key: ``python``, or the name of a distribution."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Permitted releases of a component.
+
+    Args:
+        minors: permitted ``X.Y``, oldest first.
+        parts: how many numbers of a release tell it from another: 2, or 3 where a patch release may break us.
+    """
+
+    minors: tuple[str, ...]
+    parts: int = 2
+
+    def __str__(self) -> str:
+        return self.minors[0] if len(self.minors) == 1 else f"{self.minors[0]} to {self.minors[-1]}"
+
+
+PERMITTED = {
+    "python": Range(("3.11", "3.12", "3.13")),
+    "torch": Range(("2.10", "2.11", "2.12", "2.13")),
+    "deepspeed": Range(("0.19",), parts=3),
+    "megatron-core": Range(("0.16", "0.17", "0.18", "0.19")),
+}
+"""``setup.py`` permits the same. DeepSpeed by its patch releases, since we build on its private names."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Versions that were run together.
+
+    Args:
+        python: such as ``3.11.7``; the others likewise.
+        state: ``RUN_HERE``: on CPUs, with gloo; ``RUN_ON_GPU``: on NVIDIA GPUs.
+        what: what was run, with counts.
+        date: when, ISO 8601.
+    """
+
+    python: str
+    torch: str
+    deepspeed: str
+    megatron_core: str
+    state: str
+    what: str
+    date: str
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Version by component."""
+        return dict(zip(NAMES, (self.python, self.torch, self.deepspeed, self.megatron_core), strict=True))
+
+
+COMBINATIONS = (Combination("3.11.7", "2.13.0", "0.19.8", "0.16.1", RUN_HERE, "everything that CI runs", "2026-11-23"),)
+
+
+def short_version(component: str, version: str) -> str:
+    """The part of a version that tells releases apart here: ``2.10.0a0+b4e4ee8`` is PyTorch 2.10."""
+    numbers: list[str] = []
+    for part in version.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(digits)
+    return ".".join(numbers[: PERMITTED[component].parts])
+
+
+def state_of(versions: Mapping[str, str], on_gpu: bool) -> str:
+    """What is known of versions together.
+
+    Args:
+        versions: by component; others are not looked at.
+        on_gpu: whether ranks compute on NVIDIA GPUs.
+
+    Returns:
+        One of the three states; on a GPU, versions that were run on CPUs only are ``RUN_HERE``.
+    """
+    wanted = _short(versions)
+    states = {one.state for one in COMBINATIONS if _short(one.versions) == wanted}
+    first, second = (RUN_ON_GPU, RUN_HERE) if on_gpu else (RUN_HERE, RUN_ON_GPU)
+    return first if first in states else second if second in states else NOT_RUN
+
+
+def _short(versions: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(short_version(name, versions[name]) for name in NAMES)
+
+
+def spell(versions: Mapping[str, str]) -> str:
+    """Versions as a text: ``Python 3.11.7, PyTorch 2.13.0, DeepSpeed 0.19.8, Megatron-core 0.16.1``."""
+    return ", ".join(f"{NAMES[name]} {versions[name]}" for name in NAMES)
+
+
+def render_tables() -> str:
+    """README's tables: each component's permitted versions by state, and the combinations that were run."""
+    lines = [f"| component | permitted | {RUN_HERE} | {RUN_ON_GPU} | {NOT_RUN} |", "|---|---|---|---|---|"]
+    for name, permitted in PERMITTED.items():
+        seen = {
+            state: _unique([one.versions[name] for one in COMBINATIONS if one.state == state])
+            for state in (RUN_HERE, RUN_ON_GPU)
+        }
+        known = {".".join(version.split(".")[:2]) for versions in seen.values() for version in versions}
+        left = [minor for minor in permitted.minors if minor not in known]
+        if permitted.parts > 2:
+            left.append("other patch releases")
+        cells = (NAMES[name], str(permitted), *(", ".join(seen[state]) for state in seen), ", ".join(left))
+        lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
+    lines += ["", f"| {' | '.join(NAMES.values())} | state | what was run | date |", "|---|---|---|---|---|---|---|"]
+    for one in COMBINATIONS:
+        lines.append("| " + " | ".join((*one.versions.values(), one.state, one.what, one.date)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _unique(versions: list[str]) -> list[str]:
+    """Versions without copies, oldest first."""
+    return sorted(set(versions), key=lambda version: [int(part) for part in version.split(".")])
