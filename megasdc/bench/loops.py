@@ -268,9 +268,17 @@ class HuggingFaceLoop:
         layout: its sizes on these ranks.
         options: sizes.
         batches: this rank's micro-batches, without end.
+        compiled: whether the model runs under ``torch.compile``, with its default settings.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout, options: TrainBenchOptions, batches: Iterator[Any]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        options: TrainBenchOptions,
+        batches: Iterator[Any],
+        compiled: bool = False,
+    ) -> None:
         import deepspeed
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -295,6 +303,8 @@ class HuggingFaceLoop:
         keys["zero_optimization"] = config.deepspeed["zero_optimization"]  # with DeepSpeed's own default sizes
         self.engine = deepspeed.initialize(model=llama, model_parameters=parameter_groups(llama), config=keys)[0]
         self.engine.train()
+        if compiled:
+            self.engine.compile()
         self.accumulation = options.accumulation
         self.batches = batches
         self.losses: list[torch.Tensor] = []

@@ -28,6 +28,7 @@ class TrainBenchOptions:
         ranks: ranks, all of them data parallel.
         threads: CPU threads of a rank.
         precision: fp32 or bf16.
+        fuse: whether our loop has ``model.fuse``; the bare loop has it too.
     """
 
     blocks: int = 30
@@ -41,12 +42,13 @@ class TrainBenchOptions:
     ranks: int = 2
     threads: int = 1
     precision: str = "fp32"
+    fuse: bool = False
 
     def __post_init__(self) -> None:
         problems = [
             f"--{name.replace('_', '-')}: {value} must be at least 1"
             for name, value in vars(self).items()
-            if isinstance(value, int) and value < 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1
         ]
         if self.hidden % HEAD_WIDTH:
             problems.append(f"--hidden: {self.hidden} must be a multiple of {HEAD_WIDTH}, the width of a head")
@@ -96,6 +98,7 @@ def run_config(options: TrainBenchOptions, folder: Path) -> RunConfig:
                 "gated_mlp": True,
                 "bias": False,
                 "tie_embeddings": False,
+                "fuse": options.fuse,
             },
             "data": {"path": str(folder), "sequence_length": options.sequence},
             "parallel": {"threads": options.threads, "timeout_s": 600.0},

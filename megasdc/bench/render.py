@@ -22,6 +22,7 @@ from megasdc.bench.train import TrainBenchResult, TrainComparison
 NAMES = {
     "plain": "plain PipelineEngine loop",
     "hf": "HF Llama + DeepSpeed ZeRO-1",
+    "hf-compiled": "HF Llama under torch.compile + DeepSpeed ZeRO-1",
     "determinism": "itself without deterministic mode",
     "bounds": "itself without gradient bounds",
 }

@@ -2,7 +2,8 @@
 
 ``plain``: our engine and loop with everything a default run has around them, against DeepSpeed's ``PipelineEngine`` in
 a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
-DeepSpeed ZeRO-1. ``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
+DeepSpeed ZeRO-1. ``hf-compiled``: against the same model under ``torch.compile``, with a bar for fused modules only.
+``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
 GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
 ``bounds``: our loop with gradient bounds against without; the bar is for 8 or more micro-batches a step.
 ``launch``: seconds from the launcher's command to the first step; it has no bar.
@@ -22,9 +23,11 @@ from megasdc.bench.ranks import run_ranks
 from megasdc.bench.result import BenchResult, Comparison, Progress
 from megasdc.bench.statistics import Cost, estimate_median, ratios
 
-AGAINST = ("plain", "hf", "determinism", "bounds", "launch")
+AGAINST = ("plain", "hf", "hf-compiled", "determinism", "bounds", "launch")
 BARS = {"plain": 1.01, "hf": 1.0, "bounds": 1.01}
 """Largest median of our time over the other loop's; without one, no time is too long."""
+FUSED_BARS = {**BARS, "hf": 0.9, "hf-compiled": 1.0}
+"""The same with fused modules."""
 LEAST_MICRO_BATCHES = {"bounds": 8}
 """Micro-batches of a step below which a bar does not hold."""
 
@@ -34,7 +37,7 @@ class TrainComparison(Comparison):
     """Our loop against another one.
 
     Args:
-        against: ``plain``, ``hf``, ``determinism`` or ``bounds``.
+        against: one of ``AGAINST`` but ``launch``.
         tokens_per_s: median over blocks of our loop and of the other, all ranks.
         step_s: median seconds of a step of our loop and of the other.
         parameters: of each model.
@@ -72,7 +75,7 @@ def bench_train(
 
     Args:
         options: sizes.
-        against: some of ``plain``, ``hf``, ``determinism``, ``bounds``, ``launch``.
+        against: some of ``AGAINST``.
         launches: launches that count.
         on_progress: told what is measured, how much is done, and of how much.
 
@@ -106,7 +109,8 @@ def bar_of(against: str, options: TrainBenchOptions) -> float | None:
         against: some of ``AGAINST``.
         options: sizes.
     """
-    return BARS.get(against) if options.accumulation >= LEAST_MICRO_BATCHES.get(against, 1) else None
+    bars = FUSED_BARS if options.fuse else BARS
+    return bars.get(against) if options.accumulation >= LEAST_MICRO_BATCHES.get(against, 1) else None
 
 
 def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> TrainComparison:

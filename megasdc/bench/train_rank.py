@@ -68,7 +68,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
 
     Args:
         options: sizes.
-        against: ``plain``, ``hf``, ``determinism`` or ``bounds``.
+        against: one of ``megasdc.bench.train.AGAINST`` but ``launch``.
         folder: where our loop writes.
         messages: where rank 0 reports.
 
@@ -96,7 +96,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
         if against == "plain":
             other = PlainLoop(config, layout, dims, options, batches)
         else:
-            other = HuggingFaceLoop(config, layout, options, batches)
+            other = HuggingFaceLoop(config, layout, options, batches, compiled=against == "hf-compiled")
     sizes = [sum(p.numel() for p in loop.engine.module.parameters()) for loop in (ours, other)]
     if sizes[0] != sizes[1]:
         raise MegasdcError(f"the compared models have {sizes[0]:,} and {sizes[1]:,} parameters; they must be equal")

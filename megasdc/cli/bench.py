@@ -13,11 +13,11 @@ from megasdc.cli.bench_options import Accumulation, Layers, MicroBatch, Precisio
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
 def bench_training(
     against: Annotated[
-        Literal["plain", "hf", "determinism", "bounds", "launch", "all"],
+        Literal["plain", "hf", "hf-compiled", "determinism", "bounds", "launch", "all"],
         typer.Option(
             "--against",
-            help="A bare PipelineEngine loop, HF Llama + ZeRO-1, deterministic mode or bounds against without, "
-            "time to first step, or all.",
+            help="A bare PipelineEngine loop, HF Llama + ZeRO-1, the same under torch.compile, deterministic mode or "
+            "bounds against without, time to first step, or all.",
         ),
     ] = "all",
     blocks: Annotated[int, typer.Option("--blocks", help="Blocks of each loop.")] = 30,
@@ -31,6 +31,7 @@ def bench_training(
     ranks: Annotated[int, typer.Option("--ranks", help="Data-parallel ranks on this machine.")] = 2,
     threads: Threads = 1,
     precision: Precision = "fp32",
+    fuse: Annotated[bool, typer.Option("--fuse", help="With model.fuse; its bars are lower.")] = False,
     launches: Annotated[int, typer.Option("--launches", min=1, help="Launches whose time counts.")] = 5,
     out: Out = None,
     as_json: Json = False,
@@ -58,6 +59,7 @@ def bench_training(
         ranks=ranks,
         threads=threads,
         precision=precision,
+        fuse=fuse,
     )
     with progress_bar(Console(stderr=True)) as on_progress:
         result = bench_train(options, AGAINST if against == "all" else (against,), launches, on_progress)

@@ -130,6 +130,12 @@ def _model_problems(model: ModelSection) -> Iterator[Problem]:
             f'{_M}.attention_dropout: got {model.attention_dropout} with {_M}.backend "transformer_engine", whose '
             'dropout masks depend on the layout; set attention_dropout 0 or backend "torch".',
         )
+    if model.backend == "transformer_engine" and model.fuse:
+        yield Problem(
+            (f"{_M}.fuse", f"{_M}.backend"),
+            f'{_M}.fuse: got true with {_M}.backend "transformer_engine", whose modules are fused already; set fuse '
+            'false or backend "torch".',
+        )
     for name, wrong in megatron_problems(model).items():
         path = f"{_M}.megatron.{name}"
         yield Problem((path,), f"{path}: got {model.megatron[name]!r}; {wrong}.".replace("?.", "?"))

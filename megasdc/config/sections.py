@@ -102,6 +102,12 @@ class ModelSection(Section):
         description="Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).",
         json_schema_extra=FLAG,
     )
+    fuse: bool = Field(
+        False,
+        description="Norms, rotary embedding, activation, residual sums and cross-entropy compiled, each alone; "
+        "needs backend torch and a C++ compiler (on a GPU Triton and a C compiler).",
+        json_schema_extra=FLAG,
+    )
     initial_weights: str | None = Field(
         None,
         description="Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",

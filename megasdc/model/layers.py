@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasdc.model.fused_modules import FusedHeadNorm, FusedNorm, fuse_layer
 from megasdc.model.modules import (
     SITE_ATTENTION_RESIDUAL,
     SITE_EMBEDDING,
@@ -42,6 +43,7 @@ class LayerContext:
         learned_positions: whether there is one; else rotary embeddings.
         rotary_base: base of the rotary frequencies.
         backend: where the modules come from, ``torch`` or ``transformer_engine``.
+        fuse: whether the modules of backend ``torch`` compute with compiled functions.
     """
 
     config: Any
@@ -53,6 +55,7 @@ class LayerContext:
     learned_positions: bool
     rotary_base: int
     backend: str = "torch"
+    fuse: bool = False
     _rotary: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -221,6 +224,8 @@ class TransformerBlock(nn.Module):
         ):
             module.streams, module.layer_number, module.site = context.streams, index, site
             module.sequence_shard = context.sequence_shard
+        if context.fuse:
+            fuse_layer(self.layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence parallelism."""
@@ -239,7 +244,7 @@ class FinalNorm(nn.Module):
         super().__init__()
         config = context.config
         with seeded_build(context.seed, index):
-            self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+            self.norm = (FusedNorm if context.fuse else Norm)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], or the shards of it."""
@@ -283,9 +288,9 @@ def layer_spec(context: LayerContext) -> Any:
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+        layer.input_layernorm = layer.pre_mlp_layernorm = FusedNorm if context.fuse else Norm
         attention.core_attention = TorchAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = HeadNorm
+            attention.q_layernorm = attention.k_layernorm = FusedHeadNorm if context.fuse else HeadNorm
     spec.submodules.self_attn_bda = spec.submodules.mlp_bda = ResidualAdd
     return spec

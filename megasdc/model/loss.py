@@ -26,16 +26,18 @@ class TokenLoss:
         padded_vocab_size: entries with padding, v.
         tp_rank: tensor rank.
         tensor: tensor-parallel size.
+        fuse: whether the gradient is computed in the forward pass, by compiled functions.
     """
 
     __name__ = "token_loss"
 
-    def __init__(self, vocab_size: int, padded_vocab_size: int, tp_rank: int, tensor: int) -> None:
+    def __init__(self, vocab_size: int, padded_vocab_size: int, tp_rank: int, tensor: int, fuse: bool = False) -> None:
         columns = padded_vocab_size // tensor
         self.real_columns = max(0, min(columns, vocab_size - tp_rank * columns))
         self.columns = columns
         self.first_column = tp_rank * columns
         self.tensor = tensor
+        self.fuse = fuse
         self.tap: Callable[[Tensor], Tensor] | None = None
         self.observe: Observe | None = None
 
@@ -71,6 +73,8 @@ class TokenLoss:
 
         Collective: the tensor group.
         """
+        if self.fuse:
+            return self._fused(logits, labels.transpose(0, 1)).transpose(0, 1)
         logits, labels = logits.float(), labels.transpose(0, 1)
         if self.tensor == 1:  # one fused pass where the whole vocabulary is here
             if self.real_columns < self.columns:
@@ -85,6 +89,21 @@ class TokenLoss:
         group = get_tensor_model_parallel_group()
         loss = VocabParallelCrossEntropy.apply(logits, labels, self.first_column, group, self.observe)
         return loss.transpose(0, 1)
+
+    def _fused(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of every token, [s, b]; the logits are overwritten unless somebody looks on."""
+        from megasdc.model.fused_loss import parallel_token_losses, token_losses
+
+        overwrite = self.tap is None and self.observe is None and not logits.is_leaf
+        what = (logits.contiguous().flatten(0, 1), labels.flatten(), self.real_columns, overwrite)
+        if self.tensor == 1:
+            return token_losses(*what).view_as(labels)
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        observe = self.observe
+        shown = None if observe is None else lambda name, value: observe(name, value.view_as(labels))
+        group = get_tensor_model_parallel_group()
+        return parallel_token_losses(*what, self.first_column, group, shown).view_as(labels)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +40,13 @@ class Norm:
     and takes functions as they are.
     """
 
+    kinds: ClassVar[dict[str, Callable[..., nn.Module]]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}
+
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
         """Return the norm that ``config.normalization`` names, over the last [hidden_size] elements."""
-        kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
-        norm = kind(hidden_size, eps=eps)
+        norm = cls.kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
 
@@ -75,6 +76,7 @@ class TorchAttention(nn.Module):
         self.streams: DropoutStreams | None = None
         self.tp_rank = 0
         self.rotation: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+        self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
         """Attend causally.
@@ -93,7 +95,7 @@ class TorchAttention(nn.Module):
         s, b = query.shape[:2]
         if self.rotation is not None:
             cosine, sine = self.rotation(query)
-            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+            query, key = self.rotate(query, key, cosine, sine)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.training and self.dropout > 0:
             out = self._with_dropout(q, k, v)
@@ -121,20 +123,30 @@ class TorchAttention(nn.Module):
         return (probabilities * torch.stack(masks, 1)) @ v
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary position embedding, halves not interleaved.
 
     Args:
-        x: [s, b, n, d].
+        query: [s, b, n, d].
+        key: [s, b, g, d].
         cosine: [s, 1, 1, d].
         sine: [s, 1, 1, d], its first half negated.
 
     Returns:
-        [s, b, n, d].
+        Both rotated.
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864).
     """
-    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
+    half = cosine.shape[-1] // 2
+    q, k = (torch.addcmul(x * cosine, x.roll(half, -1), sine) for x in (query, key))
+    return q, k
+
+
+def residual_sum(x: Tensor, bias: Tensor | None, mask: Tensor | None, residual: Tensor) -> Tensor:
+    """``residual + mask (x + bias)``, [s, b, h]; without bias or mask where they are None."""
+    if bias is not None:
+        x = x + bias
+    return residual + (x if mask is None else x * mask)
 
 
 class ResidualAdd(nn.Module):
@@ -150,6 +162,7 @@ class ResidualAdd(nn.Module):
         self.layer_number = 0
         self.site = 0
         self.sequence_shard = (0, 1)
+        self.sum: Callable[..., Tensor] = residual_sum
 
     def __call__(self, training: bool, fusion: bool) -> Callable[..., Tensor]:
         """Bind the mode; Megatron-core passes whether to fuse, which there is nothing to do about."""
@@ -167,11 +180,10 @@ class ResidualAdd(nn.Module):
             the shape of ``residual``.
         """
         x, bias = x_with_bias
-        if bias is not None:
-            x = x + bias
+        mask = None
         if self.training and prob > 0:
-            x = x * hidden_masks(self.streams, x, prob, self.layer_number, self.site, self.sequence_shard)
-        return residual + x
+            mask = hidden_masks(self.streams, x, prob, self.layer_number, self.site, self.sequence_shard)
+        return self.sum(x, bias, mask, residual)
 
 
 def hidden_masks(

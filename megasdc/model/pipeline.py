@@ -104,12 +104,13 @@ def build_pipeline(
         learned_positions=model.position_embedding == "learned",
         rotary_base=model.rotary_base,
         backend=model.backend,
+        fuse=model.fuse,
     )
     pipeline = GPTPipeline(
         layer_specs(context, tied=model.tie_embeddings),
         layers_per_stage(parallel, model_sizes(model, ffn_width(model), padded)),
         topology=PipeModelDataParallelTopology(num_pp=dims.pipeline, num_mp=dims.tensor, num_dp=dims.data),
-        loss_fn=TokenLoss(vocab_size, padded, dims.tp_rank, dims.tensor),
+        loss_fn=TokenLoss(vocab_size, padded, dims.tp_rank, dims.tensor, model.fuse),
         seed_layers=False,
         checkpointable_layers=[TransformerBlock.__name__],
     )

@@ -26,6 +26,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
 from megasdc.events import EventLog
+from megasdc.model.compiled import require_compiler
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders
@@ -66,6 +67,8 @@ def build_run(
     Collective: all ranks of the world.
     """
     clock.mark("imports")
+    if config.megasdc.model.fuse:
+        require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     part, folders = None, _own_folders(config)
     if cut is not None:
         part = StudyPart(config.megasdc.study, cut, prepare_run_folder(Path(config.megasdc.logging.run_dir)))

@@ -18,6 +18,7 @@ from megasdc.config import RunConfig, parse_config
 from megasdc.config.environment import VARIABLES
 from megasdc.config.repeatability import CPU_KERNEL_VARIABLES
 from megasdc.errors import ConfigError, TraceError
+from megasdc.model.compiled import code_generator
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences
 
@@ -38,12 +39,15 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
         algorithm: of the checksums.
 
     Returns:
-        Plain values by name: those of ``machine_key``, on a processor ``threads``, and what is computed.
+        Plain values by name: those of ``machine_key``, on a processor ``threads``, with fused modules what compiles
+        them, and what is computed.
     """
+    fused = {"fused": code_generator()} if config.megasdc.model.fuse else {}
     threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
     return {
         **machine_key(),
         **threads,
+        **fused,
         "precision": config.precision,
         "layout": str(layout),
         "algorithm": algorithm,
@@ -105,9 +109,11 @@ def machine_key() -> dict[str, Any]:
 def workload_digest(config: RunConfig) -> str:
     """A digest of every setting that has a part in the workload's results."""
     sections = config.megasdc
+    parts = {name: getattr(sections, name).model_dump(mode="json") for name in ("model", "parallel", "golden", "trace")}
+    del parts["model"]["fuse"]  # has a name of its own in the key
     relevant: dict[str, Any] = {
         "deepspeed": config.deepspeed,
-        **{name: getattr(sections, name).model_dump(mode="json") for name in ("model", "parallel", "golden", "trace")},
+        **parts,
         "seed": sections.training.seed,
         "sequence_length": sections.data.sequence_length,
     }

@@ -12,6 +12,7 @@ import torch
 import megasdc
 from megasdc.config import RunConfig, parse_config
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.golden import key_differences
 from megasdc.train.golden_key import golden_key, machine_key, processor_name
 from megasdc.train.workload import workload_config
 
@@ -80,3 +81,11 @@ def test_a_workload_has_no_faults(tmp_path: Path) -> None:
     config = _config(faults=[{"profile": str(file)}], process_faults=[{"kind": "hang", "rank": 5}])
     file.unlink()
     assert workload_config(config) == workload_config(_config())
+
+
+def test_fused_modules_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bits are others, and depend on the compiler; the key without them is what it was before there were any."""
+    monkeypatch.setattr("megasdc.train.golden_key.code_generator", lambda: "a compiler")
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
+    keys = [golden_key(_config(model={**sizes, "fuse": on}), ParallelDims(1, 1, 1), "xor") for on in (False, True)]
+    assert key_differences(*keys) == {"fused": (None, "a compiler")}

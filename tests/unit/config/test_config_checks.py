@@ -203,6 +203,11 @@ class TestTransformerEngine:
         text = problem(model={"backend": "transformer_engine", "attention_dropout": 0.1})
         assert "attention_dropout: got 0.1" in text and "set attention_dropout 0" in text
 
+    def test_fused_modules_are_refused(self):
+        """Its modules are fused by itself."""
+        text = problem(model={"backend": "transformer_engine", "fuse": True})
+        assert 'model.fuse: got true with megasdc.model.backend "transformer_engine"' in text
+
     def test_qk_layernorm_needs_one_tensor_rank(self):
         """Without a sum over tensor ranks these norms would drift apart."""
         model = {"backend": "transformer_engine", "megatron": {"qk_layernorm": True}}

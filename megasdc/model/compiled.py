@@ -1,0 +1,156 @@
+"""Functions of tensors that PyTorch's Inductor compiles, each alone: once for each shape, layout, type and device.
+
+``torch.compile`` checks its guards at each call, which takes longer on a CPU than some of these functions; here the
+shapes of the arguments choose the code, so that nothing is compiled twice and no limit of recompilations is met.
+Compiled code lies in Inductor's cache folder and is found again by later starts and by other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasdc.errors import LaunchError, StorageError
+from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_OFF = "; install one (Debian: apt install g++ python3-dev), or set megasdc.model.fuse to false"
+
+Kind = tuple[Any, ...]
+
+
+class Compiled:
+    """A function of tensors without gradients, compiled when arguments of a new kind come.
+
+    Args:
+        function: takes tensors or None and returns tensors; must not depend on the values of tensors.
+        name: of the function, for messages.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], name: str) -> None:
+        self.function = function
+        self.name = name
+        self.kinds: dict[Kind, Callable[..., Sequence[Tensor]]] = {}
+
+    def __call__(self, *args: Tensor | None) -> Sequence[Tensor]:
+        """Compute; arguments that the function writes to are written to.
+
+        Raises:
+            LaunchError: the code cannot be compiled.
+        """
+        kind = (torch.get_num_threads(), *((a.shape, a.stride(), a.dtype, a.device) for a in args if a is not None))
+        key = (*kind, *(a is None for a in args))
+        run = self.kinds.get(key)
+        if run is None:
+            run = self.kinds[key] = self._compile(args)
+        return run(*(a for a in args if a is not None))
+
+    def _compile(self, args: tuple[Tensor | None, ...]) -> Callable[..., Sequence[Tensor]]:
+        device = next(a.device for a in args if a is not None)
+        require_compiler(device.type)
+        from torch._inductor import compile as compile_graph
+        from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def present(*tensors: Tensor) -> list[Tensor]:
+            rest = iter(tensors)
+            return list(self.function(*(None if a is None else next(rest) for a in args)))
+
+        with torch.inference_mode(False), torch.no_grad():
+            examples = [
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device) for a in args if a is not None
+            ]
+            graph = make_fx(present, tracing_mode="fake")(*examples)
+            try:
+                return compile_graph(graph, examples, options=_options())  # type: ignore[arg-type, return-value]
+            except (CppCompileError, InductorError, InvalidCxxCompiler) as error:
+                raise LaunchError(f"megasdc.model.fuse: {self.name} was not compiled: {error}{_OFF}") from error
+
+
+def _options() -> dict[str, Any]:
+    """Inductor's settings: nothing that is chosen by a measurement, which could choose otherwise in the next start."""
+    return {
+        "max_autotune": False,
+        "max_autotune_pointwise": False,
+        "max_autotune_gemm": False,
+        "coordinate_descent_tuning": False,
+        "deterministic": True,
+        "cpp.threads": torch.get_num_threads(),
+    }
+
+
+def use_cache() -> None:
+    """Choose the folder of compiled code, next to DeepSpeed's operators unless the user chose one; before compiling.
+
+    A rank compiles in its own process: the functions are few, and a pool of helpers takes longer to start.
+
+    Raises:
+        StorageError: compiled code cannot be kept there.
+    """
+    folder = Path(os.environ.get(EXTENSIONS_VARIABLE, default_extensions_dir())) / "inductor"
+    os.environ.setdefault(CACHE_VARIABLE, str(folder))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    chosen = Path(os.environ[CACHE_VARIABLE])
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=chosen).close()
+    except OSError as error:
+        remedy = f"set {CACHE_VARIABLE} to a folder that can be written to, or megasdc.model.fuse to false"
+        raise StorageError(f"{chosen}: code of fused modules cannot be kept there: {error}; {remedy}") from error
+
+
+def require_compiler(device: str) -> None:
+    """Tell before a run starts that fused modules cannot be compiled.
+
+    Args:
+        device: type of the device that the run trains on.
+
+    Raises:
+        LaunchError: there is no compiler; with the remedy.
+        StorageError: compiled code cannot be kept.
+    """
+    use_cache()
+    find_compiler(device)
+
+
+def code_generator() -> str:
+    """What makes the code of fused modules here, with its version; it has a part in the bits of results.
+
+    Raises:
+        LaunchError: there is no compiler.
+    """
+    return f"triton {metadata.version('triton')}" if torch.cuda.is_available() else find_compiler("cpu")
+
+
+@cache
+def find_compiler(device: str) -> str:
+    """The first line of the version of the compiler that Inductor takes, on a GPU for the code that starts kernels.
+
+    Args:
+        device: type of the device.
+
+    Raises:
+        LaunchError: there is none, or it does not run.
+    """
+    names = [os.environ.get("CXX") or "g++"] if device == "cpu" else [os.environ.get("CC") or "", "gcc", "clang"]
+    path = next((found for name in names if name and (found := shutil.which(name))), None)
+    if path is None:
+        wanted = " or ".join(name for name in names if name)
+        raise LaunchError(f"megasdc.model.fuse: got true, but there is no compiler: {wanted} is not on PATH{_OFF}")
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(
+            f"megasdc.model.fuse: got true, but the compiler {path} does not run: {error}{_OFF}"
+        ) from error
+    return answer.stdout.partition("\n")[0]

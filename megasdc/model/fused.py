@@ -1,0 +1,155 @@
+"""Fused functions of the model with their gradients: norms, activation, rotation, residual sum.
+
+Forward and backward are each one compiled function; the backward gets the forward's arguments and computes again what
+it needs of it, so that nothing between is kept. Numbers inside are fp32 whatever the type of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megasdc.model.compiled import Compiled
+
+
+class Fused:
+    """A function of tensors, with its gradient.
+
+    Args:
+        function: takes tensors or None and returns one tensor or several.
+    """
+
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+        self.function = function
+        self.forward = Compiled(self._forward, function.__name__)
+        self._backwards: dict[tuple[bool, ...], Compiled] = {}
+
+    def __call__(self, *args: Tensor | None) -> Any:
+        """Compute what the function returns."""
+        return _Apply.apply(self, *args)
+
+    def backward(self, wanted: tuple[bool, ...]) -> Compiled:
+        """The gradients of some arguments, of (gradients of the results, arguments).
+
+        Args:
+            wanted: of which arguments.
+        """
+        if wanted not in self._backwards:
+            self._backwards[wanted] = Compiled(
+                partial(self._gradients, wanted), f"the gradient of {self.function.__name__}"
+            )
+        return self._backwards[wanted]
+
+    def _forward(self, *args: Tensor | None) -> Sequence[Tensor]:
+        result = self.function(*args)
+        return (result,) if isinstance(result, Tensor) else result
+
+    def _gradients(self, wanted: tuple[bool, ...], *tensors: Any) -> Sequence[Tensor]:
+        results, args = tensors[: -len(wanted)], tensors[-len(wanted) :]
+        with torch.enable_grad():
+            leaves: list[Any] = [
+                a if a is None else a.detach().requires_grad_(w) for a, w in zip(args, wanted, strict=True)
+            ]
+            outputs = self._forward(*leaves)
+            inputs = [leaf for leaf, w in zip(leaves, wanted, strict=True) if w]
+            return torch.autograd.grad(outputs, inputs, results)
+
+
+class _Apply(torch.autograd.Function):
+    """Runs a ``Fused``."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Fused, *args: Tensor | None) -> Any:
+        ctx.fused = fused
+        ctx.save_for_backward(*args)
+        results = fused.forward(*args)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        results = [gradient.contiguous() for gradient in gradients]
+        found = iter(ctx.fused.backward(wanted)(*results, *ctx.saved_tensors))
+        return None, *(next(found) if w else None for w in wanted)
+
+
+@cache
+def rms_norm(eps: float) -> Fused:
+    """RMSNorm over the last dimension: (x [..., h], weight [h]) -> [..., h].
+
+    Args:
+        eps: added to the mean square.
+    """
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+    return Fused(rms_norm)
+
+
+@cache
+def layer_norm(eps: float) -> Fused:
+    """LayerNorm over the last dimension: (x [..., h], weight [h], bias [h]) -> [..., h].
+
+    Args:
+        eps: added to the variance.
+    """
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        return (centred * scale * weight.float() + bias.float()).to(x.dtype)
+
+    return Fused(layer_norm)
+
+
+@cache
+def activation(
+    function: Callable[[Tensor], Tensor], gated: bool = False, clamp: float | None = None, offset: float = 0.0
+) -> Fused:
+    """What lies between the two linear layers of an MLP: (x [..., f] or [..., 2 f], bias or None) -> [..., f].
+
+    Args:
+        function: of one element.
+        gated: whether x is the function's argument and, behind it, what its result is multiplied with.
+        clamp: bound of both, with a gate.
+        offset: added to the second, with a gate.
+    """
+
+    def activation(x: Tensor, bias: Tensor | None) -> Tensor:
+        wide = x.float() if bias is None else x.float() + bias.float()
+        if not gated:
+            return function(wide).to(x.dtype)
+        gate, linear = wide.chunk(2, -1)
+        if clamp is not None:
+            gate, linear = gate.clamp(max=clamp), linear.clamp(-clamp, clamp)
+        return (function(gate) * (linear + offset)).to(x.dtype)
+
+    return Fused(activation)
+
+
+def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, ...]:
+    half = cosine.shape[-1] // 2
+    return tuple(
+        (x.float() * cosine.float() + torch.cat((x[..., half:], x[..., :half]), -1).float() * sine.float()).to(x.dtype)
+        for x in (query, key)
+    )
+
+
+def _residual_sum(x: Tensor, bias: Tensor | None, mask: Tensor | None, residual: Tensor) -> Tensor:
+    wide = x.float() if bias is None else x.float() + bias.float()
+    return (residual.float() + (wide if mask is None else wide * mask.float())).to(residual.dtype)
+
+
+rotate = Fused(_rotate)
+"""Rotary position embedding of queries and keys: ([s, b, n, d], [s, b, g, d], cosine, sine) -> both rotated."""
+residual_sum = Fused(_residual_sum)
+"""(x, bias or None, dropout mask or None, residual) -> residual + mask (x + bias)."""
