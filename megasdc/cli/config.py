@@ -24,6 +24,14 @@ def check_config(
     show: Annotated[
         bool, typer.Option("--show", help="Print the complete file, every default filled in, and nothing else there.")
     ] = False,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option("--vocab-size", min=1, help="For the memory of a step; default: data.tokenizer.vocab_size."),
+    ] = None,
+    device_memory_gib: Annotated[
+        float | None,
+        typer.Option("--device-memory-gib", min=0.001, help="Warn where a step of a stage needs more than this."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a configuration and say what came out; exit code 70 and all problems if it is wrong.
@@ -32,6 +40,7 @@ def check_config(
     """
     from megasdc.config import check_layout, find_warnings, load_config
     from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
+    from megasdc.train.memory_step import MIB, memory_table, predict_step_memory, unpredicted_because
 
     try:
         config = load_config(file, overrides or ())
@@ -51,12 +60,23 @@ def check_config(
     stages = memory_of_stages(config, 1, data, micro_batch)
     if (too_large := memory_warning(config, stages, host_memory_bytes())) is not None:
         warnings.append(too_large)
+    memory = None
+    if layout is not None and (not_predicted := unpredicted_because(config)) is None:
+        memory = predict_step_memory(config, layout, vocab_size or config.megasdc.data.tokenizer.vocab_size)
+        largest = max(memory, key=lambda stage: stage.total)
+        if device_memory_gib is not None and largest.total > device_memory_gib * 1024 * MIB:
+            warnings.append(
+                f"megasdc.model: a step is predicted to need {largest.total / MIB / 1024:,.2f} GiB on stage "
+                f"{memory.index(largest)} ({largest.moment}), but a device has {device_memory_gib:,.2f} GiB; make "
+                "micro-batches smaller, recompute (pipeline.activation_checkpoint_interval), or use more ranks."
+            )
     if as_json:
         result = {
             "ok": True,
             "source": str(file),
             "warnings": warnings,
             "layout": asdict(layout) if layout is not None else None,
+            "memory": [{**asdict(stage), "total": stage.total} for stage in memory] if memory is not None else None,
             "resolved": config.resolved(),
         }
         typer.echo(json.dumps(result, indent=2))
@@ -75,6 +95,10 @@ def check_config(
             f"accumulation {layout.accumulation_steps} x data {layout.data}",
             err=show,
         )
+        if memory is not None:
+            typer.echo(f"predicted peak of a step, MiB of tensors on a rank:\n{memory_table(memory)}", err=show)
+        else:
+            typer.echo(f"peak memory of a step is not predicted with {not_predicted} set", err=show)
     if show:
         typer.echo(json.dumps(config.resolved(), indent=2))
 

@@ -23,6 +23,7 @@ from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.devices import device_index, ranks_on_device
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
+from megasdc.train.memory_step import HOST_BUCKET_ELEMENTS
 from megasdc.train.saving import checkpoint_folder
 from megasdc.train.startup import StartClock
 
@@ -145,13 +146,6 @@ def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> Non
     stage = ParallelDims.from_world(layout.tensor, layout.pipeline, layout.world_size, rank).pp_rank
     host_ranks = int(os.environ.get("LOCAL_SIZE", "1"))  # set by DeepSpeed's launcher; else at least this rank
     check_memory(config, stages, stage, host_ranks, host_memory_bytes(), device)
-
-
-HOST_BUCKET_ELEMENTS = 2_000_000
-"""Default of ``zero_optimization.reduce_bucket_size`` on a machine without an accelerator, gradients a bucket.
-
-DeepSpeed's own default of 500 million, made for GPUs, copies all gradients of a step into fresh memory at once.
-"""
 
 
 def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:

@@ -45,11 +45,28 @@ def test_check_config_says_its_verdict():
     """What came out is the first line, then warnings and layout; the file is not printed unasked."""
     result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
     assert result.exit_code == 0
-    verdict, layout = result.stdout.splitlines()
+    verdict, layout, memory, _header, _one_stage = result.stdout.splitlines()
+    assert memory == "predicted peak of a step, MiB of tensors on a rank:"
     assert verdict == f"{SMOKE}: OK, with 4 warnings"
     assert layout.startswith("2 ranks = tensor 1 x pipeline 1 x data 2")
     assert "warning: scheduler.params.total_num_steps" in result.stderr
     assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n"
+
+
+def test_check_config_predicts_the_memory_of_a_step():
+    """A line a stage whose parts add up, a warning where a device is too small, and no figure where none is known."""
+    size = ("--vocab-size", 4096, "--world-size", 2)
+    (stage,) = json.loads(run("check-config", SMOKE, "--json", *size).stdout)["memory"]
+    parts = ("weights", "masters", "moments", "gradients", "activations", "logits", "temporary")
+    assert stage["total"] == sum(stage[part] for part in parts)
+    assert f"{stage['total'] / 2**20:,.1f}  {stage['moment']}" in run("check-config", SMOKE, *size).stdout
+    gib = stage["total"] / 2**30
+    assert "predicted to need" in run("check-config", SMOKE, *size, "--device-memory-gib", gib * 0.99).stderr
+    assert run("check-config", SMOKE, *size, "--device-memory-gib", gib * 1.01).stderr == ""
+    dropout = ("--set", "megasdc.model.hidden_dropout=0.1")
+    assert (
+        "is not predicted with megasdc.model.hidden_dropout set" in run("check-config", SMOKE, *size, *dropout).stdout
+    )
 
 
 def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):

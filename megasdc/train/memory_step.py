@@ -1,0 +1,241 @@
+"""How much memory does a step take at its peak? Predicted for each pipeline stage from the configuration alone.
+
+Where `megasdc.train.memory` has lower bounds, by which a run is refused, this is the expected peak of allocated tensors
+of one rank, for PyTorch's modules on a CPU. What is added: weights; ZeRO-1's fp32 masters and moments; gradients; what
+autograd keeps of every micro-batch in flight; logits and loss; temporary memory. The peak is the largest of several
+moments of a step, and the parts are those of that moment. Not counted: allocators' own rounding, libraries, samples,
+and what detection, gradient bounds and snapshots keep. No torch here: `check-config` prints it.
+
+Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for the method; the kept tensors are those that
+PyTorch 2.13 and Megatron-core 0.16.1 save, which a test counts on the real modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields, replace
+
+from megasdc.config import Layout, RunConfig, ffn_width
+from megasdc.model.sizes import ModelSizes, layers_per_stage, model_sizes
+
+HOST_BUCKET_ELEMENTS = 2_000_000
+"""``zero_optimization.reduce_bucket_size`` on a machine without an accelerator where the file does not set it.
+
+DeepSpeed's own default of 500 million, made for GPUs, copies all gradients of a step into fresh memory at once.
+"""
+BF16_REDUCE_ELEMENTS = 500_000_000
+"""Gradients that BF16_Optimizer flattens into one fresh tensor to reduce (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+FP32 = 4
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Allocated bytes of one rank at one moment of a step.
+
+    Args:
+        weights: of this rank's part of the stage.
+        masters: fp32 copies of this rank's ZeRO-1 shard.
+        moments: both moments of the shard.
+        gradients: accumulated ones, and BF16_Optimizer's 16-bit ones.
+        activations: kept for the backward pass by all micro-batches in flight.
+        logits: logits, their loss and its gradient.
+        temporary: working set of a layer, buffers of the reduction, the shard's flat gradient.
+        moment: when it is.
+    """
+
+    weights: float
+    masters: float
+    moments: float
+    gradients: float
+    activations: float = 0.0
+    logits: float = 0.0
+    temporary: float = 0.0
+    moment: str = ""
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return float(sum(astuple(self)[:-1]))
+
+
+def predict_step_memory(config: RunConfig, layout: Layout, vocab_size: int) -> list[StepMemory]:
+    """Peak of a step after the first, for each pipeline stage.
+
+    Args:
+        config: a checked configuration; the optimizer's state is not offloaded, dropout is off.
+        layout: sizes that depend on the number of ranks.
+        vocab_size: entries of the tokenizer's vocabulary.
+    """
+    model = config.megasdc.model
+    vocab = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
+    sizes = model_sizes(model, ffn_width(model), vocab)
+    counts = layers_per_stage(config.megasdc.parallel, sizes)
+    stages = (_Stage(config, layout, sizes, vocab, vocab_size, i, counts) for i in range(len(counts)))
+    return [max(stage.moments(), key=lambda moment: moment.total) for stage in stages]
+
+
+class _Stage:
+    """What a rank of one stage holds at the moments that may be the peak."""
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, sizes: ModelSizes, vocab: int, real: int, stage: int, counts: list[int]
+    ) -> None:
+        sections, self.config, self.layout, self.model = config.megasdc, config, layout, config.megasdc.model
+        self.first, self.last, self.layers = stage == 0, stage == len(counts) - 1, counts[stage]
+        self.element = FP32 if config.precision == "fp32" else 2
+        self.tokens = layout.micro_batch_size * sections.data.sequence_length
+        self.columns, self.padded = vocab / layout.tensor, real < vocab
+        self.whole_bf16 = config.precision == "bf16" and config.deepspeed["data_types"]["grad_accum_dtype"] == "fp32"
+        parameters = self.layers * sizes.layer
+        parameters += sizes.embedding + sizes.positions if self.first else 0
+        parameters += sizes.final_norm + (sizes.output or sizes.logits * (not self.first)) if self.last else 0
+        self.parameters = parameters / layout.tensor
+        self.shard = self.parameters / layout.data
+        zero = config.deepspeed["zero_optimization"]
+        copies = not self.whole_bf16 and zero.get("contiguous_gradients", True)
+        # DeepSpeedZeroOptimizer makes it in the first backward of a step and gives it back after the reduction.
+        self.bucket = self.element * zero.get("reduce_bucket_size", HOST_BUCKET_ELEMENTS) if copies else 0
+        # A stage has two pipeline buffers at least, and the last stage's keep their logits until they are used again.
+        one = self.element * self.tokens * self.columns if self.last else 0.0
+        self.held_logits = min(2, layout.accumulation_steps) * one
+        self.in_flight = min(len(counts) - stage, layout.accumulation_steps)
+        self.table = sizes.logits / layout.tensor if self.first or self.last else 0
+        self.matrix = self.model.hidden_size * ffn_width(self.model) / layout.tensor
+        self.matrix *= 2 if self.model.gated_mlp else 1
+        # Hidden states between layers are divided over tensor ranks by sequence parallelism alone.
+        self.hidden = self.model.hidden_size / (layout.tensor if sections.parallel.sequence_parallel else 1)
+        self.ffn = ffn_width(self.model) / layout.tensor
+
+    def moments(self) -> list[StepMemory]:
+        """The moments of a step that may be its peak."""
+        found = [self._layer_backward(), *self._optimizer()]
+        if self.last:
+            found += self._loss()
+        return found
+
+    def _held(self, in_backward: bool) -> StepMemory:
+        """What stays through all micro-batches, with the gradients of those before."""
+        gradient = (FP32 if self.whole_bf16 else self.element) * self.parameters
+        if self.whole_bf16:  # the 16-bit gradients are kept beside the fp32 ones, and set to zero, not freed
+            gradient += self.element * self.parameters * (self.layout.accumulation_steps > 1 or not in_backward)
+        elif in_backward and self.layout.accumulation_steps == 1:
+            gradient = 0.0
+        held = StepMemory(self.element * self.parameters, FP32 * self.shard, 2 * FP32 * self.shard, gradient)
+        return replace(held, logits=self.held_logits, temporary=self.bucket)
+
+    def layer_kept(self) -> float:
+        """Bytes that autograd keeps of one layer and micro-batch, its input included.
+
+        Input, both norms' results and the input of the second are hidden states. RMSNorm on a CPU is made of single
+        operations: it keeps its input in fp32 and the normalised input in fp32. Attention keeps queries, keys and
+        values as one tensor and its result; rotated queries and keys are new tensors beside that one. The MLP keeps
+        input and result of the activation; a gated one both halves in one tensor, the activated half, the other
+        half after the offset that Megatron-core adds to it, and the product.
+        """
+        model, tensor = self.model, self.layout.tensor
+        head = model.kv_channels or model.hidden_size // model.num_attention_heads
+        width = head * model.num_attention_heads / tensor
+        kv_width = head * (model.num_query_groups or model.num_attention_heads) / tensor
+        attention = 2 * width + 2 * kv_width
+        attention += width + kv_width if model.position_embedding == "rope" else 0
+        kept = self.element * (2 * self.hidden + attention + (5 if model.gated_mlp else 2) * self.ffn)
+        kept += 2 * self._norm_kept()
+        return self.tokens * (kept + FP32 * model.num_attention_heads / tensor)
+
+    def _norm_kept(self) -> float:
+        """Bytes a token that a norm keeps: its input, and for RMSNorm the normalised input, both in fp32."""
+        return 2 * FP32 * self.hidden if self.model.normalization == "RMSNorm" else self.element * self.hidden
+
+    def activations(self) -> float:
+        """Bytes that autograd keeps of all micro-batches in flight; with recomputation, inputs of the intervals."""
+        interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+        if interval:
+            layers = -(-self.layers // interval) * self.tokens * self.element * self.hidden
+        else:
+            layers = self.layers * self.layer_kept()
+        ends = self.tokens * (self._norm_kept() + self.element * self.hidden) if self.last else 0.0
+        return self.in_flight * (layers + ends)
+
+    def _layer_backward(self) -> StepMemory:
+        """Backward of the last layer's MLP: gradients of its result and inside it, and of its largest matrix.
+
+        With recomputation everything that an interval's layers keep has been made once more before.
+        """
+        interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+        inner = (4 if self.model.gated_mlp else 1) * self.ffn
+        temporary = self.element * (self.tokens * (2 * self.hidden + inner) + self.matrix)
+        temporary += self.bucket + min(interval, self.layers) * self.layer_kept()
+        held = self._held(in_backward=True)
+        return replace(held, activations=self.activations(), temporary=temporary, moment="backward of a layer")
+
+    def _loss(self) -> list[StepMemory]:
+        """Backward of the loss, then of the output layer.
+
+        Where the vocabulary is whole, the loss keeps the log
+        softmax in fp32, and its backward makes one gradient of that and one of the logits. Where it is divided,
+        the softmax becomes the gradient in place; the forward needs an fp32 copy of the logits beside it, and one more
+        for columns that pad the vocabulary.
+        """
+        one = self.tokens * self.columns
+        copied = self.element != FP32
+        loss = FP32 * one * (3 if self.layout.tensor == 1 else 1 + copied + self.padded)
+        held = replace(self._held(in_backward=True), activations=self.activations())
+        output = self.bucket + self.element * (self.table + self.tokens * self.hidden)
+        gradient = FP32 * one + self.element * one * copied
+        return [
+            replace(held, logits=self.held_logits + loss, moment="loss"),
+            replace(held, logits=self.held_logits + gradient, temporary=output, moment="backward of the output"),
+        ]
+
+    def _optimizer(self) -> list[StepMemory]:
+        """The reduction, the norm, and the copy of the shard's gradient that the optimizer reads."""
+        held = self._held(in_backward=False)
+        if self.whole_bf16:
+            return [
+                replace(held, temporary=FP32 * min(self.parameters, BF16_REDUCE_ELEMENTS), moment="gradient reduction")
+            ]
+        flat = self.element * self.shard + (FP32 * self.shard if self.element != FP32 else 0)
+        # Before a shard is copied, gradients that belong to other replicas are freed.
+        own = replace(held, gradients=self.element * self.shard, temporary=flat, moment="optimizer step")
+        norm = 8 * max(self.table, self.matrix)  # DeepSpeed takes the norm in float64, tensor by tensor
+        return [
+            replace(held, temporary=2 * self.bucket + self.element * self.shard, moment="gradient reduction"),
+            replace(held, temporary=norm, moment="gradient norm"),
+            own,
+        ]
+
+
+def unpredicted_because(config: RunConfig) -> str | None:
+    """A setting whose memory is not predicted, or None.
+
+    Args:
+        config: a checked configuration.
+    """
+    model, settings = config.megasdc.model, config.deepspeed.get("activation_checkpointing", {})
+    offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
+    for field, is_set in (
+        ("megasdc.model.backend", model.backend != "torch"),
+        ("megasdc.model.hidden_dropout", model.hidden_dropout > 0),
+        ("megasdc.model.attention_dropout", model.attention_dropout > 0),
+        ("zero_optimization.offload_optimizer", offload.get("device", "none") != "none"),
+        ("activation_checkpointing.cpu_checkpointing", settings.get("cpu_checkpointing", False)),
+        ("activation_checkpointing.partition_activations", settings.get("partition_activations", False)),
+    ):
+        if is_set:
+            return field
+    return None
+
+
+def memory_table(stages: list[StepMemory]) -> str:
+    """The parts of each stage's peak in MiB, a line each.
+
+    Args:
+        stages: from `predict_step_memory`.
+    """
+    parts = [part.name for part in fields(StepMemory)][:-1]
+    rows = [["stage", *parts, "total", "peak at"]]
+    for stage, memory in enumerate(stages):
+        sizes = [getattr(memory, part) for part in parts] + [memory.total]
+        rows.append([str(stage), *(f"{size / MIB:,.1f}" for size in sizes), memory.moment])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows)
