@@ -215,6 +215,7 @@ def unpredicted_because(config: RunConfig) -> str | None:
     offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
     for field, is_set in (
         ("megasdc.model.backend", model.backend != "torch"),
+        ("megasdc.model.fuse", model.fuse),
         ("megasdc.model.hidden_dropout", model.hidden_dropout > 0),
         ("megasdc.model.attention_dropout", model.attention_dropout > 0),
         ("zero_optimization.offload_optimizer", offload.get("device", "none") != "none"),

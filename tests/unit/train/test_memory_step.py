@@ -86,5 +86,6 @@ def test_what_is_not_predicted_is_named():
     """Dropout's masks and offloaded states are not in the formulas, and are not passed over in silence."""
     assert unpredicted_because(_config()) is None
     assert unpredicted_because(_config({"hidden_dropout": 0.1})) == "megasdc.model.hidden_dropout"
+    assert unpredicted_because(_config({"fuse": True})) == "megasdc.model.fuse"
     offloads = _config(deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
     assert unpredicted_because(offloads) == "zero_optimization.offload_optimizer"
