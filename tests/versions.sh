@@ -6,7 +6,7 @@
 #                          [--cache DIR] [--remove]
 #
 # Without a choice: the combinations of megasdc/versions/tested.py that have the oldest and the newest PyTorch; --all:
-# every one of them that was run on CPUs. --smoke leaves the unit tests out. Environments lie in --cache (default
+# every one of them but those of GPU machines. --smoke leaves the unit tests out. Environments lie in --cache (default
 # ~/.cache/megasdc/versions) and are used again; --remove deletes each after its turn.
 # A combination that cannot be installed here is skipped with the reason: no such Python (it is looked for in pyenv and
 # on PATH), or what pip says. pip takes PyTorch's CPU build where its index has one; PyPI's CUDA build runs on a CPU
@@ -44,9 +44,9 @@ fi
 combinations() {
     PYTHONPATH="$root" "${PYTHON:-python3}" - "$1" <<'EOF'
 import sys
-from megasdc.versions.tested import COMBINATIONS, RUN_HERE
+from megasdc.versions.tested import COMBINATIONS, RUN_ON_GPU
 
-rows = [one for one in COMBINATIONS if one.state == RUN_HERE]
+rows = [one for one in COMBINATIONS if one.state != RUN_ON_GPU]
 rows.sort(key=lambda one: [int(part) for part in one.torch.split(".")])
 if sys.argv[1] == "ends":
     rows = [one for one in rows if one.torch in (rows[0].torch, rows[-1].torch)]

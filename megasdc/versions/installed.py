@@ -79,7 +79,7 @@ def untested_versions(versions: Mapping[str, str], on_gpu: bool) -> str | None:
         done = f"were not run together{_alone(versions)}"
     else:
         done = f"were run on {'CPUs' if on_gpu else 'GPUs'} only"
-    tested = "; ".join(f"{spell(one.versions)} ({one.state})" for one in COMBINATIONS)
+    tested = "; ".join(f"{spell(one.versions)} ({one.state})" for one in COMBINATIONS if one.state != NOT_RUN)
     return f"{spell(here)} {done}: look at first results with care, or install what was run: {tested}"
 
 
@@ -89,7 +89,8 @@ def _alone(versions: Mapping[str, str]) -> str:
         f"{NAMES[name]} {version}"
         for name, version in versions.items()
         if name in NAMES
-        and short_version(name, version) not in {short_version(name, one.versions[name]) for one in COMBINATIONS}
+        and short_version(name, version)
+        not in {short_version(name, one.versions[name]) for one in COMBINATIONS if one.state != NOT_RUN}
     ]
     return f" ({', '.join(never)} in no combination)" if never else ""
 

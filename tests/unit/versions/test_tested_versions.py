@@ -51,6 +51,16 @@ def test_what_was_run_gives_no_warning():
     assert untested_versions(GPU.versions, on_gpu=True) is None
 
 
+def test_unit_tests_alone_count_as_not_run(monkeypatch):
+    """A combination of the list with which nothing was trained is warned of, and not offered as one that was run."""
+    alone = Combination("3.13.0", "2.11.0", "0.19.4", "0.17.1", NOT_RUN, "unit tests alone", "2026-01-01")
+    for module in (tested, installed):
+        monkeypatch.setattr(module, "COMBINATIONS", (CPU, alone))
+    text = untested_versions(alone.versions, on_gpu=False)
+    assert "were not run together (Python 3.13.0, PyTorch 2.11.0" in text
+    assert tested.spell(alone.versions) not in text.partition("what was run:")[2]
+
+
 def test_what_was_not_run_is_named_with_what_was():
     """The warning has the installed versions, the odd one, and the whole list."""
     text = untested_versions(CPU.versions | {"torch": "2.10.0"}, on_gpu=False)
@@ -87,7 +97,7 @@ def test_a_release_candidate_of_an_image_is_in_range():
 def test_the_list_is_within_the_range(real_list):
     """Every combination that was run is permitted, has a state and a date, and stands once."""
     assert [range_problems(one.versions) for one in COMBINATIONS if range_problems(one.versions)] == []
-    assert {one.state for one in COMBINATIONS} <= {RUN_HERE, RUN_ON_GPU}
+    assert {one.state for one in COMBINATIONS} <= {RUN_HERE, RUN_ON_GPU, NOT_RUN}
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", one.date) and one.what for one in COMBINATIONS)
     assert len({(*one.versions.values(), one.state) for one in COMBINATIONS}) == len(COMBINATIONS)
 
