@@ -32,7 +32,7 @@ class HostNeeds:
         readable: files and folders that ranks read.
         writable: folders that ranks write to.
         master_port: port that rank 0 listens on; None: a free one is held for it.
-        compiles: setting for which DeepSpeed compiles an operator where there is no accelerator; None: no such.
+        compilers: programs that compile where there is no accelerator, each with the setting that needs it.
         cpu_only: DeepSpeed is told to use no accelerator.
         gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.
     """
@@ -43,7 +43,7 @@ class HostNeeds:
     readable: list[str]
     writable: list[str]
     master_port: int | None
-    compiles: str | None
+    compilers: Mapping[str, str]
     cpu_only: bool
     gloo_interface: bool
 
@@ -147,9 +147,9 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
 def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[str]:
     """Return what keeps ranks without an accelerator from starting."""
     problems = [
-        f"{host}: {name} is not on PATH, and for {needs.compiles} DeepSpeed compiles with it; {remedy}"
+        f"{host}: {name} is not on PATH, and for {needs.compilers[name]} code is compiled with it; {remedy}"
         for name, remedy in (("g++", "install g++"), ("ninja", f"pip install ninja into {sys.prefix}"))
-        if needs.compiles and not found["programs"][name]
+        if name in needs.compilers and not found["programs"][name]
     ]
     own = found["own_address"]
     if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):

@@ -188,10 +188,15 @@ def _known_port(request: LaunchRequest, options: command.LauncherOptions) -> int
     return options.master_port if request.hostfile is None else options.master_port or command.DEFAULT_MASTER_PORT
 
 
-def compiles_on_cpu(config: RunConfig) -> str | None:
-    """The setting for which DeepSpeed compiles an operator on hosts without an accelerator; None: there is none."""
-    torch_adam = config.deepspeed["optimizer"]["params"]["torch_adam"]
-    return None if torch_adam else "optimizer.params.torch_adam false"
+def compilers_on_cpu(config: RunConfig) -> dict[str, str]:
+    """Programs that compile on hosts without an accelerator, each with the setting that needs it.
+
+    Fused modules take the compiler that CXX names, which a rank looks for itself.
+    """
+    found = {"g++": "megasdc.model.fuse true"} if config.megasdc.model.fuse and not os.environ.get("CXX") else {}
+    if not config.deepspeed["optimizer"]["params"]["torch_adam"]:
+        found |= dict.fromkeys(("g++", "ninja"), "optimizer.params.torch_adam false")
+    return found
 
 
 def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int | None) -> HostNeeds:
@@ -206,7 +211,7 @@ def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_
         readable=[rank.script, rank.arguments[1], *(str(cwd / folder) for folder in sections.data.folders)],
         writable=[str(cwd / folder) for folder in folders],
         master_port=master_port,
-        compiles=compiles_on_cpu(config),
+        compilers=compilers_on_cpu(config),
         cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
         gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
     )

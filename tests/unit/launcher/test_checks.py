@@ -92,20 +92,31 @@ def test_a_folder_that_cannot_be_written_alone_is_a_matter_of_storage(
         launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
 
 
-@pytest.mark.parametrize("torch_adam", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "needs"),
+    [
+        (("optimizer.params.torch_adam", "true"), None),
+        (
+            ("optimizer.params.torch_adam", "false"),
+            r"g\+\+ is not on PATH, and for optimizer\.params\.torch_adam false",
+        ),
+        (("megasdc.model.fuse", "true"), r"g\+\+ is not on PATH, and for megasdc\.model\.fuse true"),
+    ],
+)
 def test_a_compiler_is_asked_for_only_where_something_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_adam: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: tuple[str, str], needs: str | None
 ) -> None:
-    """DeepSpeed compiles its own Adam; with PyTorch's a CPU host needs none."""
+    """DeepSpeed compiles its own Adam, Inductor fused modules; else a CPU host needs no compiler."""
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     sets = (
         f"megasdc.logging.run_dir={tmp_path}/run",
         f"megasdc.data.path={tmp_path}",
-        f"optimizer.params.torch_adam={str(torch_adam).lower()}",
+        "=".join(setting),
     )
     request = LaunchRequest(SMOKE, num_gpus=2, overrides=sets)
-    if torch_adam:
+    if needs is None:
         assert launch_run(request, dry_run=True).exit_code == 0
         return
-    with pytest.raises(LaunchError, match=r"g\+\+ is not on PATH, and for optimizer\.params\.torch_adam false"):
+    with pytest.raises(LaunchError, match=needs):
         launch_run(request, dry_run=True)
