@@ -83,8 +83,8 @@ COMBINATIONS = (
         "2026-11-23",
     ),
     Combination(
-        *("3.13.0", "2.13.0", "0.19.8", "0.19.2", NOT_RUN),
-        "unit tests alone: 3,151 passed, 11 skipped, 5 failed",
+        *("3.13.0", "2.13.0", "0.19.8", "0.19.2", RUN_HERE),
+        "the smoke run of `tests/versions.sh`; unit tests: 3,151 passed, 11 skipped, 5 failed",
         "2026-11-23",
     ),
 )
