@@ -31,6 +31,8 @@ TRAVEL = f"{DIGESTS}::test_blocks_that_travel_give_the_answer_of_elements"
 RUN_ELSEWHERE = {
     "bash launch/quickstart.sh": ".ci/run",
     "bash tests/run.sh": ".ci/run",
+    "bash tests/gpu.sh --make-wheels": "tests/unit/test_gpu_script.py::test_the_wheels_are_the_tested_versions",
+    "bash tests/gpu.sh --wheels": f"{HOSTS}/test_gpu_on_cpu.py::test_parts_run_on_a_processor",
     "megasdc launch --hostfile": f"{HOSTS}/test_launch.py::test_success_needs_and_finds_every_record",
     "launch/compare_nodes.sh": f"{HOSTS}/test_compare_nodes.py::test_the_odd_host_is_named_and_a_dead_one_too",
     "deepspeed --hostfile hosts launch/golden_verify.py": f"{HOSTS}/test_golden_launch.py::test_two_hosts_are_healthy",

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,6 +98,7 @@ def _install(wheels: Path, site: Path) -> None:
     if not files:
         raise SystemExit(f"--wheels {wheels}: holds no wheel")
     lacking = [str(one) for one in files if _plain(one.name.split("-")[0]) not in here]
+    shutil.rmtree(site, ignore_errors=True)
     if lacking:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         subprocess.run([*pip, "--target", str(site), *lacking], check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,8 @@ class PartRun:
 
     def __init__(self, part: Part, folder: Path, device: str, cores: int) -> None:
         self._part, self._folder = part, folder / part.name
-        self._folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier call with the same --out
+        self._folder.mkdir(parents=True)
         self._log = self._folder / "output.log"
         self._began = time.monotonic()
         with open(self._log, "wb") as output:

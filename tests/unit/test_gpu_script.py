@@ -109,6 +109,35 @@ def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
     assert "not installed here: xxhash, hjson" in done.stderr and "--make-wheels" in done.stderr
 
 
+STUB = """#!/bin/sh
+echo "DS_BUILD_OPS=$DS_BUILD_OPS $*" >>"$CALLS"
+touch "$FOLDER/a-1-py3-none-any.whl"
+"""
+
+
+def test_the_wheels_are_the_tested_versions(tmp_path: Path) -> None:
+    """DeepSpeed is built without operators, the rest downloaded for the other machine; names are added and left out."""
+    stub, calls, folder = tmp_path / "python", tmp_path / "calls", tmp_path / "wheels"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    more = ["--make-wheels", str(folder), "--python", "3.13", "--without", "numpy", "--with", "pyarrow"]
+    environment = {**os.environ, "PYTHON": str(stub), "CALLS": str(calls), "FOLDER": str(folder)}
+    done = subprocess.run(
+        ["bash", str(TESTS / "gpu.sh"), *more], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    built, downloaded = calls.read_text().splitlines()
+    pinned = dict(
+        line.strip().split("==")
+        for line in (TESTS.parent / "launch" / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    assert built.startswith("DS_BUILD_OPS=0 -m pip wheel") and built.endswith(f"deepspeed=={pinned['deepspeed']}")
+    assert f"megatron-core=={pinned['megatron-core']}" in downloaded and "--python-version 3.13" in downloaded
+    assert f"pyarrow=={pinned['pyarrow']}" in downloaded and " numpy==" not in downloaded
+    assert "deepspeed" not in downloaded and "1 wheels" in done.stdout
+
+
 def test_gaps_of_a_profile() -> None:
     """Overlapping kernels count once; what is between them is a gap, by hand."""
     sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
