@@ -64,6 +64,10 @@ def init_process_group(
         device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" and world_size > 1 else None,
     )
     on_met()
+    if backend == "gloo":
+        # One that leaves in this moment, as a rank that has met nobody, is noticed here; whoever makes a further group
+        # would wait for its address until the timeout.
+        dist.barrier()
     with without_inference_operator():
         deepspeed.init_distributed(
             dist_backend=backend,
