@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,11 +67,12 @@ def bench_detecting(
     """
     from rich.console import Console
 
-    from megasdc.bench.detection import DetectionOptions, bench_detection, parse_layouts
-    from megasdc.bench.detection_render import render_detection
-    from megasdc.bench.live import LiveOptions, bench_live
-    from megasdc.bench.live_render import render_live
-    from megasdc.bench.render import progress_bar
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to what is standard output when it is imported
+        from megasdc.bench.detection import DetectionOptions, bench_detection, parse_layouts
+        from megasdc.bench.detection_render import render_detection
+        from megasdc.bench.live import LiveOptions, bench_live
+        from megasdc.bench.live_render import render_live
+        from megasdc.bench.render import progress_bar
 
     sizes: dict[str, Any] = {"faults": faults, "clean": clean, "seed": seed}
     sizes["layouts"] = None if layouts is None else parse_layouts(layouts)

@@ -1,8 +1,10 @@
-"""Where tests with several ranks find what tests of one process have: the values of every field."""
+"""What tests with several ranks share: DeepSpeed's device, and the values of every field of tests of one process."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "config"))  # field_values
