@@ -19,6 +19,7 @@ from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders, others_kept_out
+from megasdc.train.late_compile import compiled_when_called
 from megasdc.train.library_lines import LibraryLines
 from megasdc.train.signals import Leave, StopSignals
 from megasdc.versions.installed import check_range, component_versions
@@ -209,7 +210,7 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
 
 def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> None:
     library = LibraryLines()
-    with imports_kept(), library, names_checked():
+    with imports_kept(), library, compiled_when_called(), names_checked():
         from megasdc.parallel import groups
         from megasdc.train.build import build_run
         from megasdc.train.run import train

@@ -1,0 +1,52 @@
+"""Functions that libraries give to ``torch.compile`` while they are imported are compiled when they are first called.
+
+Megatron-core (0.16.1, ``core/jit.py``) decorates every fused function so, and DeepSpeed (0.19.8) its Muon, which it
+imports when it builds an optimizer of any kind (``zero/utils.py``). The first decoration imports Inductor: a quarter of
+the processor time of a rank's imports, also where none of these functions is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+Function = Callable[..., Any]
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+@contextmanager
+def compiled_when_called() -> Iterator[None]:
+    """Inside, ``torch.compile`` of a function gives one that is compiled, with the same options, at its first call.
+
+    DeepSpeed's Muon is imported at the end of it.
+    """
+    import torch
+
+    compile_now: Function = torch.compile
+
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        return _later(model, compile_now, options) if inspect.isfunction(model) else compile_now(model, **options)
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        yield
+        with suppress(ImportError):  # as DeepSpeed does, which goes on without it
+            importlib.import_module(MUON)
+    finally:
+        torch.compile = compile_now  # type: ignore[assignment]
+
+
+def _later(function: Function, compile_now: Function, options: dict[str, Any]) -> Function:
+    compiled = functools.cache(lambda: compile_now(function, **options))
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return compiled()(*arguments, **named)
+
+    return call
