@@ -17,6 +17,16 @@ BROKEN_COLLECTIVE = re.compile(
     r"|Connection (closed|reset) by peer"
 )
 INTERRUPTED = KeyboardInterrupt.__name__
+ABORTED = (
+    "over NCCL PyTorch's watchdog ends a rank by SIGABRT, before it can report, when a collective was given up after "
+    "megasdc.parallel.timeout_s or when CUDA has failed; the rank's last lines then say `Watchdog caught collective "
+    "operation timeout` (which is exit code 75 elsewhere) or the CUDA error"
+)
+"""What SIGABRT of a rank may mean. Which of the two it was is in the rank's output alone, which the front does not see.
+
+Source: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` (2.10 to 2.13), ``Watchdog::run``, which raises in a thread
+of its own. ``TORCH_NCCL_BLOCKING_WAIT=1`` raises in the rank instead, but waits for the device at every collective.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ def launcher_killed(records: LaunchRecords, launcher_code: int) -> bool:
 
 def describe_code(code: int) -> str:
     """Put an exit code of DeepSpeed's launcher into words; -n, 256 - n and, from a shell, 128 + n mean signal n."""
-    number = -code if code < 0 else code - 128 if code <= 128 + signal.SIGRTMAX else 256 - code
+    number = _signal_number(code)
     if code == 255:
         return "exit code 255 (SSH connection or host lost)"
     if code < 0 or code > 128:
@@ -103,6 +113,10 @@ def describe_code(code: int) -> str:
             pass
     kind = ERRORS_BY_EXIT_CODE.get(code)
     return f"exit code {code}{f' ({kind.__name__})' if kind else ''}"
+
+
+def _signal_number(code: int) -> int:
+    return -code if code < 0 else code - 128 if code <= 128 + signal.SIGRTMAX else 256 - code
 
 
 def _is_consequence(done: DoneRecord) -> bool:
@@ -154,8 +168,11 @@ def _ranks_missing(
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
-    for host in sorted(records.failed_hosts.values(), key=lambda host: host.time):
+    hosts = sorted(records.failed_hosts.values(), key=lambda host: host.time)
+    for host in hosts:
         lines.append(f"the launcher of host {host.host} ended with {describe_code(host.exit_code)}")
+    if signal.SIGABRT in map(_signal_number, [launcher_code, *(host.exit_code for host in hosts)]):
+        lines.append(ABORTED)
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
     return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes])

@@ -12,10 +12,13 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 def fused(recorder: Recorder, crew: Crew) -> None:
     """The same steps with and without `model.fuse`: losses, time, memory, kernels."""
-    from megasdc.config import ModelSection
+    from megasdc.errors import LaunchError
+    from megasdc.model.compiled import require_compiler
 
-    if "fuse" not in ModelSection.model_fields:
-        recorder.not_run("fused modules", "this version has no field model.fuse")
+    try:
+        require_compiler(recorder.device)
+    except LaunchError as error:
+        recorder.not_run("fused modules", str(error))
         return
     bench = Bench(recorder, crew)
     for kind in ("fp32", "bf16") if recorder.on_gpu else ("fp32",):

@@ -109,6 +109,24 @@ def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
     assert "not installed here: xxhash, hjson" in done.stderr and "--make-wheels" in done.stderr
 
 
+def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part says what is missing, and fails nothing."""
+    from megasdc.model import compiled
+
+    for path in (TESTS, TESTS / "distributed"):
+        monkeypatch.syspath_prepend(str(path))
+    from gpu.part_fused import fused
+    from gpu.record import Recorder, read_findings
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(compiled.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "find_compiler", compiled.find_compiler.__wrapped__)
+    fused(Recorder(tmp_path / "findings.jsonl", "cpu", tmp_path, 2), None)  # type: ignore[arg-type]
+    (found,) = read_findings(tmp_path / "findings.jsonl")
+    assert (found["kind"], found["name"]) == ("not run", "fused modules") and "g++ is not on PATH" in found["reason"]
+
+
 STUB = """#!/bin/sh
 echo "DS_BUILD_OPS=$DS_BUILD_OPS $*" >>"$CALLS"
 touch "$FOLDER/a-1-py3-none-any.whl"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megasdc.launcher.records import DoneRecord, HostRecord, LaunchRecords, StartedRecord
-from megasdc.launcher.verdict import describe_code, judge
+from megasdc.launcher.verdict import ABORTED, describe_code, judge
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -117,6 +117,18 @@ def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
     verdict = judge(HOSTS, records, 137)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
     assert "the launcher of host b ended with exit code 137 (a process was ended by SIGKILL)" in verdict.lines
+
+
+@pytest.mark.parametrize("launcher_code", [-6, 134, 250])
+def test_an_aborted_rank_is_told_what_ends_ranks_so(launcher_code: int) -> None:
+    """PyTorch's watchdog over NCCL, after a timeout or an error of CUDA: the two are not told apart here."""
+    verdict = judge(HOSTS, records_of({0: 79, 1: 79, 2: 79}), launcher_code)
+    assert (verdict.exit_code, verdict.rank) == (78, 3)
+    assert "ended by SIGABRT" in verdict.lines[0] and ABORTED in verdict.lines
+    assert ABORTED not in judge(HOSTS, records_of({0: 79}), 247).lines
+    lost = records_of({0: 79})
+    lost.failed_hosts["b"] = HostRecord("b", 134, 1.0)
+    assert ABORTED in judge(HOSTS, lost, 255).lines
 
 
 def test_codes_in_words() -> None:
