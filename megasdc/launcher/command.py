@@ -1,8 +1,14 @@
-"""Which command starts the ranks? DeepSpeed's runner with one encoded argument for every rank."""
+"""Which command starts the ranks? DeepSpeed's launcher with one encoded argument for every rank.
+
+DeepSpeed's runner, which reads the hostfile and reaches hosts, and on each host its launch.py, which starts the ranks
+there. On this host alone launch.py is started at once: the runner would add nothing but the seconds of its imports.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,8 +18,12 @@ from pathlib import Path
 from megasdc.errors import LaunchError
 from megasdc.launcher.environment import SAFE_FOR_SHELL
 from megasdc.launcher.hosts import LOCAL_HOST, Placement
+from megasdc.launcher.own_lines import folder_option
 from megasdc.launcher.rank import RankCommand
 
+NODE_MODULE = "megasdc.launcher.node"
+RANK_MODULE = "megasdc.launcher.rank"
+GRACE_OPTION = "--stop_grace_s="
 DEFAULT_MASTER_PORT = 29500
 BACKENDS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 BACKENDS_WITH_FILTERS = ("pdsh", "slurm")
@@ -48,11 +58,15 @@ FRONT_OPTIONS = {
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What the front must know of the extra options of DeepSpeed's launcher; None where one is not given."""
+    """What the front must know of the extra options of DeepSpeed's launcher; None where one is not given.
+
+    ``others`` are words that only DeepSpeed's runner knows.
+    """
 
     master_addr: str
     master_port: int | None
     ssh_port: int | None
+    others: tuple[str, ...] = ()
 
 
 def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
@@ -81,12 +95,12 @@ def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
     parser.add_argument("--master_port", type=int)
     parser.add_argument("--ssh_port", type=int)
     try:
-        known, _ = parser.parse_known_args(list(arguments))
+        known, others = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         problems.append(f"launcher option {error}")
     if problems:
         raise LaunchError("\n".join(problems))
-    return LauncherOptions(known.master_addr, known.master_port, known.ssh_port)
+    return LauncherOptions(known.master_addr, known.master_port, known.ssh_port, tuple(others))
 
 
 def backend_problems(backend: str, filtered: bool) -> list[str]:
@@ -107,6 +121,35 @@ def backend_problems(backend: str, filtered: bool) -> list[str]:
             "write a hostfile with the hosts that take part"
         ]
     return []
+
+
+def node_words(grace_s: float, logs: str | None) -> list[str]:
+    """Return the module that runs launch.py on a host, and its own options.
+
+    Args:
+        grace_s: seconds that ranks have to save.
+        logs: folder for what DeepSpeed's launcher says; None: the console.
+    """
+    return [NODE_MODULE, f"{GRACE_OPTION}{grace_s:g}", *([folder_option(logs)] if logs else [])]
+
+
+def node_command(
+    placement: Placement, rank: RankCommand, launch_id: str, *, grace_s: float, logs: str, master_port: int
+) -> list[str]:
+    """Return the command that starts all ranks on this host, as DeepSpeed's runner would make it.
+
+    Args:
+        placement: slots of this host.
+        rank: what every rank runs.
+        launch_id: names this launch on the command lines.
+        grace_s: seconds that ranks have to save.
+        logs: folder for what DeepSpeed's launcher says.
+        master_port: where the ranks meet.
+    """
+    world = base64.urlsafe_b64encode(json.dumps(placement.slots).encode()).decode()
+    command = [sys.executable, "-u", "-m", *node_words(grace_s, logs), f"--world_info={world}"]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(master_port)]
+    return [*command, "--module", RANK_MODULE, launch_id, rank.encode()]
 
 
 def runner_command(
@@ -157,5 +200,5 @@ def runner_command(
     command += ["--master_addr", master_addr] if master_addr else []
     command += ["--master_port", str(master_port)] if master_port else []
     # DeepSpeed's slurm backend knows no --module; no shell reads its command, so a path is as good.
-    module = [str(Path(__file__).with_name("rank.py"))] if backend == "slurm" else ["--module", "megasdc.launcher.rank"]
+    module = [str(Path(__file__).with_name("rank.py"))] if backend == "slurm" else ["--module", RANK_MODULE]
     return [*command, *launcher_args, *module, launch_id, rank.encode()]

@@ -20,21 +20,21 @@ from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-if __name__ == "__main__":  # while torch is imported no rank has started: Ctrl-C needs neither care nor a traceback
+if __name__ == "__main__":  # while modules are imported no rank has started: Ctrl-C needs neither care nor a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import psutil
 
-from megasdc.launcher.environment import DEEPSPEED_GRACE_S
-from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input
+from megasdc.launcher.command import GRACE_OPTION
+from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
+from megasdc.launcher.launch_alone import import_launch
+from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.verdict import describe_code
-from megasdc.versions.private_names import end_without_launcher_names
 
 with own_lines_to(take_folder_option(sys.argv), sys.argv):
-    from deepspeed.launcher import launch
+    launch = import_launch()
 
-GRACE_OPTION = "--stop_grace_s="
 POLL_S = 0.2
 
 Handler = Callable[[int, FrameType | None], None]
@@ -120,7 +120,9 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Run launch.py with this process's arguments."""
-    end_without_launcher_names()
+    front = os.environ.pop(FRONT_PID_VARIABLE, None)  # where it started this process itself
+    if front:
+        follow_parent(expected=int(front))
     stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)))
     launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     ranks = Ranks()

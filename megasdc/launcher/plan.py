@@ -16,6 +16,7 @@ from megasdc.errors import LaunchError
 from megasdc.launcher import command, environment
 from megasdc.launcher.checks import HostNeeds
 from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
+from megasdc.launcher.own_lines import logs_folder
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
@@ -62,7 +63,8 @@ class LaunchRequest:
 class LaunchPlan:
     """A request that was checked on this host: hosts, ranks, environment, and what every host needs.
 
-    ``master_port`` is None where the request's launcher options name one, or DeepSpeed's default is taken.
+    ``master_port`` is None where the request's launcher options name one, or DeepSpeed's default is taken;
+    ``through_runner`` tells whether DeepSpeed's runner is needed.
     """
 
     request: LaunchRequest
@@ -73,11 +75,22 @@ class LaunchPlan:
     rank: RankCommand
     run_dir: Path
     master_addr: str | None
+    through_runner: bool
     master_port: int | None = None
 
     def command(self) -> list[str]:
         """Return the command that starts all ranks."""
         request = self.request
+        port = self.master_port or self.needs.master_port
+        if not self.through_runner and port is not None:
+            return command.node_command(
+                self.placement,
+                self.rank,
+                self.launch_id,
+                grace_s=environment.stop_grace_s(os.environ),
+                logs=str(logs_folder(self.run_dir)),
+                master_port=port,
+            )
         return command.runner_command(
             self.placement,
             self.rank,
@@ -135,6 +148,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         rank,
         cwd / config.megasdc.logging.run_dir,
         options.master_addr or os.environ.get("MASTER_ADDR"),
+        through_runner=request.hostfile is not None or bool(options.others),
     )
 
 

@@ -31,9 +31,10 @@ if __name__ == "__main__":  # while torch is imported nothing has started: Ctrl-
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megasdc.launcher import host_failed
+from megasdc.launcher.command import NODE_MODULE, RANK_MODULE, node_words
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
 from megasdc.launcher.orphans import FOLLOW_OPTION, follow_parent
-from megasdc.launcher.own_lines import FOLDER_VARIABLE, folder_option, own_lines_to
+from megasdc.launcher.own_lines import FOLDER_VARIABLE, own_lines_to
 from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.versions.private_names import end_without_launcher_names
@@ -43,7 +44,6 @@ with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv):
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
 LAUNCH_MODULE = "deepspeed.launcher.launch"
-NODE_MODULE = "megasdc.launcher.node"
 LOST_HOST_S = 15.0
 REPEAT_S = 5
 PDSH = "pdsh"
@@ -70,7 +70,7 @@ class QuotingPDSHRunner(PDSHRunner):
         # From the start of the line: neither pdsh, ssh and the shells that hold the command, nor pkill itself.
         python = ERE_SPECIAL.sub(r"\\\1", sys.executable)
         launch_id = os.environ[LAUNCH_ID_VARIABLE]
-        pattern = f"^{python} -u -m {NODE_MODULE} .*megasdc.launcher.rank {launch_id} "
+        pattern = f"^{python} -u -m {NODE_MODULE} .*{RANK_MODULE} {launch_id} "
         pdsh = kill_command[: kill_command.index("pkill -f ")]
         _remote.update(pdsh=pdsh, pattern=shlex.quote(pattern), environment=environment)
         return command, kill_command, environment
@@ -83,9 +83,7 @@ def _replace(command: list[str], old: str, *new: str) -> None:
 
 
 def _node_words() -> list[str]:
-    folder = os.environ.get(FOLDER_VARIABLE)
-    logs = [folder_option(folder)] if folder else []
-    return [NODE_MODULE, f"--stop_grace_s={stop_grace_s(os.environ):g}", *logs]
+    return node_words(stop_grace_s(os.environ), os.environ.get(FOLDER_VARIABLE))
 
 
 def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -22,8 +22,8 @@ from megasdc.versions.tested import NAMES, PERMITTED
 DISTRIBUTIONS = {"deepspeed": "deepspeed", "megatron": "megatron-core", "torch": "torch"}
 """Distribution by its top package."""
 
-TRAINING, LAUNCHER = "training", "launcher"
-"""Which process uses a name: a rank; a process of DeepSpeed's launcher."""
+TRAINING, LAUNCHER, NODE = "training", "launcher", "node"
+"""Which process uses a name: a rank; DeepSpeed's runner; DeepSpeed's launch.py on a host."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Owner:
         needed_by: what breaks without.
         names: attributes that it has; of a class also by inheritance.
         mentioned: names that its functions read or set: attributes of its objects, calls that an override stands for.
-        used_by: ``TRAINING`` or ``LAUNCHER``.
+        used_by: ``TRAINING``, ``LAUNCHER`` or ``NODE``.
     """
 
     where: str
@@ -139,7 +139,7 @@ OWNERS = (
         "deepspeed.launcher.launch",
         "time for ranks to save when a stop is asked for",
         names=("main", "signal", "subprocess", "terminate_process_tree"),
-        used_by=LAUNCHER,
+        used_by=NODE,
     ),
     Owner("megatron.core.utils", "sequence parallel without a GPU", names=("torch",)),
     Owner("megatron.core.tensor_parallel.mappings", "sequence parallel without a GPU", names=("torch",)),
@@ -200,7 +200,7 @@ def check_private_names(used_by: str = TRAINING) -> None:
     """Refuse to start where a private name is missing.
 
     Args:
-        used_by: the kind of process that starts, ``TRAINING`` or ``LAUNCHER``.
+        used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER`` or ``NODE``.
 
     Raises:
         LaunchError: with every name that is missing, what needs it, and the versions that have it.
@@ -210,10 +210,10 @@ def check_private_names(used_by: str = TRAINING) -> None:
         raise LaunchError("\n".join(problems))
 
 
-def end_without_launcher_names() -> None:
+def end_without_launcher_names(used_by: str = LAUNCHER) -> None:
     """End a process of the launcher with its exit code and a message where ``check_private_names`` refuses."""
     try:
-        check_private_names(LAUNCHER)
+        check_private_names(used_by)
     except LaunchError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

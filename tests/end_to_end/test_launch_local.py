@@ -23,6 +23,10 @@ from megasdc.run_lock import LOCK_FILE, Holder, take
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
 
 
+RUNNER_TOO = ["--log_level=info"]
+"""An option that only DeepSpeed's runner knows; without one its launch.py is started at once."""
+
+
 class LocalLaunch:
     """One launch of two ranks on this host."""
 
@@ -41,10 +45,10 @@ class LocalLaunch:
         return self.process
 
     def start_asleep(
-        self, behaviour: str = "sleep", sign: str = "asleep"
+        self, behaviour: str = "sleep", sign: str = "asleep", *launcher_args: str
     ) -> tuple[subprocess.Popen[str], dict[int, int]]:
         """Start ranks that sleep, and return the process and the process id of each rank."""
-        process = self.start(behaviour)
+        process = self.start(behaviour, *launcher_args)
         end = time.monotonic() + 100
         while len(list(self.run_dir.glob(f"{sign}_*"))) < 2:
             assert time.monotonic() < end and process.poll() is None, process.communicate()
@@ -91,18 +95,20 @@ def gone(pids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.parametrize("runner", [False, True], ids=["launch.py alone", "with the runner"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_stop_reaches_ranks_which_save(launch: LocalLaunch, number: int) -> None:
+def test_stop_reaches_ranks_which_save(launch: LocalLaunch, number: int, runner: bool) -> None:
     """DeepSpeed alone would leave its ranks behind; through the front they end by themselves.
 
     What DeepSpeed's launcher says of all that is in a file.
     """
-    process, pids = launch.start_asleep()
+    process, pids = launch.start_asleep("sleep", "asleep", *RUNNER_TOO[:runner])
+    assert psutil.Process(pids[0]).parent().parent().pid == process.pid or runner
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     (log,) = (launch.run_dir / "logs").iterdir()
-    for own in ("megasdc.launcher.rank", "launch.py", "runner.py", "get_accelerator"):
+    for own in ("megasdc.launcher.rank", "launch.py", *(("runner.py", "get_accelerator") if runner else ())):
         assert own in log.read_text() and own not in out + err
     assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
     assert gone(list(pids.values()))
@@ -129,7 +135,7 @@ def test_killed_front_leaves_no_ranks(launch: LocalLaunch) -> None:
 
 def test_killed_runner_is_waited_for(launch: LocalLaunch) -> None:
     """The front returns when the ranks have saved, not while they still hold port and run folder."""
-    process, pids = launch.start_asleep("save:4")
+    process, pids = launch.start_asleep("save:4", "asleep", *RUNNER_TOO)
     (runner,) = psutil.Process(process.pid).children()
     runner.kill()
     _, err = process.communicate(timeout=100)

@@ -85,7 +85,8 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
 @pytest.mark.parametrize("module", ["megasdc.launcher.runner", "megasdc.launcher.node"])
 def test_ctrl_c_while_a_launch_imports_torch(module: str) -> None:
     """The processes between front and ranks end at once and without a word, for they have started nothing."""
-    with subprocess.Popen([sys.executable, "-m", module], stderr=subprocess.PIPE, cwd=ROOT) as process:
+    env = {**os.environ, "DS_ACCELERATOR": "mps"}  # or launch.py would be imported alone
+    with subprocess.Popen([sys.executable, "-m", module], stderr=subprocess.PIPE, cwd=ROOT, env=env) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         while "libtorch" not in maps.read_text() and process.poll() is None:
             time.sleep(0.001)

@@ -131,6 +131,8 @@ def test_launcher_options_that_the_front_needs_too() -> None:
     """Ports and address are read; the value of --launcher_args may hold spaces."""
     options = parse_launcher_args(["--ssh_port", "2222", "--master_port=5", "--launcher_args", "-x a b", "--quiet"])
     assert (options.ssh_port, options.master_port, options.master_addr) == (2222, 5, "")
+    assert options.others == ("--launcher_args", "-x a b", "--quiet")
+    assert parse_launcher_args(["--master_port", "5"]).others == ()
 
 
 def command_for(slots: dict[str, list[int]], hostfile: Path | None, backend: str = "pdsh") -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import megasdc
 from megasdc.errors import LaunchError
 from megasdc.versions import private_names
-from megasdc.versions.private_names import LAUNCHER, OWNERS, TRAINING, Owner, check_private_names, missing_names
+from megasdc.versions.private_names import LAUNCHER, NODE, OWNERS, TRAINING, Owner, check_private_names, missing_names
 
 PACKAGE = Path(megasdc.__file__).parent
 NOT_LIBRARIES = {"_exit", "_getframe", "_checkpoint_offset"}
@@ -55,6 +55,7 @@ def test_a_missing_name_refuses_the_start(monkeypatch):
     assert "which megasdc's engine, which subclasses it, needs" in text and "0.19" in text.partition(";")[2]
     assert caught.value.exit_code == 78
     check_private_names(LAUNCHER)
+    check_private_names(NODE)
 
 
 CHILD = """
