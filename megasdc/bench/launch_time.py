@@ -1,8 +1,8 @@
 """How long from the launcher's command to the first step, and which part dominates?
 
-Starts DeepSpeed's real launcher on this machine with a small model and a little prepared text, several times. Each
-rank writes how long its parts took (``megasdc.train.startup``); the launcher's own part is from the command to the
-start of the last rank's process, both on the clock that counts from the machine's boot.
+Starts ``megasdc launch`` and DeepSpeed's own launcher in turn on this machine with a small model and a little prepared
+text, several times. Each rank writes how long its parts took (``megasdc.train.startup``); the launcher's own part is
+from the command to the start of the last rank's process, both on the clock that counts from the machine's boot.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megasdc.events import read_events
 from megasdc.parallel.local_ranks import base_environment, free_port
 
 TIMEOUT_S = 600.0
+COMMANDS = ("megasdc launch", "deepspeed")
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
 """Modules of the standard library whose source is the text."""
@@ -66,27 +67,33 @@ def prepare_text(folder: Path) -> Path:
 def measure_launches(
     repeats: int, ranks: int, threads: int, folder: Path, on_progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Launch a short run several times; a first one, which fills caches, is not counted.
+    """Launch a short run several times by each of ``COMMANDS`` in turn; the first, which fill caches, do not count.
 
     Args:
-        repeats: launches that count.
+        repeats: launches that count, of each command.
         ranks: ranks on this machine.
         threads: CPU threads of a rank.
         folder: a scratch folder.
         on_progress: told how many launches are done, the one that does not count included.
 
     Returns:
-        Estimates in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch that does
-        not count, ``dominates``, and the samples.
+        By command estimates in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch
+        that does not count, ``dominates``, and the samples.
 
     Raises:
         MegasdcError: a launch failed.
     """
     data = prepare_text(folder)
-    samples = []
+    samples: dict[str, list[dict[str, float]]] = {command: [] for command in COMMANDS}
     for repeat in range(repeats + 1):
-        samples.append(_launch_once(folder, f"run_{repeat}", data, ranks, threads))
-        on_progress(repeat + 1)
+        for place, command in enumerate(COMMANDS):
+            name = f"run_{repeat}_{place}"
+            samples[command].append(_launch_once(folder, name, command, data, ranks, threads))
+            on_progress(repeat * len(COMMANDS) + place + 1)
+    return {command: _estimate(found) for command, found in samples.items()}
+
+
+def _estimate(samples: list[dict[str, float]]) -> dict[str, Any]:
     first, *counted = samples
     phases = {name: estimate_median([sample[name] for sample in counted]) for name in counted[0]}
     total: Estimate = estimate_median([sum(sample.values()) for sample in counted])
@@ -99,27 +106,21 @@ def measure_launches(
     }
 
 
-def _launch_once(folder: Path, name: str, data: Path, ranks: int, threads: int) -> dict[str, float]:
+def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, threads: int) -> dict[str, float]:
     """Launch, wait for the end, and return the seconds of each part of the rank that was last to its first step."""
     config = folder / f"{name}.json"
     config.write_text(json.dumps(_config(data, folder / name, ranks, threads)), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        str(ranks),
-        "--master_port",
-        str(free_port()),
-        str(SCRIPT),
-        "--config",
-        str(config),
-    ]
+    argv = [sys.executable, "-m"]
+    if command == "deepspeed":
+        argv += ["deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(free_port()), str(SCRIPT)]
+    else:
+        argv += ["megasdc", "launch", "--num-ranks", str(ranks)]
+    argv += ["--config", str(config)]
     log = folder / f"{name}.log"
     commanded_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     with open(log, "wb") as output:
         done = subprocess.run(
-            command,
+            argv,
             env=base_environment(threads),
             stdin=subprocess.DEVNULL,
             stdout=output,

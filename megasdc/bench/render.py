@@ -27,10 +27,10 @@ NAMES = {
     "bounds": "itself without gradient bounds",
 }
 PHASES = {
-    "launcher": "deepspeed command until the rank's process starts",
+    "launcher": "command until the rank's process starts",
     "imports": "Python, PyTorch, DeepSpeed, Megatron-core; configuration",
     "checks": "layout, prepared data, run folder",
-    "groups": "process groups, DeepSpeed's CPU operator",
+    "groups": "process groups",
     "model": "model",
     "engine": "engine and optimizer",
     "data": "data index and loaders",
@@ -56,8 +56,8 @@ def render(result: TrainBenchResult, console: Console) -> None:
     )
     for comparison in result.comparisons:
         _render_comparison(comparison, console)
-    if result.launch is not None:
-        _render_launch(result.launch, console)
+    for command, launch in (result.launch or {}).items():
+        _render_launch(command, launch, console)
 
 
 def render_data(result: DataBenchResult, console: Console) -> None:
@@ -171,9 +171,9 @@ def _render_comparison(comparison: TrainComparison, console: Console) -> None:
         console.print(f"bits of all losses, parameters and optimizer states: {bits}")
 
 
-def _render_launch(launch: dict[str, Any], console: Console) -> None:
+def _render_launch(command: str, launch: dict[str, Any], console: Console) -> None:
     total: Estimate = launch["total"]
-    table = Table(title="seconds from the launcher's command to the first step, slowest rank")
+    table = Table(title=f"seconds from the command `{command}` to the first step, slowest rank")
     for column in ("part", "what", "median", "interval of the median", "share"):
         table.add_column(column)
     for name, value in launch["phases"].items():

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.bench.launch_time import measure_launches
+from megasdc.bench.launch_time import COMMANDS, measure_launches
 from megasdc.bench.machine import describe_machine
 from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
@@ -58,7 +58,7 @@ class TrainBenchResult(BenchResult):
     """Everything that was measured.
 
     Args:
-        launch: seconds to the first step; null if not asked for.
+        launch: seconds to the first step by command; null if not asked for.
     """
 
     comparisons: list[TrainComparison]
@@ -76,7 +76,7 @@ def bench_train(
     Args:
         options: sizes.
         against: some of ``AGAINST``.
-        launches: launches that count.
+        launches: launches that count, of each command.
         on_progress: told what is measured, how much is done, and of how much.
 
     Raises:
@@ -85,17 +85,18 @@ def bench_train(
     machine = describe_machine()
     comparisons = []
     launch = None
+    num_launches = (launches + 1) * len(COMMANDS)
     for what in against:
         with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
             folder = Path(scratch)
             if what == "launch":
-                on_progress("launch", 0, launches + 1)
+                on_progress("launch", 0, num_launches)
                 launch = measure_launches(
                     launches,
                     options.ranks,
                     options.threads,
                     folder,
-                    lambda done: on_progress("launch", done, launches + 1),
+                    lambda done: on_progress("launch", done, num_launches),
                 )
             else:
                 comparisons.append(_compare(options, what, folder, on_progress))

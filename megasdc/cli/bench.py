@@ -32,7 +32,9 @@ def bench_training(
     threads: Threads = 1,
     precision: Precision = "fp32",
     fuse: Annotated[bool, typer.Option("--fuse", help="With model.fuse; its bars are lower.")] = False,
-    launches: Annotated[int, typer.Option("--launches", min=1, help="Launches whose time counts.")] = 5,
+    launches: Annotated[
+        int, typer.Option("--launches", min=1, help="Launches whose time counts, of each command.")
+    ] = 5,
     out: Out = None,
     as_json: Json = False,
 ) -> None:

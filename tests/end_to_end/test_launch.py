@@ -197,7 +197,7 @@ def test_a_failure_that_no_other_rank_notices_is_asked_for(launches: Launches) -
     local = launches.cluster.private[1] / launches.folder.parent.name
     code, said = launches.run("alone:1", "--set", f"megasdc.logging.run_dir={local}")
     assert code == 71, said
-    assert "a rank failed" in said and "others still run; ending them" in said
+    assert "a part of the launch failed" in said and "others still run; ending them" in said
     assert "rank 1 on node2 failed first with exit code 71 (DataError)" in said
 
 
