@@ -122,7 +122,7 @@ run_one() {
     fi
     echo "== $name ($found); log: $log"
     if ! install "$venv" "$found" "$2" "$3" "$4" >"$log" 2>&1; then
-        results+=("skipped  $name: $(grep -E '^ *ERROR' "$log" | tail -n 1 || tail -n 1 "$log")")
+        results+=("skipped  $name: $(grep -m 1 -E '^ *ERROR' "$log" || tail -n 1 "$log")")
         return
     fi
     local folder counts='unit tests not run'

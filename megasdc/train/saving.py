@@ -10,6 +10,7 @@ from typing import Any
 from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
+from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.places import Problem, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.save import save_checkpoint
@@ -190,7 +191,20 @@ def resume(
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
         logger.info("resumed from %s", found.path)
+        tell_other_versions(run, found.manifest.versions)
     return changed.hook_states(state["hooks"])
+
+
+def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
+    """Say that a run goes on under other versions than those that saved it, and that its bits may be others then."""
+    here = installed_versions()
+    other = {
+        name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
+    }
+    if other:
+        text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
+        run.events.emit("resume", "other_versions", step=run.step, versions=other)
+        logger.warning("saved with %s: what follows may round otherwise than a run that went on with those", text)
 
 
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
