@@ -135,7 +135,8 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
         stored -= (narrow.to(tl.float32) > new).to(bits.dtype)  # rounded towards zero
         new = stored.to(TYPE, bitcast=True).to(tl.float32)
         sign = (bits < 0) & to_limit
-        tl.store(gradient + places, tl.where(sign, -new, new).to(TYPE).to(bits.dtype, bitcast=True), mask=changed)
+        signed = tl.where(sign, new * -1.0, new)  # to Triton -new is 0 - new, which loses the sign of a limit of 0
+        tl.store(gradient + places, signed.to(TYPE).to(bits.dtype, bitcast=True), mask=changed)
 
         after = tl.where(changed, new, tl.where(finite, magnitude, 0.0)).to(tl.float64)
         exact = tl.where(finite, magnitude, 0.0).to(tl.float64)
