@@ -74,8 +74,8 @@ COMBINATIONS = (
     Combination("3.11.7", "2.13.0", "0.19.8", "0.16.1", RUN_HERE, "everything that CI runs", "2026-11-23"),
     Combination(
         *("3.11.7", "2.10.0", "0.19.0", "0.16.0", RUN_HERE),
-        "the smoke run of `tests/versions.sh`; checkpoints carried to and from the first set; unit tests: 3,240 passed, "
-        "35 skipped, 2 failed",
+        "the smoke run of `tests/versions.sh`; checkpoints carried to and from the first set; unit tests: 3,240 "
+        "passed, 35 skipped, 2 failed",
         "2026-11-23",
     ),
     Combination(
