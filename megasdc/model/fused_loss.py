@@ -170,7 +170,6 @@ class _CrossEntropy(torch.autograd.Function):
         """The gradient of the logits, scaled in place: autograd refuses a second backward."""
         (gradient,) = ctx.saved_tensors
         scale_(gradient, gradients[0].contiguous())
-        torch.autograd.graph.increment_version(gradient)
         return gradient, *(None for _ in ctx.needs_input_grad[1:])
 
 
