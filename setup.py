@@ -41,7 +41,6 @@ setup(
         "pyarrow",
         "xxhash",
         "psutil",
-        "pybind11",
         "zstandard",
     ],
     extras_require={"test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff"]},

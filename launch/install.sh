@@ -63,7 +63,7 @@ megasdc_install() {
         "$venv/bin/python" -m pip install "${quiet[@]}" "${index[@]}" -c "$pins" torch==2.13.0 || return 1
     fi
     # setuptools and wheel are in the environment, so that DeepSpeed builds without asking an index for them again.
-    "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" setuptools wheel ninja || return 1
+    "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" setuptools wheel || return 1
     "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" -e "$root${extra:+[$extra]}" || return 1
     printf '%s' "$wanted" >"$stamp"
 }

@@ -79,7 +79,7 @@ install() {
         # Triton's interpreter in the version that PyTorch 2.10 brings does not know numpy 2.4.
         case $3 in 2.10.*) echo 'numpy<2.4' ;; *) grep '^numpy==' "$root/launch/constraints.txt" ;; esac
     } >"$pins"
-    "${pip[@]}" -c "$pins" setuptools wheel ninja "torch==$3" || return
+    "${pip[@]}" -c "$pins" setuptools wheel "torch==$3" || return
     DS_BUILD_OPS=0 "${pip[@]}" -c "$pins" --no-build-isolation -e "$root[test]" || return
     touch "$venv/.done"
 }

@@ -117,11 +117,13 @@ def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, 
         argv += ["megasdc", "launch", "--num-ranks", str(ranks)]
     argv += ["--config", str(config)]
     log = folder / f"{name}.log"
+    environment = base_environment(threads)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each launch would compile what Python else keeps
     commanded_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     with open(log, "wb") as output:
         done = subprocess.run(
             argv,
-            env=base_environment(threads),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

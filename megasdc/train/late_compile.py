@@ -1,7 +1,7 @@
 """Functions that libraries give to ``torch.compile`` while they are imported are compiled when they are first called.
 
 Megatron-core (0.16.1, ``core/jit.py``) decorates every fused function so, and DeepSpeed (0.19.8) its Muon, which it
-imports when it builds an optimizer of any kind (``zero/utils.py``). The first decoration imports Inductor: a quarter of
+imports when it builds an optimizer of any kind (``zero/utils.py``). The first decoration imports Inductor: a fifth of
 the processor time of a rank's imports, also where none of these functions is called.
 """
 
@@ -15,14 +15,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 Function = Callable[..., Any]
-MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+IMPORTED_LATER = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""What is imported when an optimizer of any kind is made: Dynamo by PyTorch, Muon by DeepSpeed."""
 
 
 @contextmanager
 def compiled_when_called() -> Iterator[None]:
     """Inside, ``torch.compile`` of a function gives one that is compiled, with the same options, at its first call.
 
-    DeepSpeed's Muon is imported at the end of it.
+    What would be imported with the optimizer is imported at the end of it.
     """
     import torch
 
@@ -36,8 +37,9 @@ def compiled_when_called() -> Iterator[None]:
     torch.compile = compile_later  # type: ignore[assignment]
     try:
         yield
-        with suppress(ImportError):  # as DeepSpeed does, which goes on without it
-            importlib.import_module(MUON)
+        for name in IMPORTED_LATER:
+            with suppress(ImportError):  # as DeepSpeed does, which goes on without it
+                importlib.import_module(name)
     finally:
         torch.compile = compile_now  # type: ignore[assignment]
 
