@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -96,6 +97,37 @@ def bench_preparing(
     with progress_bar(Console(stderr=True)) as on_progress:
         result = bench_data(options, KINDS if tokenizer == "all" else (tokenizer,), on_progress)
     print_result(result, render_data, out=out, as_json=as_json)
+    raise typer.Exit(int(not result.passed))
+
+
+@bench_app.command("memory", epilog="Example: megasdc bench memory --config my.json --ranks 2")
+def bench_step_memory(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Measure this configuration instead of the built-in ones.")
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="With --config: ranks on this machine.")] = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compare predicted with measured peak memory of a step; exit code 1 if a stage is off by more than 10 %.
+
+    Each configuration is trained for three steps on random tokens, and nothing is written.
+    """
+    from rich.console import Console
+
+    from megasdc.bench.memory import bench_memory, default_cases
+    from megasdc.bench.render import progress_bar
+    from megasdc.config import load_config
+
+    cases = default_cases()
+    if config is not None:
+        loaded = load_config(config)
+        cases = {config.name: (loaded, ranks, loaded.megasdc.data.tokenizer.vocab_size)}
+    with progress_bar(Console(stderr=True)) as on_progress:
+        result = bench_memory(cases, on_progress)
+    print_result(
+        result, lambda found, console: console.print(found.render(), highlight=False), out=out, as_json=as_json
+    )
     raise typer.Exit(int(not result.passed))
 
 

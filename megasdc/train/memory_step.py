@@ -7,7 +7,7 @@ moments of a step, and the parts are those of that moment. Not counted: allocato
 and what detection, gradient bounds and snapshots keep. No torch here: `check-config` prints it.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for the method; the kept tensors are those that
-PyTorch 2.13 and Megatron-core 0.16.1 save, which a test counts on the real modules.
+PyTorch 2.13 and Megatron-core 0.16.1 save, counted on the real layers by ``tests/distributed/test_step_memory.py``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class _Stage:
         operations: it keeps its input in fp32 and the normalised input in fp32. Attention keeps queries, keys and
         values as one tensor and its result; rotated queries and keys are new tensors beside that one. The MLP keeps
         input and result of the activation; a gated one both halves in one tensor, the activated half, the other
-        half after the offset that Megatron-core adds to it, and the product.
+        half after the offset that Megatron-core adds to it, and the product. Fused functions keep their arguments
+        alone: of RMSNorm the input, of a gated activation input and result, of a residual sum with a bias the branch.
         """
         model, tensor = self.model, self.layout.tensor
         head = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -138,13 +139,16 @@ class _Stage:
         kv_width = head * (model.num_query_groups or model.num_attention_heads) / tensor
         attention = 2 * width + 2 * kv_width
         attention += width + kv_width if model.position_embedding == "rope" else 0
-        kept = self.element * (2 * self.hidden + attention + (5 if model.gated_mlp else 2) * self.ffn)
+        inner = (3 if model.fuse else 5) if model.gated_mlp else 2
+        kept = self.element * (2 * self.hidden + attention + inner * self.ffn)
+        kept += self.element * 2 * self.hidden * (model.fuse and model.bias)
         kept += 2 * self._norm_kept()
         return self.tokens * (kept + FP32 * model.num_attention_heads / tensor)
 
     def _norm_kept(self) -> float:
-        """Bytes a token that a norm keeps: its input, and for RMSNorm the normalised input, both in fp32."""
-        return 2 * FP32 * self.hidden if self.model.normalization == "RMSNorm" else self.element * self.hidden
+        """Bytes a token that a norm keeps: its input; an unfused RMSNorm that and the normalised input in fp32."""
+        open_rms = self.model.normalization == "RMSNorm" and not self.model.fuse
+        return 2 * FP32 * self.hidden if open_rms else self.element * self.hidden
 
     def activations(self) -> float:
         """Bytes that autograd keeps of all micro-batches in flight; with recomputation, inputs of the intervals."""
@@ -162,7 +166,7 @@ class _Stage:
         With recomputation everything that an interval's layers keep has been made once more before.
         """
         interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
-        inner = (4 if self.model.gated_mlp else 1) * self.ffn
+        inner = ((2 if self.model.fuse else 4) if self.model.gated_mlp else 1) * self.ffn
         temporary = self.element * (self.tokens * (2 * self.hidden + inner) + self.matrix)
         temporary += self.bucket + min(interval, self.layers) * self.layer_kept()
         held = self._held(in_backward=True)
@@ -176,11 +180,13 @@ class _Stage:
         the softmax becomes the gradient in place; the forward needs an fp32 copy of the logits beside it, and one more
         for columns that pad the vocabulary.
         """
+        held = replace(self._held(in_backward=True), activations=self.activations())
+        output = self.bucket + self.element * (self.table + self.tokens * self.hidden)
+        if self.model.fuse:  # the gradient takes the logits' place
+            return [replace(held, temporary=output, moment="backward of the output")]
         one = self.tokens * self.columns
         copied = self.element != FP32
         loss = FP32 * one * (3 if self.layout.tensor == 1 else 1 + copied + self.padded)
-        held = replace(self._held(in_backward=True), activations=self.activations())
-        output = self.bucket + self.element * (self.table + self.tokens * self.hidden)
         gradient = FP32 * one + self.element * one * copied
         return [
             replace(held, logits=self.held_logits + loss, moment="loss"),
@@ -215,7 +221,6 @@ def unpredicted_because(config: RunConfig) -> str | None:
     offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
     for field, is_set in (
         ("megasdc.model.backend", model.backend != "torch"),
-        ("megasdc.model.fuse", model.fuse),
         ("megasdc.model.hidden_dropout", model.hidden_dropout > 0),
         ("megasdc.model.attention_dropout", model.attention_dropout > 0),
         ("zero_optimization.offload_optimizer", offload.get("device", "none") != "none"),

@@ -47,11 +47,17 @@ def _stage(config):
 
 @pytest.mark.parametrize(
     ("model", "deepspeed", "multiples"),
-    [(None, {}, 16.0), (LLAMA, {}, 27.0), (LLAMA, {"bf16": {"enabled": True}}, 31.0)],
-    ids=["GPT", "Llama", "Llama in bf16"],
+    [
+        (None, {}, 16.0),
+        (LLAMA, {}, 27.0),
+        (LLAMA, {"bf16": {"enabled": True}}, 31.0),
+        ({"fuse": True}, {}, 18.0),
+        ({**LLAMA, "fuse": True}, {"bf16": {"enabled": True}}, 19.0),
+    ],
+    ids=["GPT", "Llama", "Llama in bf16", "fused GPT", "fused Llama in bf16"],
 )
 def test_what_autograd_keeps_of_a_layer(model, deepspeed, multiples):
-    """As counted by saved_tensors_hooks on the real layer, in tokens x hidden x element, with one sum a head."""
+    """In tokens x hidden x element, with one sum a head; test_step_memory.py counts them on the real modules."""
     config = _config({"hidden_size": 128, "num_attention_heads": 4, **(model or {})}, deepspeed)
     stage = _stage(config)
     element = 2 if deepspeed else 4
@@ -86,6 +92,8 @@ def test_what_is_not_predicted_is_named():
     """Dropout's masks and offloaded states are not in the formulas, and are not passed over in silence."""
     assert unpredicted_because(_config()) is None
     assert unpredicted_because(_config({"hidden_dropout": 0.1})) == "megasdc.model.hidden_dropout"
-    assert unpredicted_because(_config({"fuse": True})) == "megasdc.model.fuse"
+    assert unpredicted_because(_config({"fuse": True})) is None
+    partitioned = _config(deepspeed={"activation_checkpointing": {"partition_activations": True}})
+    assert unpredicted_because(partitioned) == "activation_checkpointing.partition_activations"
     offloads = _config(deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
     assert unpredicted_because(offloads) == "zero_optimization.offload_optimizer"
