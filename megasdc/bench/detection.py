@@ -37,6 +37,7 @@ class DetectionOptions:
         layouts: (tensor, pipeline, data) of each.
         precisions: some of ``PRECISIONS``.
         seed: of every draw.
+        fuse: whether the models have ``model.fuse``.
     """
 
     faults: int = 600
@@ -44,6 +45,7 @@ class DetectionOptions:
     layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
     precisions: tuple[str, ...] = PRECISIONS
     seed: int = 1
+    fuse: bool = False
 
     @property
     def cells(self) -> list[tuple[tuple[int, int, int], str]]:
@@ -198,6 +200,7 @@ def bench_detection(
                 "layout": layout,
                 "precision": precision,
                 "style": STYLES[precision],
+                "fuse": options.fuse,
                 "faults": share,
                 "clean": clean,
                 "seed": options.seed * 1000 + number,

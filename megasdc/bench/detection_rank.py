@@ -83,7 +83,7 @@ def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "megasdc": {
-            "model": MODEL if request["style"] == "gpt" else {**MODEL, **LLAMA},
+            "model": {**MODEL, **({} if request["style"] == "gpt" else LLAMA), "fuse": request["fuse"]},
             "data": {"path": "unused", "sequence_length": 32},
             "parallel": {"tensor": tensor, "pipeline": pipeline},
             "training": {"steps": 2},

@@ -42,6 +42,7 @@ class LiveOptions:
         layouts: (tensor, pipeline, data) of each, at least 2 replicas.
         precisions: some of fp32, bf16.
         seed: of every draw.
+        fuse: whether the models have ``model.fuse``.
 
     Raises:
         ConfigError: a layout has one replica, or nothing is to be injected.
@@ -53,6 +54,7 @@ class LiveOptions:
     layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
     precisions: tuple[str, ...] = PRECISIONS
     seed: int = 1
+    fuse: bool = False
 
     def __post_init__(self) -> None:
         if not (self.faults or self.toleranced):
@@ -70,6 +72,7 @@ class LiveOptions:
                 "layout": layout,
                 "precision": precision,
                 "style": STYLES[precision],
+                "fuse": self.fuse,
                 "recompute": (place + number) % 2 == 0,
                 "dropout": DROPOUT if (place // 2 + number) % 2 else 0.0,
             }

@@ -26,7 +26,7 @@ ON_REQUEST = {**AUDIT, "interval": 1_000_000}
 def live_config(request: dict[str, Any]) -> dict[str, Any]:
     """The configuration of one layout and type, without what detects."""
     tensor, pipeline, _ = request["layout"]
-    model = MODEL if request["style"] == "gpt" else {**MODEL, **LLAMA}
+    model = {**MODEL, **({} if request["style"] == "gpt" else LLAMA), "fuse": request["fuse"]}
     raw: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICRO_BATCHES,

@@ -56,6 +56,7 @@ def bench_detecting(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    fuse: Annotated[bool, typer.Option("--fuse", help="With model.fuse.")] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -74,7 +75,7 @@ def bench_detecting(
         from megasdc.bench.live_render import render_live
         from megasdc.bench.render import progress_bar
 
-    sizes: dict[str, Any] = {"faults": faults, "clean": clean, "seed": seed}
+    sizes: dict[str, Any] = {"faults": faults, "clean": clean, "seed": seed, "fuse": fuse}
     sizes["layouts"] = None if layouts is None else parse_layouts(layouts)
     if toleranced is not None and not live:
         raise typer.BadParameter("--toleranced needs --live: those checks are of a run under way")

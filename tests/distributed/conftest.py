@@ -6,5 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from fused_switch import apply_fused_switch
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "config"))  # field_values
+apply_fused_switch()

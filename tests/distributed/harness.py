@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from fused_switch import apply_fused_switch
+
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
 PRELOAD = (
@@ -251,6 +253,7 @@ def _rank_main(
         import numpy
         import torch
 
+        apply_fused_switch()
         torch.set_num_threads(1)
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
             seed(1234)

@@ -35,6 +35,14 @@ def test_a_sample() -> None:
     assert len({(trial.loss, trial.grad_norm) for trial in result.trials if trial.row == CLEAN}) == 2 * LONG
 
 
+def test_a_sample_with_fused_modules() -> None:
+    """A wrong value in any submodule is found and named, and clean steps raise nothing, with ``model.fuse`` too."""
+    options = LiveOptions(faults=8, toleranced=0, clean=2, layouts=((1, 1, 3),), precisions=("bf16",), fuse=True)
+    result = bench_live(options)
+    assert result.missed == [] and result.passed
+    assert result.as_dict()["clean_alarms"] == 0
+
+
 def test_a_sample_of_toleranced_checks() -> None:
     """Every fault that cannot be hidden is found by its check, an audit follows, clean steps raise nothing."""
     options = LiveOptions(faults=0, toleranced=24, clean=20, layouts=((1, 1, 2),), precisions=("fp32",))

@@ -24,7 +24,15 @@ pytestmark = pytest.mark.distributed
 
 
 def _request(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {"layout": (1, 1, 1), "precision": "bf16", "style": "gpt", "seed": 3, "folder": str(folder), **changes}
+    return {
+        "layout": (1, 1, 1),
+        "precision": "bf16",
+        "style": "gpt",
+        "fuse": False,
+        "seed": 3,
+        "folder": str(folder),
+        **changes,
+    }
 
 
 def _not_finite(address: Address, result: torch.Tensor) -> torch.Tensor | None:

@@ -6,15 +6,18 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
-from megasdc.bench.detection_rank import KINDS
+from megasdc.bench.detection_rank import KINDS, campaign_config
+from megasdc.bench.live import LiveOptions
 from megasdc.bench.live_cases import (
     ALONE,
     CLEAN,
+    EVERYTHING,
     MAJORITY,
     MAJORITY_GOLDEN,
     ONCE,
@@ -28,8 +31,10 @@ from megasdc.bench.live_cases import (
     weights_of_rows,
 )
 from megasdc.bench.live_rank import differs_from_repeat, is_read
+from megasdc.bench.live_setup import detecting, live_config
 from megasdc.bench.live_today import compare_with_today
 from megasdc.bench.live_trial import LiveTrial, Named
+from megasdc.config import parse_config
 from megasdc.config.fault_sections import TOKENS
 from megasdc.faults.injector import Firing
 from megasdc.parallel.dims import ParallelDims
@@ -180,3 +185,12 @@ def test_rules_of_today() -> None:
         "self-replay, torchtitan": 1,
         "ours": 7,
     }
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_fused_modules_are_in_every_model_of_a_campaign(fuse: bool) -> None:
+    """The option reaches the configuration of each layout and type, with what detects too."""
+    for cell in LiveOptions(fuse=fuse).cells:
+        raw = live_config({**cell, "folder": "unused"})
+        assert detecting(raw, EVERYTHING, Path("unused")).megasdc.model.fuse is fuse
+        assert parse_config(campaign_config({**cell, "folder": "unused"})).megasdc.model.fuse is fuse

@@ -1,0 +1,21 @@
+"""Fused modules in every model that a test builds and that says nothing of ``model.fuse``: MEGASDC_TESTS_FUSE=1.
+
+For tests that were written without fused modules, so that their promises are tested with them too.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "MEGASDC_TESTS_FUSE"
+
+
+def apply_fused_switch() -> None:
+    """Change the default of ``model.fuse`` in this process, where the variable asks for it."""
+    if os.environ.get(VARIABLE) != "1":
+        return
+    from megasdc.config.sections import MegasdcSection, ModelSection
+
+    ModelSection.model_fields["fuse"].default = True
+    for section in (ModelSection, MegasdcSection):
+        section.model_rebuild(force=True)
