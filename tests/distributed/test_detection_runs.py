@@ -114,6 +114,17 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert summarize(tmp_path / "run").failure is None
 
 
+def test_a_wrong_result_of_a_fused_submodule_is_named(tmp_path: Path, data: Path) -> None:
+    """With ``model.fuse`` a rank whose activation is wrong each time is named with that submodule."""
+    fault = {"submodule": "2.layer.mlp.activation", "rank": 2, "steps": [4, None], "same_elements": True}
+    config = _write(tmp_path, data, "run", 3, faults=[{**fault, "bits": "exponent"}], model__fuse=True)
+    assert [code for code, _ in train_run(config, 3)] == [73, 73, 73]
+    assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "relative to the majority", "halt")]
+    incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
+    (named,) = incident.flagged
+    assert (named.rank, named.first.fqn, named.first.phase) == (2, "2.layer.mlp.activation", "forward")
+
+
 def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path) -> None:
     """With two replicas a transient fault is named by replay."""
     fault = {"submodule": "*.linear_fc1", "phase": "weight_grad", "rank": 1, "steps": [2, 2], "micro_batches": [0]}

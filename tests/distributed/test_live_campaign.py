@@ -35,6 +35,7 @@ def test_a_sample() -> None:
     assert len({(trial.loss, trial.grad_norm) for trial in result.trials if trial.row == CLEAN}) == 2 * LONG
 
 
+@pytest.mark.full
 def test_a_sample_with_fused_modules() -> None:
     """A wrong value in any submodule is found and named, and clean steps raise nothing, with ``model.fuse`` too."""
     options = LiveOptions(faults=8, toleranced=0, clean=2, layouts=((1, 1, 3),), precisions=("bf16",), fuse=True)
