@@ -10,10 +10,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,9 @@ PRESTART_CORES = 8
 
 
 def main() -> int:
-    """Parse, prepare, run, tell; 0 if nothing failed, 1 if something did, 2 if nothing can run here."""
+    """Parse, prepare, run, tell; 0: nothing failed, 1: something did, 2: nothing can run here, 130: a signal came."""
     arguments = _parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if arguments.list:
         for part in PARTS:
             print(f"{part.name:13}{part.title}" + (f" (needs {', '.join(part.needs)})" if part.needs else ""))
@@ -66,11 +69,21 @@ def main() -> int:
         report["setup"] = problem
         print(f"made-up data could not be written, without which no part trains:\n{problem}", file=sys.stderr)
     chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
-    _run_parts(chosen, folder, facts, end, report)
-    report["seconds"] = round(time.monotonic() - began, 1)
+
+    def keep() -> None:
+        report["seconds"] = round(time.monotonic() - began, 1)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    try:
+        _run_parts(chosen, folder, facts, end, report, keep)
+    except KeyboardInterrupt:
+        report["stopped"] = "ended by a signal; parts that had not ended are not in the table"
+    keep()
     print(render(report, arguments.verbose), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if "stopped" in report:
+        print(report["stopped"], file=sys.stderr)
+        return 130
     return 1 if problem or any(one["state"] in ("failed", "killed") for one in report["parts"]) else 0
 
 
@@ -210,8 +223,24 @@ def _prepare(folder: Path, device: str, limit_s: float) -> str | None:
     return None if ended.returncode == 0 else ended.stderr[-3000:]
 
 
-def _run_parts(chosen: list[Part], folder: Path, facts: dict[str, Any], end: float, report: dict[str, Any]) -> None:
-    """Run the parts one after the other; where there are cores, the next one imports meanwhile."""
+def _run_parts(
+    chosen: list[Part],
+    folder: Path,
+    facts: dict[str, Any],
+    end: float,
+    report: dict[str, Any],
+    keep: Callable[[], None],
+) -> None:
+    """Run the parts one after the other; where there are cores, the next one imports meanwhile.
+
+    Args:
+        chosen: the parts.
+        folder: for their files.
+        facts: of this machine.
+        end: monotonic time at which all must have ended.
+        report: what they found is added to it.
+        keep: called after each part.
+    """
     device, cores = facts["device"], facts["cores"]
     waiting: list[tuple[Part, PartRun | None, str | None]] = []
     for part in chosen:
@@ -236,8 +265,14 @@ def _run_parts(chosen: list[Part], folder: Path, facts: dict[str, Any], end: flo
         following = next((one for one, _, why in waiting[place + 1 :] if why is None), None)
         if following is not None and cores >= PRESTART_CORES:
             ready = PartRun(following, folder, device, cores)
-        found = running.finish(limit_s)
+        try:
+            found = running.finish(limit_s)
+        except KeyboardInterrupt:
+            for one in filter(None, (running, ready)):
+                one.end()
+            raise
         report["parts"].append(found)
+        keep()
         failed = [one["name"] for one in found["checks"] if not one["ok"]]
         told = f"; {len(failed)} failed: {', '.join(failed[:4])}" if failed else ""
         passed = len(found["checks"]) - len(failed)

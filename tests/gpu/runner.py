@@ -71,8 +71,7 @@ class PartRun:
             self._signal(STACK_SIGNAL)  # all its processes print where they stand
             time.sleep(1.0)
         seconds = round(time.monotonic() - self._began, 1)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        self.end()
         lines = read_findings(self._folder / "findings.jsonl")
         checks = [one for one in lines if one["kind"] == "check"]
         bad = [one for one in checks if not one["ok"]]
@@ -91,6 +90,11 @@ class PartRun:
             "not_run": [one for one in lines if one["kind"] == "not run"],
             "output": self._last_words() if killed or crashed or bad else "",
         }
+
+    def end(self) -> None:
+        """Kill all its processes, also those that a part that has ended left behind."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

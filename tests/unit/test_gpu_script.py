@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +87,52 @@ def test_a_part_that_dies_or_hangs_leaves_what_it_had(run_part: Any) -> None:
     assert time.monotonic() - began < 12.0
     assert (found["state"], found["reason"]) == ("killed", "its time of 6 s was up")
     assert found["checks"][0]["name"] == "before" and "in waits_for_ever" in found["output"]
-    stat = Path(f"/proc/{found['notes']['child']}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert _is_gone(found["notes"]["child"])
+
+
+def _is_gone(process: int) -> bool:
+    """Whether a process that was killed ends within a moment; nobody waits for it."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_signal_ends_the_running_part(
+    run_part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All its processes are gone; what parts before it found is told and written, with exit code 130."""
+    from gpu import __main__ as program
+    from gpu.parts import Part
+    from gpu.record import read_findings
+
+    parts = [Part(name, "a title", 1, f"misbehaving:{name}", ahead=0) for name in ("fine", "hangs")]
+    findings = tmp_path / "hangs" / "findings.jsonl"
+
+    def end() -> None:
+        while not (findings.exists() and "child" in findings.read_text()):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(program, "PARTS", parts)
+    monkeypatch.setattr(program, "_facts", lambda device: {"device": "cpu", "cores": 1, "packages": defaultdict(bool)})
+    monkeypatch.setattr(program, "BASE", ())
+    monkeypatch.setattr(program, "_prepare", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["gpu.sh", "--out", str(tmp_path), "--json", str(tmp_path / "gpu.json")])
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        assert program.main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert _is_gone(next(one["value"] for one in read_findings(findings) if one["name"] == "child"))
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert [one["name"] for one in report["parts"]] == ["fine"] and "signal" in report["stopped"]
+    assert "a signal" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
