@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, Out, bench_app, print_result
+from megasdc.cli.app import Json, Out, bench_app, input_option, print_result
 from megasdc.cli.bench_options import Accumulation, Layers, MicroBatch, Precision, Sequence, Threads, Vocab
+from megasdc.errors import ConfigError
 
 
 @bench_app.command("train", epilog="Example: megasdc bench train --against plain --blocks 30 --out bench.json")
@@ -103,9 +104,12 @@ def bench_preparing(
 @bench_app.command("memory", epilog="Example: megasdc bench memory --config my.json --ranks 2")
 def bench_step_memory(
     config: Annotated[
-        Path | None, typer.Option("--config", help="Measure this configuration instead of the built-in ones.")
+        Path | None,
+        input_option("--config", reads=ConfigError, help="Measure this configuration instead of the built-in ones."),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="With --config: ranks on this machine.")] = 1,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="With --config: ranks on this machine; default: 1.")
+    ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -119,10 +123,12 @@ def bench_step_memory(
     from megasdc.bench.render import progress_bar
     from megasdc.config import load_config
 
+    if config is None and ranks is not None:
+        raise ConfigError("--ranks: the built-in configurations have ranks of their own; it goes with --config")
     cases = default_cases()
     if config is not None:
         loaded = load_config(config)
-        cases = {config.name: (loaded, ranks, loaded.megasdc.data.tokenizer.vocab_size)}
+        cases = {config.name: (loaded, ranks or 1, loaded.megasdc.data.tokenizer.vocab_size)}
     with progress_bar(Console(stderr=True)) as on_progress:
         result = bench_memory(cases, on_progress)
     print_result(

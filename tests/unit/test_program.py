@@ -103,7 +103,8 @@ def test_ctrl_c_after_the_imports(tmp_path: Path) -> None:
         "        time.sleep(60)\n    finally:\n        print(end='cleaned', flush=True)\n"
         "main = lambda: program.run(work, 'x')\n"
     )
-    command = [sys.executable, "-c", "from megasdc.program import start; start('work')"]
+    heeded = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # not so in a background job
+    command = [sys.executable, "-c", f"{heeded}; from megasdc.program import start; start('work')"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None
