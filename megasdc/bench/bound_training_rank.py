@@ -32,7 +32,7 @@ from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter, read_metrics
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.build import prepare_run_folder, set_threads
+from megasdc.train.build import prepare_cpu, prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import build_injector
@@ -60,7 +60,7 @@ class BoundCampaign:
         self._options, self._data, self._folder = from_request(request)
         self._messages = messages
         self._manifest = Manifest.load(self._data)
-        set_threads(1)
+        prepare_cpu(1)
         groups.init_process_group(600.0)
         self._dims = groups.init_model_parallel(1, 1, 600.0)
         self._sizes = GradientSizes(GRACE_STEPS + 1, MEASURED_INTERVAL)

@@ -35,7 +35,7 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, INCONCLUSIVE, Finding, RankVerdict, find, judge
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_cpu
 from megasdc.train.golden_key import golden_key
 from megasdc.train.main import set_up_logging
 from megasdc.train.workload import Workload, workload_cases, workload_config
@@ -109,7 +109,7 @@ class Campaign:
         config = workload_config(parse_config(campaign_config(request)))
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
         set_deterministic(config.megasdc.determinism)
-        set_threads(1)
+        prepare_cpu(1)
         groups.init_process_group(300.0)
         tensor, pipeline, _ = request["layout"]
         self.dims = groups.init_model_parallel(tensor, pipeline, 300.0)

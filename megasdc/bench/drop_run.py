@@ -23,7 +23,7 @@ from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.build import prepare_run_folder, set_threads
+from megasdc.train.build import prepare_cpu, prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
@@ -40,7 +40,7 @@ def start_rank(tensor: int = 1, pipeline: int = 1) -> ParallelDims:
 
     Collective: all ranks of the world.
     """
-    set_threads(1)
+    prepare_cpu(1)
     groups.init_process_group(TIMEOUT_S)
     return groups.init_model_parallel(tensor, pipeline, TIMEOUT_S)
 

@@ -53,7 +53,7 @@ from megasdc.sdc.golden import Golden, save_golden
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_cpu
 from megasdc.train.build_detection import build_detection, watches_of
 from megasdc.train.coverage import plan_checks
 from megasdc.train.disputes import EVENT_KIND
@@ -110,7 +110,7 @@ class LiveCampaign:
         self._request = request
         raw = live_config(request)
         config = workload_config(parse_config(raw))
-        set_threads(1)
+        prepare_cpu(1)
         groups.init_process_group(300.0)
         tensor, pipeline, _ = request["layout"]
         self.dims = groups.init_model_parallel(tensor, pipeline, 300.0)

@@ -21,7 +21,7 @@ from megasdc.config import RunConfig, check_layout, parse_config
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_cpu
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.main import set_up_logging
 from megasdc.train.startup import StartClock
@@ -89,7 +89,7 @@ def main() -> None:
     messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     set_up_logging(int(os.environ["RANK"]))
     config = parse_config(request["config"], source=request["source"])
-    set_threads(1)
+    prepare_cpu(1)
     groups.init_process_group(config.megasdc.parallel.timeout_s)
     messages.send(peaks=gather_objects(measure_peak(config, request["vocab"])))
     groups.shutdown()

@@ -39,7 +39,7 @@ from megasdc.events import EventLog
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_cpu
 from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.check_rates import measure_rates
@@ -134,7 +134,7 @@ class OverheadRank:
         self._config = replace(plain, deepspeed=recomputing)
         sections = self._config.megasdc
         layout = check_layout(self._config, options.ranks)
-        set_threads(options.threads)
+        prepare_cpu(options.threads)
         set_deterministic(DeterminismSection.model_validate({"enabled": True}))  # replicas are to agree bit for bit
         groups.init_process_group(sections.parallel.timeout_s)
         self.dims = groups.init_model_parallel(1, 1, sections.parallel.timeout_s)

@@ -50,13 +50,13 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.determinism import set_deterministic
     from megasdc.parallel import groups
     from megasdc.sdc.trace_file import TraceWriter, trace_path
-    from megasdc.train.build import set_threads
+    from megasdc.train.build import prepare_cpu
     from megasdc.train.build_engine import build_training_engine
     from megasdc.train.startup import StartClock
 
     sections = config.megasdc
     layout = check_layout(config, int(os.environ["WORLD_SIZE"]))
-    set_threads(sections.parallel.threads)
+    prepare_cpu(sections.parallel.threads)
     set_deterministic(sections.determinism)
     samples = steps * layout.train_batch_size
     stream: SampleStream

@@ -26,7 +26,7 @@ from megasdc.parallel import groups
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import default_algorithm, read_back
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_cpu
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.main import set_up_logging
 from megasdc.train.startup import StartClock
@@ -80,7 +80,7 @@ def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> Non
     """
     config = run_config(options, folder)
     layout = check_layout(config, 1)
-    set_threads(options.threads)
+    prepare_cpu(options.threads)
     groups.init_process_group(config.megasdc.parallel.timeout_s)
     dims = groups.init_model_parallel(1, 1, config.megasdc.parallel.timeout_s)
     engine = build_training_engine(config, layout, dims, options.vocab, StartClock(time.monotonic()))

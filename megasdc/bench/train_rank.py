@@ -34,7 +34,7 @@ from megasdc.bench.statistics import Block, Cost, run_alternating
 from megasdc.config import check_layout
 from megasdc.errors import MegasdcError
 from megasdc.parallel import groups
-from megasdc.train.build import prepare_run_folder, set_threads
+from megasdc.train.build import prepare_cpu, prepare_run_folder
 from megasdc.train.main import set_up_logging
 
 WITH = {"determinism": DeterministicLoop, "bounds": BoundedLoop}
@@ -79,7 +79,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
     """
     config = run_config(options, folder)
     layout = check_layout(config, options.ranks)
-    set_threads(options.threads)
+    prepare_cpu(options.threads)
     groups.init_process_group(config.megasdc.parallel.timeout_s)
     dims = groups.init_model_parallel(1, 1, config.megasdc.parallel.timeout_s)
     distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size

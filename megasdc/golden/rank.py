@@ -34,7 +34,7 @@ with imports_kept():
     from megasdc.sdc.trace_file import TraceWriter
     from megasdc.sdc.verdict import find
     from megasdc.tensors.checksum import default_algorithm
-    from megasdc.train.build import set_threads
+    from megasdc.train.build import prepare_cpu
     from megasdc.train.golden_key import compare_key, golden_key, workload_of
     from megasdc.train.main import as_known_error, set_up_logging
     from megasdc.train.workload import Workload, workload_cases
@@ -80,7 +80,7 @@ class Reports:
 def _record(request: dict[str, Any], to: Reports) -> None:
     config = parse_config(request["config"])
     set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
-    set_threads(config.megasdc.parallel.threads)
+    prepare_cpu(config.megasdc.parallel.threads)
     groups.init_process_group(request["timeout_s"] + LONGER_S, share_devices=config.megasdc.parallel.share_devices)
     workload, dims = _build(config, request["timeout_s"])
     to.send("ready")
@@ -139,7 +139,7 @@ def _prepare(header: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         return {}  # comparing the key tells it
     except ConfigError as error:
         return {"environment": ("deterministic", "; ".join(error.problems))}
-    set_threads(config.megasdc.parallel.threads)
+    prepare_cpu(config.megasdc.parallel.threads)
     return {}
 
 

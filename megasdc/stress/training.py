@@ -18,7 +18,7 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.sdc.verdict import find
 from megasdc.stress.drill import ALONE
 from megasdc.tensors.checksum import algorithm, default_algorithm
-from megasdc.train.build import set_threads
+from megasdc.train.build import prepare_cpu
 from megasdc.train.golden_key import golden_key, workload_of
 from megasdc.train.workload import Workload, workload_cases, workload_config
 
@@ -70,7 +70,7 @@ class SmallRun:
     def __init__(self, config: dict[str, Any], timeout_s: float, faults: list[dict[str, Any]]) -> None:
         loaded = workload_of({"config": config})
         set_deterministic_environment(loaded.megasdc.determinism, os.environ)
-        set_threads(loaded.megasdc.parallel.threads)
+        prepare_cpu(loaded.megasdc.parallel.threads)
         os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
         groups.init_process_group(timeout_s, hold_store())
         set_deterministic(loaded.megasdc.determinism)

@@ -35,6 +35,7 @@ from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.faults import build_injector, build_process_faults
+from megasdc.train.heap import keep_freed_memory
 from megasdc.train.hold_folder import hold_folders
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import checkpoint_folder, resume
@@ -81,7 +82,7 @@ def build_run(
     folder = prepare_run_folder(Path(sections.logging.run_dir))
     if int(os.environ.get("RANK", "0")) == 0:
         prepare_monitor_folders(config.deepspeed)
-    set_threads(sections.parallel.threads)
+    prepare_cpu(sections.parallel.threads)
     set_deterministic(sections.determinism)
     clock.mark("checks")
     on_met = (lambda: None) if signals.start is None else signals.start.met
@@ -268,9 +269,16 @@ def _write_resolved(folder: Path, config: RunConfig) -> None:
     write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
 
 
-def set_threads(threads: int) -> None:
-    """Set the CPU threads of this rank on a machine without an accelerator; 0 leaves PyTorch's choice."""
-    if threads and not torch.cuda.is_available():
+def prepare_cpu(threads: int) -> None:
+    """On a machine without an accelerator, set this rank's CPU threads and let it keep the memory that it frees.
+
+    Args:
+        threads: 0 leaves PyTorch's choice.
+    """
+    if torch.cuda.is_available():
+        return
+    keep_freed_memory()
+    if threads:
         torch.set_num_threads(threads)
 
 

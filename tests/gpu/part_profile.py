@@ -72,13 +72,13 @@ def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> 
     from megasdc.bench.options import TrainBenchOptions, run_config
     from megasdc.config import check_layout, parse_config
     from megasdc.parallel import groups
-    from megasdc.train.build import prepare_run_folder, set_threads
+    from megasdc.train.build import prepare_cpu, prepare_run_folder
 
     chosen = TrainBenchOptions(ranks=1, **options)
     raw = run_config(chosen, prepare_run_folder(folder)).resolved()
     raw["megasdc"]["model"].update(model)
     config = parse_config(raw, source="the profile's options")
-    set_threads(1)
+    prepare_cpu(1)
     groups.init_process_group(60.0)
     dims = groups.init_model_parallel(1, 1, 60.0)
     stream = MemoryStream(chosen.vocab, chosen.sequence, 64, 10**6)
