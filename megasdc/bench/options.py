@@ -69,8 +69,8 @@ class TrainBenchOptions:
 
     @property
     def total_steps(self) -> int:
-        """Steps that each loop takes in all."""
-        return self.warmup_steps + self.blocks * self.steps_per_block
+        """Steps that each loop takes in all: a block to warm up, the measured ones, and a profiled one."""
+        return self.warmup_steps + (self.blocks + 1) * self.steps_per_block
 
 
 def run_config(options: TrainBenchOptions, folder: Path) -> RunConfig:

@@ -164,6 +164,11 @@ def _render_comparison(comparison: TrainComparison, console: Console) -> None:
     _render_ratios(title, comparison.ratios, comparison.bar, SLACK, console)
     (ours, theirs), (our_step, their_step) = comparison.tokens_per_s, comparison.step_s
     console.print(f"tokens/s {ours:,.0f} : {theirs:,.0f}; step {our_step:.4f} s : {their_step:.4f} s (medians)")
+    ours, theirs = comparison.library_shares
+    console.print(
+        f"matrix products and attention, the library's on both sides: {ours:.1%} : {theirs:.1%} of a step; "
+        f"time outside them {comparison.outside_library:.3f} of the other's"
+    )
     losses = " -> ".join(f"{a:.4f} : {b:.4f}" for a, b in (comparison.first_losses, comparison.last_losses))
     console.print(f"loss {losses}")
     if comparison.against == "plain":

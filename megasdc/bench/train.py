@@ -40,6 +40,7 @@ class TrainComparison(Comparison):
         against: one of ``AGAINST`` but ``launch``.
         tokens_per_s: median over blocks of our loop and of the other, all ranks.
         step_s: median seconds of a step of our loop and of the other.
+        library_shares: parts of a profiled step in matrix products and attention, ours and the other's.
         parameters: of each model.
         first_losses: ours and the other's, nats.
         last_losses: the same after all steps.
@@ -48,9 +49,16 @@ class TrainComparison(Comparison):
     against: str
     tokens_per_s: tuple[float, float]
     step_s: tuple[float, float]
+    library_shares: tuple[float, float]
     parameters: int
     first_losses: tuple[float, float]
     last_losses: tuple[float, float]
+
+    @property
+    def outside_library(self) -> float:
+        """Our seconds of a step outside matrix products and attention over the other's."""
+        ours, other = (step * (1 - share) for step, share in zip(self.step_s, self.library_shares, strict=True))
+        return ours / other
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress
         ratios=ratios(costs),
         tokens_per_s=(tokens / walls[0], tokens / walls[1]),
         step_s=(walls[0] / options.steps_per_block, walls[1] / options.steps_per_block),
+        library_shares=tuple(found["library_shares"]),
         parameters=found["parameters"],
         first_losses=tuple(found["first_losses"]),
         last_losses=tuple(found["last_losses"]),

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from megasdc.parallel import groups
 from megasdc.train.build import prepare_cpu, prepare_run_folder
 from megasdc.train.main import set_up_logging
 
+LIBRARY = ("aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_dot_product", "aten::_flash_attention")
+"""How the names of matrix products and attention begin."""
 WITH = {"determinism": DeterministicLoop, "bounds": BoundedLoop}
 """Our loop with something on, which is compared with itself without."""
 
@@ -61,6 +64,26 @@ def measure_block(block: Block) -> Cost:
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(took)
     return Cost(float(slowest), float(took[1]))
+
+
+def library_share(block: Block) -> float:
+    """Part of a block's time that goes into matrix products and attention, which are the library's on either side.
+
+    Args:
+        block: what to run under the profiler.
+
+    Returns:
+        Their time, a GPU's where there is one, over that of the block; in (0, 1).
+    """
+    on_gpu = torch.cuda.is_available()
+    with torch.profiler.profile() as profile:
+        begin = time.perf_counter()
+        block()
+        if on_gpu:
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begin
+    operators = [one for one in profile.key_averages() if one.key.startswith(LIBRARY)]
+    return sum(one.self_device_time_total if on_gpu else one.self_cpu_time_total for one in operators) * 1e-6 / took
 
 
 def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Messages) -> None:
@@ -111,6 +134,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
         measure_block,
         lambda done: messages.send(kind="progress", done=done, total=options.blocks),
     )
+    shares = [library_share(partial(loop.run, options.steps_per_block)) for loop in (ours, other)]
     if isinstance(other, MegasdcLoop):
         other.close()
     ours.close()
@@ -119,6 +143,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
         parameters=sizes[0],
         costs=[[asdict(mine), asdict(theirs)] for mine, theirs in costs],
         first_losses=[float(ours.losses[0]), float(other.losses[0])],
+        library_shares=shares,
         last_losses=[float(ours.losses[-1]), float(other.losses[-1])],
         difference=_agree_on_difference(ours, other) if against == "plain" else None,
     )

@@ -33,6 +33,10 @@ def test_comparison(against):
     assert len(found.costs) == 2 and (ours > 0).all() and all(cost.cpu_s > 0 for pair in found.costs for cost in pair)
     assert found.ratios["wall"].median == pytest.approx(float(np.median(ours / other)))
     assert found.tokens_per_s[0] == pytest.approx(2 * 2 * 2 * 32 / float(np.median(ours)))
+    ours_in, other_in = found.library_shares
+    assert 0 < ours_in < 0.9 and 0 < other_in < 0.9, "a part of a step, and there is more to it"
+    outside = found.step_s[0] * (1 - ours_in), found.step_s[1] * (1 - other_in)
+    assert found.outside_library == pytest.approx(outside[0] / outside[1])
     assert told[-1] == (f"against {against}", 2, 2)
     if against == "determinism":
         assert found.passed and found.bar is None
@@ -48,6 +52,7 @@ def test_comparison(against):
     render(result, printed)
     text = printed.export_text()
     assert f"{found.ratios['wall'].median:.4f}" in text and f"{found.parameters:,} parameters" in text
+    assert f"{ours_in:.1%} : {other_in:.1%} of a step" in text
     assert json.loads(json.dumps(result.as_dict()))["passed"] == result.passed
 
 
@@ -65,6 +70,7 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
                 "parameters": 5,
                 "costs": [[cost, cost]],
                 "first_losses": [1.0, 1.0],
+                "library_shares": [0.5, 0.5],
                 "last_losses": [1.0, 1.0],
                 "difference": difference,
             }
