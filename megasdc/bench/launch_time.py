@@ -1,8 +1,9 @@
 """How long from the launcher's command to the first step, and which part dominates?
 
 Starts ``megasdc launch`` and DeepSpeed's own launcher in turn on this machine with a small model and a little prepared
-text, several times. Each rank writes how long its parts took (``megasdc.train.startup``); the launcher's own part is
-from the command to the start of the last rank's process, both on the clock that counts from the machine's boot.
+text, several times; or ``megasdc launch`` without fused modules, with them, and with them where no code is kept. Each
+rank writes how long its parts took (``megasdc.train.startup``); the launcher's own part is from the command to the
+start of the last rank's process, both on the clock that counts from the machine's boot.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ from megasdc.bench.statistics import Estimate, estimate_median
 from megasdc.config import DataSection
 from megasdc.errors import MegasdcError
 from megasdc.events import read_events
+from megasdc.model.compiled import CACHE_VARIABLE
 from megasdc.parallel.local_ranks import base_environment, free_port
 
 TIMEOUT_S = 600.0
 COMMANDS = ("megasdc launch", "deepspeed")
+WARM, COLD = "megasdc launch, model.fuse", "megasdc launch, model.fuse, nothing compiled before"
+FUSED_COMMANDS = ("megasdc launch", WARM, COLD)
+"""What is compared where fused modules are asked for."""
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
 """Modules of the standard library whose source is the text."""
@@ -65,11 +70,17 @@ def prepare_text(folder: Path) -> Path:
 
 
 def measure_launches(
-    repeats: int, ranks: int, threads: int, folder: Path, on_progress: Callable[[int], None]
+    commands: Sequence[str],
+    repeats: int,
+    ranks: int,
+    threads: int,
+    folder: Path,
+    on_progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Launch a short run several times by each of ``COMMANDS`` in turn; the first, which fill caches, do not count.
+    """Launch a short run several times by each command in turn; the first, which fill caches, do not count.
 
     Args:
+        commands: ``COMMANDS`` or ``FUSED_COMMANDS``.
         repeats: launches that count, of each command.
         ranks: ranks on this machine.
         threads: CPU threads of a rank.
@@ -84,12 +95,12 @@ def measure_launches(
         MegasdcError: a launch failed.
     """
     data = prepare_text(folder)
-    samples: dict[str, list[dict[str, float]]] = {command: [] for command in COMMANDS}
+    samples: dict[str, list[dict[str, float]]] = {command: [] for command in commands}
     for repeat in range(repeats + 1):
-        for place, command in enumerate(COMMANDS):
+        for place, command in enumerate(commands):
             name = f"run_{repeat}_{place}"
             samples[command].append(_launch_once(folder, name, command, data, ranks, threads))
-            on_progress(repeat * len(COMMANDS) + place + 1)
+            on_progress(repeat * len(commands) + place + 1)
     return {command: _estimate(found) for command, found in samples.items()}
 
 
@@ -109,7 +120,8 @@ def _estimate(samples: list[dict[str, float]]) -> dict[str, Any]:
 def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, threads: int) -> dict[str, float]:
     """Launch, wait for the end, and return the seconds of each part of the rank that was last to its first step."""
     config = folder / f"{name}.json"
-    config.write_text(json.dumps(_config(data, folder / name, ranks, threads)), encoding="utf-8")
+    settings = _config(data, folder / name, ranks, threads, fuse=command in (WARM, COLD))
+    config.write_text(json.dumps(settings), encoding="utf-8")
     argv = [sys.executable, "-m"]
     if command == "deepspeed":
         argv += ["deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(free_port()), str(SCRIPT)]
@@ -119,6 +131,8 @@ def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, 
     log = folder / f"{name}.log"
     environment = base_environment(threads)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each launch would compile what Python else keeps
+    if command == COLD:
+        environment[CACHE_VARIABLE] = str(folder / f"{name}_compiled")
     commanded_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     with open(log, "wb") as output:
         done = subprocess.run(
@@ -154,14 +168,14 @@ def slowest_start(commanded_s: float, starts: list[dict[str, Any]]) -> dict[str,
     return {"launcher": last["process_started_boot_s"] - commanded_s, **last["phases"]}
 
 
-def _config(data: Path, run_dir: Path, ranks: int, threads: int) -> dict[str, Any]:
+def _config(data: Path, run_dir: Path, ranks: int, threads: int, fuse: bool) -> dict[str, Any]:
     return {
         "train_batch_size": 2 * ranks,
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "megasdc": {
-            "model": {"preset": "gpt2-1m"},
+            "model": {"preset": "gpt2-1m", "fuse": fuse},
             "data": {"path": str(data), "sequence_length": 128},
             "parallel": {"threads": threads, "timeout_s": 300.0},
             "training": {"steps": 2},

@@ -6,7 +6,7 @@ DeepSpeed ZeRO-1. ``hf-compiled``: against the same model under ``torch.compile`
 ``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
 GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
 ``bounds``: our loop with gradient bounds against without; the bar is for 8 or more micro-batches a step.
-``launch``: seconds from the launcher's command to the first step; it has no bar.
+``launch``: seconds from the launcher's command to the first step, with ``fuse`` by what is compiled; it has no bar.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.bench.launch_time import COMMANDS, measure_launches
+from megasdc.bench.launch_time import COMMANDS, FUSED_COMMANDS, measure_launches
 from megasdc.bench.machine import describe_machine
 from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
@@ -93,13 +93,15 @@ def bench_train(
     machine = describe_machine()
     comparisons = []
     launch = None
-    num_launches = (launches + 1) * len(COMMANDS)
+    commands = FUSED_COMMANDS if options.fuse else COMMANDS
+    num_launches = (launches + 1) * len(commands)
     for what in against:
         with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
             folder = Path(scratch)
             if what == "launch":
                 on_progress("launch", 0, num_launches)
                 launch = measure_launches(
+                    commands,
                     launches,
                     options.ranks,
                     options.threads,

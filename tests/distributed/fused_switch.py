@@ -10,9 +10,14 @@ import os
 VARIABLE = "MEGASDC_TESTS_FUSE"
 
 
+def fused() -> bool:
+    """Whether the variable asks for fused modules; for tests that start other processes, which get it as a setting."""
+    return os.environ.get(VARIABLE) == "1"
+
+
 def apply_fused_switch() -> None:
     """Change the default of ``model.fuse`` in this process, where the variable asks for it."""
-    if os.environ.get(VARIABLE) != "1":
+    if not fused():
         return
     from megasdc.config.sections import MegasdcSection, ModelSection
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megasdc.bench.launch_time import measure_launches
+from megasdc.bench.launch_time import COLD, COMMANDS, WARM, measure_launches
 from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.render import render
@@ -105,7 +105,7 @@ def test_wrong_options_are_refused():
 def test_time_to_first_step(tmp_path):
     """Both launchers are run, and every part from the command to the first step is there."""
     told = []
-    found = measure_launches(1, 2, 1, tmp_path, told.append)
+    found = measure_launches(COMMANDS, 1, 2, 1, tmp_path, told.append)
     parts = ["launcher", "imports", "checks", "groups", "model", "engine", "data", "resume", "first_step"]
     assert list(found) == ["megasdc launch", "deepspeed"] and told == [1, 2, 3, 4]
     for launch in found.values():
@@ -113,3 +113,15 @@ def test_time_to_first_step(tmp_path):
         assert all(value.median >= 0 for value in launch["phases"].values())
         assert launch["total"].median == pytest.approx(sum(value.median for value in launch["phases"].values()))
         assert launch["dominates"] in parts
+
+
+@pytest.mark.full
+@pytest.mark.end_to_end
+def test_time_to_first_step_with_and_without_compiled_code(tmp_path):
+    """A cold start compiles the fused functions into a folder of its own each time, a warm one into none."""
+    found = measure_launches((WARM, COLD), 1, 1, 1, tmp_path, lambda done: None)
+    assert list(found) == [WARM, COLD]
+    compiled = [path.name for path in tmp_path.glob("*_compiled") if list(path.rglob("*.so"))]
+    assert sorted(compiled) == ["run_0_1_compiled", "run_1_1_compiled"]
+    for name in ("run_1_0", "run_1_1"):
+        assert json.loads((tmp_path / name / "resolved.json").read_text())["megasdc"]["model"]["fuse"] is True

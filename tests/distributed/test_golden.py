@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_switch import fused
 from typer.testing import CliRunner
 
 from megasdc.cli import app
@@ -18,13 +19,15 @@ from megasdc.sdc.golden import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
+
 
 def _config(folder: Path, tensor: int, **sections: Any) -> Path:
     path = folder / "config.json"
     raw = {
         "train_micro_batch_size_per_gpu": 1,
         "megasdc": {
-            "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
+            "model": {**MODEL, "fuse": fused()},
             "data": {"path": "none", "sequence_length": 16},
             "parallel": {"tensor": tensor},
             "training": {"steps": 5},
@@ -240,13 +243,13 @@ import os
 if os.environ.get("RANK") == "0":
     import torch
 
-    original = torch.nn.functional.layer_norm
+    original = torch.nn.functional.scaled_dot_product_attention
 
-    def layer_norm(*arguments, **options):
+    def attention(*arguments, **options):
         result = original(*arguments, **options)
         return result * (1 + 1e-6 * (os.urandom(1)[0] > 128))
 
-    torch.nn.functional.layer_norm = layer_norm
+    torch.nn.functional.scaled_dot_product_attention = attention
 """
 
 
@@ -301,13 +304,13 @@ def test_a_trace_with_nothing_in_it_is_not_recorded(tmp_path: Path, trace: dict[
 
 
 def test_what_does_not_repeat_is_not_recorded(tmp_path: Path) -> None:
-    """A rank whose norm is noisy is refused with the first address, and no file is written."""
+    """A rank whose attention is noisy is refused with the first address, and no file is written."""
     (tmp_path / "sitecustomize.py").write_text(NOISE)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = ("golden", "record", "--config", str(_config(tmp_path, 1)), "--out", str(tmp_path / "x.golden"))
     code, _, error = _megasdc(*arguments, PYTHONPATH=path)
     assert code == 80
-    assert "does not repeat" in error and "norm (output) on rank 0" in error
+    assert "does not repeat" in error and "core_attention (output) on rank 0" in error
     assert not (tmp_path / "x.golden").exists()
 
 
@@ -322,7 +325,7 @@ def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path) -> None:
 def test_a_sample_of_the_campaign(tmp_path: Path) -> None:
     """Random faults in two layouts are all detected and named; clean runs raise nothing; the counts add up."""
     out = tmp_path / "detection.json"
-    arguments = ("--faults", "40", "--clean", "8", "--layouts", "1x1x2,2x1x1", "--out", str(out))
+    arguments = ("--faults", "40", "--clean", "8", "--layouts", "1x1x2,2x1x1", "--out", str(out), *["--fuse"] * fused())
     code, said, error = _megasdc("bench", "detection", *arguments, DS_ACCELERATOR=None)
     assert code == 0, error
     assert "Setting accelerator to CPU" in error, "DeepSpeed's lines are no part of the JSON"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from fused_switch import fused
 from typer.testing import CliRunner
 
 from megasdc.bench.live import LiveOptions, bench_live
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 def test_a_sample() -> None:
     """One wrong of three replicas is always found and named; clean steps raise nothing; the counts add up."""
-    result = bench_live(LiveOptions(faults=20, toleranced=0, clean=6, layouts=((1, 1, 3),), precisions=("bf16",)))
+    options = LiveOptions(faults=20, toleranced=0, clean=6, layouts=((1, 1, 3),), precisions=("bf16",), fuse=fused())
+    result = bench_live(options)
     assert result.missed == [] and result.passed
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert sum(row["injected"] for row in found["by_row"].values()) == 20
@@ -46,8 +48,8 @@ def test_a_sample_with_fused_modules() -> None:
 
 def test_a_sample_of_toleranced_checks() -> None:
     """Every fault that cannot be hidden is found by its check, an audit follows, clean steps raise nothing."""
-    options = LiveOptions(faults=0, toleranced=24, clean=20, layouts=((1, 1, 2),), precisions=("fp32",))
-    result = bench_live(options)
+    parts = {"layouts": ((1, 1, 2),), "precisions": ("fp32",)}
+    result = bench_live(LiveOptions(faults=0, toleranced=24, clean=20, **parts, fuse=fused()))
     assert result.toleranced.missed == [] and result.passed
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert found["trials"] == []
