@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megasdc.versions.private_names import NODE, end_without_launcher_names
+from megasdc.versions.private_names import NODE, check_private_names
 
 MODULE = "deepspeed.launcher.launch"
 ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
@@ -42,22 +42,25 @@ class Accelerator:
 
 
 def import_launch() -> Any:
-    """Import launch.py, alone where it can be, and end the process where it lacks a name that we rely on.
+    """Import launch.py, alone where it can be.
 
     It cannot be where ``DS_ACCELERATOR`` names an accelerator whose devices another variable may list, nor where
     DeepSpeed was imported before; then this imports PyTorch.
 
     Returns:
         The module.
+
+    Raises:
+        LaunchError: it lacks a name that we rely on.
     """
     if "deepspeed" in sys.modules or os.environ.get(ACCELERATOR_VARIABLE, ALIKE[0]) not in ALIKE:
         launch = importlib.import_module(MODULE)
-        end_without_launcher_names(NODE)
+        check_private_names(NODE)
         return launch
     os.environ.setdefault(NVML_VARIABLE, "1")
     with _stand_ins():
         launch = importlib.import_module(MODULE)
-        end_without_launcher_names(NODE)
+        check_private_names(NODE)
     return launch
 
 

@@ -31,8 +31,9 @@ from megasdc.launcher.launch_alone import import_launch
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.verdict import describe_code
+from megasdc.versions.private_names import ends_at_launch_error
 
-with own_lines_to(take_folder_option(sys.argv), sys.argv):
+with ends_at_launch_error(), own_lines_to(take_folder_option(sys.argv), sys.argv):
     launch = import_launch()
 
 POLL_S = 0.2

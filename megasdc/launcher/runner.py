@@ -37,7 +37,7 @@ from megasdc.launcher.orphans import FOLLOW_OPTION, follow_parent
 from megasdc.launcher.own_lines import FOLDER_VARIABLE, own_lines_to
 from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
-from megasdc.versions.private_names import end_without_launcher_names
+from megasdc.versions.private_names import LAUNCHER, check_private_names, ends_at_launch_error
 
 with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv):
     from deepspeed.launcher import runner
@@ -135,7 +135,8 @@ def _on_alarm(_number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run DeepSpeed's launcher with this process's arguments."""
-    end_without_launcher_names()
+    with ends_at_launch_error():
+        check_private_names(LAUNCHER)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
     front = os.environ.pop(FRONT_PID_VARIABLE, None)  # absent under launch/no_ssh.sh

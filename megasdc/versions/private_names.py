@@ -210,10 +210,14 @@ def check_private_names(used_by: str = TRAINING) -> None:
         raise LaunchError("\n".join(problems))
 
 
-def end_without_launcher_names(used_by: str = LAUNCHER) -> None:
-    """End a process of the launcher with its exit code and a message where ``check_private_names`` refuses."""
+@contextmanager
+def ends_at_launch_error() -> Iterator[None]:
+    """End this process of the launcher, on the console and with the exit code, where the code inside refuses to start.
+
+    Around ``own_lines_to``, never inside, or the message would go to its file.
+    """
     try:
-        check_private_names(used_by)
+        yield
     except LaunchError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -33,6 +33,23 @@ def test_only_the_launchers_own_lines_are_moved(tmp_path: Path) -> None:
     assert last_lines(tmp_path) == []
 
 
+WITHOUT_A_NAME = """
+import runpy, sys
+from megasdc.versions import private_names
+private_names.OWNERS = (private_names.Owner("deepspeed.launcher.launch", "a test", ("gone",), used_by="node"),)
+runpy.run_module("megasdc.launcher.node", run_name="__main__")
+"""
+
+
+def test_a_missing_name_is_told_on_the_console(tmp_path: Path) -> None:
+    """What megasdc itself says of DeepSpeed's launcher is not moved into the file: 78 and the message."""
+    command = [sys.executable, "-c", WITHOUT_A_NAME, "--stop_grace_s=1", folder_option(str(tmp_path / "logs"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 78
+    assert "has no deepspeed.launcher.launch: gone, which a test needs" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_folder_that_cannot_be_made_loses_nothing(tmp_path: Path) -> None:
     """The lines stay where they were, and why is told."""
     (tmp_path / "file").write_text("")
