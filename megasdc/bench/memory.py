@@ -56,13 +56,18 @@ class MemoryCase:
     vocab: int = 8192
     sequence: int = 256
 
-    def config(self) -> RunConfig:
-        """The checked configuration."""
+    def config(self, devices: int = 0) -> RunConfig:
+        """The checked configuration.
+
+        Args:
+            devices: GPUs of this host, which the ranks share where there are fewer; 0: ranks compute on its processor.
+        """
+        share = {"share_devices": True} if 0 < devices < self.ranks else {}
         sizes = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "max_positions": 512}
         own = {
             "model": {**sizes, **self.model},
             "data": {"path": "unused", "sequence_length": self.sequence},
-            "parallel": dict(self.parallel),
+            "parallel": {**self.parallel, **share},
             "training": {"steps": STEPS},
             "logging": {"run_dir": "unused"},
         }
@@ -198,6 +203,10 @@ def bench_memory(
     return MemoryResult(describe_machine(), stages)
 
 
-def default_cases() -> dict[str, tuple[RunConfig, int, int]]:
-    """``CASES`` as ``bench_memory`` takes them."""
-    return {name: (case.config(), case.ranks, case.vocab) for name, case in CASES.items()}
+def default_cases(devices: int = 0) -> dict[str, tuple[RunConfig, int, int]]:
+    """``CASES`` as ``bench_memory`` takes them.
+
+    Args:
+        devices: see ``MemoryCase.config``.
+    """
+    return {name: (case.config(devices), case.ranks, case.vocab) for name, case in CASES.items()}

@@ -51,7 +51,14 @@ def measure_peak(config: RunConfig, vocab: int) -> tuple[int, float]:
     def step(engine: Any) -> None:
         engine.train_step(loader)
 
-    return dims.pp_rank, (_peak_on_gpu if torch.cuda.is_available() else _peak_on_host)(build, step)
+    return dims.pp_rank, (_peak_on_gpu if _trains_on_gpu() else _peak_on_host)(build, step)
+
+
+def _trains_on_gpu() -> bool:
+    """Whether DeepSpeed's accelerator is a GPU: DS_ACCELERATOR may choose the processor of a host that has one."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cuda")
 
 
 def _peak_on_gpu(build: Callable[[], Any], step: Callable[[Any], None]) -> float:
@@ -90,7 +97,8 @@ def main() -> None:
     set_up_logging(int(os.environ["RANK"]))
     config = parse_config(request["config"], source=request["source"])
     prepare_cpu(1)
-    groups.init_process_group(config.megasdc.parallel.timeout_s)
+    parallel = config.megasdc.parallel
+    groups.init_process_group(parallel.timeout_s, share_devices=parallel.share_devices)
     messages.send(peaks=gather_objects(measure_peak(config, request["vocab"])))
     groups.shutdown()
 

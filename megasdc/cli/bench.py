@@ -110,6 +110,10 @@ def bench_step_memory(
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="With --config: ranks on this machine; default: 1.")
     ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option("--vocab-size", min=1, help="With --config: entries; default: data.tokenizer.vocab_size."),
+    ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -122,13 +126,18 @@ def bench_step_memory(
     from megasdc.bench.memory import bench_memory, default_cases
     from megasdc.bench.render import progress_bar
     from megasdc.config import load_config
+    from megasdc.parallel.local_ranks import count_accelerators
 
-    if config is None and ranks is not None:
-        raise ConfigError("--ranks: the built-in configurations have ranks of their own; it goes with --config")
-    cases = default_cases()
-    if config is not None:
+    given = {"--ranks": ranks, "--vocab-size": vocab_size}
+    if config is None and (alone := [name for name, value in given.items() if value is not None]):
+        raise ConfigError(
+            [f"{name}: the built-in configurations have their own; it goes with --config" for name in alone]
+        )
+    if config is None:
+        cases = default_cases(count_accelerators())
+    else:
         loaded = load_config(config)
-        cases = {config.name: (loaded, ranks or 1, loaded.megasdc.data.tokenizer.vocab_size)}
+        cases = {config.name: (loaded, ranks or 1, vocab_size or loaded.megasdc.data.tokenizer.vocab_size)}
     with progress_bar(Console(stderr=True)) as on_progress:
         result = bench_memory(cases, on_progress)
     print_result(

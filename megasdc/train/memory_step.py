@@ -175,10 +175,9 @@ class _Stage:
     def _loss(self) -> list[StepMemory]:
         """Backward of the loss, then of the output layer.
 
-        Where the vocabulary is whole, the loss keeps the log
-        softmax in fp32, and its backward makes one gradient of that and one of the logits. Where it is divided,
-        the softmax becomes the gradient in place; the forward needs an fp32 copy of the logits beside it, and one more
-        for columns that pad the vocabulary.
+        Where the vocabulary is whole, the loss keeps the log softmax in fp32, and its backward makes one gradient of
+        that and one of the logits. Where it is divided, the softmax becomes the gradient in place; the forward needs
+        an fp32 copy of the logits beside it, and one more for columns that pad the vocabulary.
         """
         held = replace(self._held(in_backward=True), activations=self.activations())
         output = self.bucket + self.element * (self.table + self.tokens * self.hidden)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from typer.testing import CliRunner
 
-from megasdc.bench import memory
+from megasdc.bench import memory, memory_rank
 from megasdc.bench.memory import CASES, FOUR, MemoryCase, MemoryResult, bench_memory, default_cases
+from megasdc.cli import app
 from megasdc.config import check_layout
+from megasdc.errors import ConfigError
+from megasdc.parallel import groups, local_ranks
 from megasdc.train.memory_step import predict_step_memory
 
 TWO_STAGES = MemoryCase(2, deepspeed=FOUR, parallel={"pipeline": 2})
@@ -49,3 +59,66 @@ def test_all_built_in_configurations_are_predicted() -> None:
         assert predict_step_memory(config, check_layout(config, ranks), vocab), name
         assert memory.unpredicted_because(config) is None
     assert sum(not CASES[name].model.get("fuse", False) for name in cases) >= 8
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_readme_has_a_row_for_each_built_in_configuration() -> None:
+    """Under the name that the bench prints, in its order."""
+    table = (ROOT / "README.md").read_text().partition("| configuration | of | predicted MiB |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", table, re.M) == list(CASES)
+
+
+class Reached(Exception):
+    """The process group would be made now."""
+
+
+@pytest.mark.parametrize("devices", [0, 1, 2, 8])
+def test_ranks_share_the_gpus_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    """A built-in configuration asks for it, and its ranks' process group is made so."""
+    asked = {}
+
+    def stop(timeout_s: float, **options: Any) -> None:
+        asked.update(options)
+        raise Reached
+
+    monkeypatch.setattr(groups, "init_process_group", stop)
+    monkeypatch.setattr(memory_rank, "set_up_logging", lambda rank: None)
+    monkeypatch.setenv("RANK", "0")
+    for config, ranks, vocab in default_cases(devices).values():
+        request = {"config": config.resolved(), "source": config.source, "vocab": vocab}
+        monkeypatch.setattr(sys, "argv", ["memory_rank", json.dumps(request)])
+        with pytest.raises(Reached):
+            memory_rank.main()
+        assert asked == {"share_devices": 0 < devices < ranks}
+
+
+def test_the_peak_is_of_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of DeepSpeed's accelerator, also on a host with a GPU where DS_ACCELERATOR chooses the processor."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("cpu", "cuda"):
+        monkeypatch.setattr(get_accelerator(), "device_name", lambda index=None, name=name: name)
+        assert memory_rank._trains_on_gpu() is (name == "cuda")
+
+
+def test_the_command_takes_vocabulary_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--vocab-size as check-config has it, for a vocabulary that a tokenizer decides; built-in cases know the GPUs."""
+    taken: list[dict[str, Any]] = []
+
+    def stop(cases: dict[str, Any], on_progress: Any) -> None:
+        taken.append(cases)
+        raise Reached
+
+    monkeypatch.setattr(memory, "bench_memory", stop)
+    monkeypatch.setattr(local_ranks, "count_accelerators", lambda: 1)
+    smoke = str(ROOT / "configs" / "smoke.json")
+    own: list[str] = ["--config", smoke]
+    for arguments in (own, [*own, "--ranks", "2", "--vocab-size", "50257"], []):
+        assert isinstance(CliRunner().invoke(app, ["bench", "memory", *arguments]).exception, Reached)
+    (first, second, built_in) = taken
+    assert [size for _, *sizes in first.values() for size in sizes] == [1, 4096]  # of the file
+    assert [size for _, *sizes in second.values() for size in sizes] == [2, 50257]
+    assert built_in["2 x 2 x 2"][0].megasdc.parallel.share_devices
+    refused = CliRunner().invoke(app, ["bench", "memory", "--ranks", "2", "--vocab-size", "50257"]).exception
+    assert isinstance(refused, ConfigError) and len(refused.problems) == 2
