@@ -25,6 +25,8 @@ NODE_MODULE = "megasdc.launcher.node"
 RANK_MODULE = "megasdc.launcher.rank"
 GRACE_OPTION = "--stop_grace_s="
 DEFAULT_MASTER_PORT = 29500
+LOCAL_ADDRESS = "127.0.0.1"
+"""Where ranks of one host alone meet, whatever ``--master_addr`` says: DeepSpeed's runner sets it too."""
 BACKENDS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 BACKENDS_WITH_FILTERS = ("pdsh", "slurm")
 BACKEND_PROGRAM = {
@@ -148,7 +150,7 @@ def node_command(
     """
     world = base64.urlsafe_b64encode(json.dumps(placement.slots).encode()).decode()
     command = [sys.executable, "-u", "-m", *node_words(grace_s, logs), f"--world_info={world}"]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(master_port)]
+    command += ["--master_addr", LOCAL_ADDRESS, "--master_port", str(master_port)]
     return [*command, "--module", RANK_MODULE, launch_id, rank.encode()]
 
 

@@ -136,6 +136,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         raise LaunchError("\n".join(problems))
     check_layout(config, len(placement.host_of_rank))
     _tell_left_out(request, placement, tell)
+    _tell_unused(request, options, tell)
     launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
     rank = _rank_command(request, cwd, {**forwarded, LAUNCH_ID_VARIABLE: launch_id}, options)
@@ -177,6 +178,16 @@ def _tell_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> N
     left_out = [host for host in read_hostfile(request.hostfile) if host not in placement.slots]
     if left_out:
         tell(f"left out: {', '.join(left_out)}")
+
+
+def _tell_unused(request: LaunchRequest, options: command.LauncherOptions, tell: Say) -> None:
+    """Name the launcher options that mean nothing on this host alone."""
+    if request.hostfile is not None:
+        return
+    if options.master_addr not in ("", command.LOCAL_ADDRESS):
+        tell(f"--master_addr {options.master_addr} is not used: on one host ranks meet at {command.LOCAL_ADDRESS}")
+    if options.ssh_port is not None:
+        tell(f"--ssh_port {options.ssh_port} is not used: on one host nothing goes over SSH")
 
 
 def _rank_command(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
+from fused_switch import VARIABLE
 from harness import PRELOAD, run_distributed
+from tiny import GPT
 
+from megasdc.config import parse_config
 from megasdc.experiments import run_process
+from megasdc.model.fused_modules import FusedNorm
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +25,17 @@ def _sum_of_ranks(offset: int) -> float:
     value = torch.tensor([float(torch.distributed.get_rank() + offset)])
     torch.distributed.all_reduce(value)
     return value.item()
+
+
+def _fused(model: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a configuration that is parsed here says ``fuse``, and whether a model that is built here has it."""
+    from tiny import make_engine
+
+    data = {"path": "x", "sequence_length": 64}
+    sections = {"model": model, "data": data, "training": {"steps": 1}, "logging": {"run_dir": "x"}}
+    config = parse_config({"megasdc": sections})
+    modules = make_engine(model, 1, 1).module.modules()
+    return config.megasdc.model.fuse, any(isinstance(module, FusedNorm) for module in modules)
 
 
 def _fail_on(rank: int) -> None:
@@ -83,3 +99,10 @@ def test_a_hang_shows_the_stacks() -> None:
     """A rank that never returns fails the run with the place where it waits."""
     with pytest.raises(AssertionError, match=r"(?s)ranks \[1\] hang.*_wait_for_ever"):
         run_distributed(_hang_on, 2, 1, timeout_s=6.0)
+
+
+@pytest.mark.parametrize(("switch", "says"), [("0", {}), ("1", {}), ("1", {"fuse": False})])
+def test_the_switch_of_fused_modules_takes_effect(switch: str, says: dict[str, bool]) -> None:
+    """MEGASDC_TESTS_FUSE=1 fuses the models of ranks whose test says nothing of ``fuse``, and no others."""
+    (found,) = run_distributed(_fused, 1, {**GPT, **says}, env={VARIABLE: switch})
+    assert found == (switch == "1" and not says,) * 2

@@ -96,6 +96,23 @@ def test_ctrl_c_while_a_launch_imports_torch(module: str) -> None:
     assert process.returncode == 130
 
 
+def test_ctrl_c_while_a_launch_imports_launch_py(tmp_path: Path) -> None:
+    """The same on the usual way, where launch.py is imported alone and no PyTorch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import runpy, sys, time\nclass First:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'deepspeed.launcher.launch':\n"
+        "            print('torch' in sys.modules, end='', flush=True)\n            time.sleep(60)\n"
+        "sys.meta_path.insert(0, First())\nrunpy.run_module('megasdc.launcher.node', run_name='__main__')\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(5) == b"False", process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        assert (process.stderr.read(), process.wait()) == (b"", 130)
+
+
 def test_ctrl_c_after_the_imports(tmp_path: Path) -> None:
     """Once modules are imported a command may clean up: it is not ended where it stands."""
     (tmp_path / "work.py").write_text(

@@ -85,6 +85,7 @@ def test_ranks_share_the_gpus_where_there_are_too_few(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(groups, "init_process_group", stop)
     monkeypatch.setattr(memory_rank, "set_up_logging", lambda rank: None)
+    monkeypatch.setattr(memory_rank, "prepare_cpu", lambda threads: None)  # it would change this process
     monkeypatch.setenv("RANK", "0")
     for config, ranks, vocab in default_cases(devices).values():
         request = {"config": config.resolved(), "source": config.source, "vocab": vocab}

@@ -23,6 +23,18 @@ def test_every_folder_of_a_blend_is_looked_for(tmp_path, monkeypatch):
     assert alone.needs.readable[-1:] == folders[:1] and folders[1] not in alone.needs.readable
 
 
+def test_options_that_mean_nothing_on_one_host_are_told(tmp_path, monkeypatch):
+    """Ranks of one host meet at 127.0.0.1 and nothing goes over SSH: another address and a port get a line each."""
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for arguments in (("--master_addr", "10.0.0.7", "--ssh_port=2222"), ("--master_addr=127.0.0.1",), ()):
+        make_plan(LaunchRequest(BLEND, num_gpus=2, launcher_args=arguments), told.append)
+    assert [line.partition(":")[0] for line in told] == [
+        "--master_addr 10.0.0.7 is not used",
+        "--ssh_port 2222 is not used",
+    ]
+
+
 def test_ranks_are_told_which_fields_may_be_changed(tmp_path, monkeypatch):
     """--allow-changed reaches every rank beside the overrides; a name without meaning ends the plan."""
     monkeypatch.chdir(tmp_path)
