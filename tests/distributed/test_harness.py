@@ -14,7 +14,7 @@ from tiny import GPT
 
 from megasdc.config import parse_config
 from megasdc.experiments import run_process
-from megasdc.model.fused_modules import FusedNorm
+from megasdc.model.fused_modules import FusedLayerNorm
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +35,7 @@ def _fused(model: dict[str, Any]) -> tuple[bool, bool]:
     sections = {"model": model, "data": data, "training": {"steps": 1}, "logging": {"run_dir": "x"}}
     config = parse_config({"megasdc": sections})
     modules = make_engine(model, 1, 1).module.modules()
-    return config.megasdc.model.fuse, any(isinstance(module, FusedNorm) for module in modules)
+    return config.megasdc.model.fuse, any(isinstance(module, FusedLayerNorm) for module in modules)
 
 
 def _fail_on(rank: int) -> None:
