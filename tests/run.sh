@@ -3,7 +3,8 @@
 #
 #   bash tests/run.sh [--all] [pytest options]
 #
-# --all adds the full campaigns. Installs what the tests need into the same environment as the quick start.
+# --all adds the full campaigns and, without pytest options, runs tests of detection a second time with fused modules.
+# Installs what the tests need into the same environment as the quick start.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -13,8 +14,10 @@ cd "$root"
 export OMP_NUM_THREADS=1
 
 select=(-m "not full")
+fused=()
 if [ "${1:-}" = "--all" ]; then
     select=()
+    fused=(tests/distributed/test_{detection_runs,golden,golden_runs,layouts}.py)
     shift
 fi
 
@@ -31,5 +34,12 @@ echo "== tests"
 workers=(-n 3 --dist loadfile --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
     workers=()
+    fused=()
 fi
-exec python -m pytest -q --durations=40 "${select[@]}" "${workers[@]}" "$@"
+code=0
+python -m pytest -q --durations=40 "${select[@]}" "${workers[@]}" "$@" || code=$?
+if [ ${#fused[@]} -gt 0 ]; then
+    echo "== tests of detection with fused modules"
+    MEGASDC_TESTS_FUSE=1 python -m pytest -q -m "not full" "${workers[@]}" "${fused[@]}" || code=$?
+fi
+exit $code
