@@ -29,7 +29,7 @@ class Address:
 
     Args:
         step: optimizer step, first is 1.
-        micro_batch: micro-batch in the step, first is 0; null in phases that belong to the whole step.
+        micro_batch: micro-batch in the step, first is 0; None in phases that belong to the whole step.
         phase: one of ``PHASES``.
         fqn: full name of the submodule, its first number the place of its layer in the whole pipeline.
         slot: which tensor of the submodule, such as ``output``, ``input``, ``weight``, ``exp_avg``.

@@ -119,10 +119,10 @@ def read_events(
 
     Args:
         run_dir: the run folder.
-        kind: only events of this kind; null means all.
-        name: only events of this name; null means all.
-        rank: only events of this rank, whose file alone is read; null means all.
-        broken: gets a sentence for each line and file that would raise, which is then passed over; null: they raise.
+        kind: only events of this kind; None means all.
+        name: only events of this name; None means all.
+        rank: only events of this rank, whose file alone is read; None means all.
+        broken: gets a sentence for each line and file that would raise, which is then passed over; None: they raise.
 
     Raises:
         ValueError: a complete line is not an event; the message names file and line.

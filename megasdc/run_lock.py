@@ -52,7 +52,7 @@ class Holder:
 
     Args:
         token: of one launch, the same on all its hosts.
-        launch_id: null without ``megasdc launch``.
+        launch_id: None without ``megasdc launch``.
         host: its name.
         boot_id: of the host's kernel since it was started.
         pid_namespace: in which ``pid`` means this process.
@@ -109,7 +109,7 @@ class RunLock:
         folder: held.
         holder: this process.
         file: open, with the kernel's lock where there is one.
-        replaced: who left a record without working there any more; null: nobody.
+        replaced: who left a record without working there any more; None: nobody.
     """
 
     def __init__(self, folder: Path, holder: Holder, file: IO[str], replaced: Holder | None) -> None:

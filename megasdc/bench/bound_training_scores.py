@@ -28,7 +28,7 @@ class BoundRun:
         loss: validation loss at the end, nats; NaN where the run had none.
         steps: taken.
         skipped: of them, those that the optimizer did not take.
-        share: elements bounded of all elements of all steps; null without a bound, or where the run ended early.
+        share: elements bounded of all elements of all steps; None without a bound, or where the run ended early.
         faults: times that a parameter's gradient was harmed.
         seconds: engine, training and evaluation.
     """
@@ -52,8 +52,8 @@ class SettingScore:
         setting: the bound.
         healthy: losses of the healthy runs that did not fail.
         faulty: those of the faulty runs that did not fail.
-        price: mean relative increase of those over the healthy runs of the same seeds without a bound; null without.
-        worst: of the faulty runs that did not fail, the loss of the one with the largest increase; null: all failed.
+        price: mean relative increase of those over the healthy runs of the same seeds without a bound; None without.
+        worst: of the faulty runs that did not fail, the loss of the one with the largest increase; None: all failed.
         increase: its relative increase over the healthy run of the same seed and setting.
         over_unbounded: the largest increase over the healthy run of the same seed without a bound: harm and price.
         worse: faulty runs, not failed, with an increase above ``EPSILON``.
@@ -62,7 +62,7 @@ class SettingScore:
         failed_healthy: healthy runs that diverged or are not finite.
         skipped: steps skipped in the faulty runs.
         skipped_healthy: in the healthy ones.
-        share: mean share of elements bounded in the faulty runs; null without a bound.
+        share: mean share of elements bounded in the faulty runs; None without a bound.
         share_healthy: in the healthy ones.
     """
 

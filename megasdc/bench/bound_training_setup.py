@@ -31,7 +31,7 @@ class Setting:
 
     Args:
         bound: ``none``, ``absolute`` or ``spike_aware``.
-        theta: its threshold; null without a bound.
+        theta: its threshold; None without a bound.
         chosen: ``tight``, ``moderate`` or ``loose``; empty where theta was given, and without a bound.
     """
 
@@ -63,8 +63,8 @@ class BoundTrainOptions:
         fault_probability: that 10^1 harms a parameter's gradient in a step, for each sign; 10^k less and less.
         eval_samples: validation samples.
         precision: fp32 or bf16.
-        data: folder of prepared data; null: the standard library is prepared.
-        absolute: thresholds; null: three are chosen.
+        data: folder of prepared data; None: the standard library is prepared.
+        absolute: thresholds; None: three are chosen.
         spike_aware: likewise.
 
     Raises:
@@ -120,7 +120,7 @@ class BoundTrainOptions:
 
 
 def parse_thetas(name: str, text: str | None) -> tuple[float, ...] | None:
-    """Thresholds with commas between; an empty text is none of them, null stays null.
+    """Thresholds with commas between; an empty text is none of them, None stays None.
 
     Args:
         name: of the option.

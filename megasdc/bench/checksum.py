@@ -64,7 +64,7 @@ class SpeedComparison:
         against: the other operation.
         dtype: fp32 or bf16.
         size_mib: of the tensor.
-        bar: largest median ratio that passes; null where there is none.
+        bar: largest median ratio that passes; None where there is none.
         ratios: time of the checksum over the other's: ``wall``, on the host also ``cpu``.
         bytes_per_s: median over blocks, the checksum's and the other's.
         costs: (the checksum's, the other's) of each pair of blocks.

@@ -52,7 +52,7 @@ class CompareBenchOptions:
     Args:
         blocks: blocks of each side, that is pairs; one pair before them does not count.
         size_mib: of each of the two files, MiB.
-        jobs: threads of the comparison; null: as many as there are cores.
+        jobs: threads of the comparison; None: as many as there are cores.
         folder: where the files are written; they are removed in the end.
     """
 

@@ -155,7 +155,7 @@ def made_up_digest(host: str, options: CompareManifestsOptions, harmed: int | No
     Args:
         host: the node.
         options: sizes; 12 of 14 bytes are the optimizer's, as with bf16 weights.
-        harmed: rank of whose shard one block differs; null: none.
+        harmed: rank of whose shard one block differs; None: none.
     """
     draw = random.Random(1)
     total = options.size_gb * 10**9

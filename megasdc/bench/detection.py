@@ -60,7 +60,7 @@ class Trial:
     Args:
         layout: tensor x pipeline x data.
         precision: type of the parameters.
-        phase: that was harmed; null in a clean run.
+        phase: that was harmed; None in a clean run.
         kind: of the fault.
         rank: that was harmed.
         address: what was harmed.

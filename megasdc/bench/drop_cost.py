@@ -116,7 +116,7 @@ class LayoutCost:
 
     @property
     def bar(self) -> float | None:
-        """Largest median share; null: micro-batches are too short for one."""
+        """Largest median share; None: micro-batches are too short for one."""
         return BAR if self.micro_batch_s >= LEAST_MICRO_BATCH_S else None
 
     @property

@@ -60,7 +60,7 @@ def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = 
     Args:
         raw: from ``megasdc.bench.drop_setup.drop_config``.
         dims: place of this rank.
-        vocab: entries of the vocabulary of random tokens in memory; null: the data are prepared.
+        vocab: entries of the vocabulary of random tokens in memory; None: the data are prepared.
 
     Collective: all ranks of the world.
     """

@@ -89,7 +89,7 @@ def drop_config(
         layout: (tensor, pipeline).
         training: more of that section.
         learning_rate: largest one of a cosine schedule over ``steps``.
-        data: folder of prepared data; null: tokens are in memory.
+        data: folder of prepared data; None: tokens are in memory.
     """
     tensor, pipeline = layout
     return {

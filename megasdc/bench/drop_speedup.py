@@ -41,7 +41,7 @@ class DropSpeedupOptions:
         constant_s: that every micro-batch sleeps.
         mean_s: mean of what it sleeps more, bounded log-normal.
         drop_rates: shares that the thresholds are to leave out; one that a run chooses itself comes on top.
-        sigmas: of the rule "predictive"; null: that of the paper, which starts micro-batches before tau.
+        sigmas: of the rule "predictive"; None: that of the paper, which starts micro-batches before tau.
         seed: of delays; the steps that predict have those of the next one, or in a run that chooses are its first.
         gpt: the model.
     """
@@ -96,8 +96,8 @@ class DropSpeedupOptions:
         Args:
             folder: where it writes.
             threshold: as in the section.
-            steps: of the run; null: until what is measured of it has ended.
-            seed: of its delays; null: that of the runs that are compared.
+            steps: of the run; None: until what is measured of it has ended.
+            seed: of its delays; None: that of the runs that are compared.
         """
         if steps is None:
             steps = self.second.stop if isinstance(threshold, str) else self.first.stop

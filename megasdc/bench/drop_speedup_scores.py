@@ -52,7 +52,7 @@ class Comparison:
     """One threshold.
 
     Args:
-        tau_s: the threshold; null: none was better than any.
+        tau_s: the threshold; None: none was better than any.
         own: whether the run chose it.
         predicted_rate: share of micro-batches left out, from the steps that predict.
         rate: of the measured ones.
@@ -126,7 +126,7 @@ def expected_s(steps: RecordedSteps, sigmas: float | None) -> float:
 
     Args:
         steps: recorded.
-        sigmas: of the rule "predictive"; null: the other rule, which starts them before it.
+        sigmas: of the rule "predictive"; None: the other rule, which starts them before it.
     """
     return float(steps.expected_s(sigmas).mean())
 
@@ -143,13 +143,13 @@ def compare(
     """Compare what a run with a threshold measured with what was predicted for it.
 
     Args:
-        tau_s: its threshold; null: the run chose none.
+        tau_s: its threshold; None: the run chose none.
         plain: run without a threshold.
         dropping: run with it.
         measured: steps of both that are compared.
         predicting: folder of the run whose steps predict, and in them left nothing out.
         others: these of its steps, whose delays are not those compared.
-        sigmas: of the rule "predictive"; null: the other rule.
+        sigmas: of the rule "predictive"; None: the other rule.
     """
     tau = math.inf if tau_s is None else tau_s
     known = recorded_steps(predicting, others)

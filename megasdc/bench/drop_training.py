@@ -63,7 +63,7 @@ class RunLog:
     """Keeps finished runs in a file, so that a campaign that was ended goes on where it was.
 
     Args:
-        path: the file; null keeps them in memory.
+        path: the file; None keeps them in memory.
         options: of the campaign.
 
     Raises:
@@ -104,7 +104,7 @@ def bench_drop_training(
 
     Args:
         options: size.
-        log: file that keeps finished runs; null: none does.
+        log: file that keeps finished runs; None: none does.
         on_progress: see ``Progress``.
 
     Raises:

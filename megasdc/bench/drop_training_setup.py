@@ -39,7 +39,7 @@ class Setting:
     Args:
         rate: share of micro-batches.
         samples: ``discard`` or ``defer``.
-        compensation: as in the section; null: none.
+        compensation: as in the section; None: none.
     """
 
     rate: float

@@ -76,7 +76,7 @@ class Target:
     Args:
         rank: that is harmed.
         address: what is harmed.
-        shows: address where it shows first; null: it shows elsewhere, or nowhere.
+        shows: address where it shows first; None: it shows elsewhere, or nowhere.
         kind: name of the kind.
         spec: for the injector.
     """

@@ -69,7 +69,7 @@ class Done:
 
     Args:
         checks: that are scored.
-        witness: what faults are measured against; null in the warm-up.
+        witness: what faults are measured against; None in the warm-up.
         firings: of this rank.
         results: of each step.
         events: of this rank.

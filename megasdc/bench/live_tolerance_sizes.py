@@ -129,7 +129,7 @@ class Witness(StepHook, EngineHook):
         """How far one firing on this rank moves the value of the check that looks at what it harmed, in thresholds.
 
         Returns:
-            The check and the size; null where no check looks at it.
+            The check and the size; None where no check looks at it.
         """
         address, optimizer = firing.address, self._engine.optimizer
         slot, _, state = address.slot.partition(".")

@@ -38,7 +38,7 @@ class Named:
 
     Args:
         tier: check that found it.
-        rank: that was named; null: none could be.
+        rank: that was named; None: none could be.
         verdict: see ``megasdc.sdc.replay``.
         basis: what it is based on, likewise.
         address: of its first wrong result.

@@ -330,7 +330,7 @@ def endless_batches(stream: MemoryStream, options: TrainBenchOptions, dims: Para
 
 
 def first_difference(ours: Any, other: Any) -> str | None:
-    """Name the first tensor of two engines over the same modules whose bits differ; null if none does.
+    """Name the first tensor of two engines over the same modules whose bits differ; None if none does.
 
     Compares parameters, and the optimizer's fp32 shard and moments of this rank.
     """

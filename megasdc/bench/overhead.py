@@ -61,8 +61,8 @@ class TierCost:
         own: time inside our own calls over the rest of the same step, so that a slow moment touches both.
         slower: time of the step over that of the step without checks in the same block, less 1.
         parts: median share of each part of our calls.
-        predicted: by bytes, calls and exchanges; null where there is no model.
-        bar: largest median that passes; null: any does.
+        predicted: by bytes, calls and exchanges; None where there is no model.
+        bar: largest median that passes; None: any does.
     """
 
     own: Estimate

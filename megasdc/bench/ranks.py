@@ -27,7 +27,7 @@ class Messages:
     """Sends JSON lines to the process that started the ranks.
 
     Args:
-        descriptor: where to; null sends nothing, as on all ranks but the first.
+        descriptor: where to; None sends nothing, as on all ranks but the first.
     """
 
     def __init__(self, descriptor: int | None) -> None:

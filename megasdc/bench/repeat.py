@@ -46,7 +46,7 @@ class Difference:
 
     Attributes:
         address: of the first result that differs in execution order, and its rank.
-        first: its checksum in the first run; null if it was not made there.
+        first: its checksum in the first run; None if it was not made there.
         second: the same of the second run.
         different: results that differ, of all.
         observations: of the longer run.
@@ -70,7 +70,7 @@ def compare_two_runs(
         layout: sizes of the parallel dimensions.
 
     Returns:
-        The difference; null if all results are equal.
+        The difference; None if all results are equal.
     """
     found = compare_traces(first, second, layout)
     if not found.first:
@@ -88,12 +88,12 @@ class RepeatReport:
 
     Attributes:
         causes: what could make two runs differ.
-        layout: of the two runs; null if only the list was made.
+        layout: of the two runs; None if only the list was made.
         steps: that each run took.
         data: what they were trained on.
         observations: results of each run that were compared.
         observed: whether results of submodules are among them; not where the model's backend hides them.
-        difference: where they part; null if they agree, or were not made.
+        difference: where they part; None if they agree, or were not made.
     """
 
     causes: list[Cause]
@@ -150,7 +150,7 @@ def check_determinism(
 
     Args:
         config: the configuration.
-        ranks: of each run; null: the smallest number that fits layout and batch sizes.
+        ranks: of each run; None: the smallest number that fits layout and batch sizes.
         steps: of each run.
         lint_only: make no run.
         on_progress: told what is done, how much of it, and of how much.

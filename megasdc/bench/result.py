@@ -20,9 +20,9 @@ class Comparison:
     """Ours against another one, in pairs of blocks.
 
     Args:
-        bar: largest median ratio that passes; null: any does.
+        bar: largest median ratio that passes; None: any does.
         ratios: our time over the other's, by quantity ``wall`` and ``cpu``.
-        difference: first thing whose bits differed; null where all that have to be equal are.
+        difference: first thing whose bits differed; None where all that have to be equal are.
         costs: (ours, the other's) of each pair of blocks.
     """
 

@@ -66,7 +66,7 @@ class TrainBenchResult(BenchResult):
     """Everything that was measured.
 
     Args:
-        launch: seconds to the first step by command; null if not asked for.
+        launch: seconds to the first step by command; None if not asked for.
     """
 
     comparisons: list[TrainComparison]
@@ -114,7 +114,7 @@ def bench_train(
 
 
 def bar_of(against: str, options: TrainBenchOptions) -> float | None:
-    """The bar of a comparison at these sizes; null: there is none.
+    """The bar of a comparison at these sizes; None: there is none.
 
     Args:
         against: some of ``AGAINST``.

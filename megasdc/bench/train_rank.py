@@ -150,7 +150,7 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
 
 
 def _agree_on_difference(ours: Loop, other: Loop) -> str | None:
-    """The first difference in losses, parameters or optimizer on any rank; null if all bits are equal.
+    """The first difference in losses, parameters or optimizer on any rank; None if all bits are equal.
 
     Collective: all ranks of the world.
     """

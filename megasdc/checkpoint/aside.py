@@ -41,11 +41,11 @@ def leave_behind(
 
     Args:
         folder: the checkpoint folder.
-        chosen: what ``find_checkpoint`` returned and was loaded; null: there was no checkpoint.
+        chosen: what ``find_checkpoint`` returned and was loaded; None: there was no checkpoint.
         storage: whether all ranks see one folder, or the ranks of each node one.
         events: where it is reported, by rank 0.
-        node: name of this rank's node; null means the host's name.
-        group: group of all ranks, on the host; null means the default group.
+        node: name of this rank's node; None means the host's name.
+        group: group of all ranks, on the host; None means the default group.
 
     Returns:
         Steps that were moved, on any node.

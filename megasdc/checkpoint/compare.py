@@ -30,9 +30,9 @@ def compare_checkpoints(
 
     Args:
         views: the checkpoints.
-        options: what is compared; null: everything, exactly.
+        options: what is compared; None: everything, exactly.
         progress: called with the bytes of each tensor that was read.
-        jobs: threads; null: as many as there are cores for this process.
+        jobs: threads; None: as many as there are cores for this process.
 
     Returns:
         The report; a file that cannot be read is a problem in it, what it holds is not compared.

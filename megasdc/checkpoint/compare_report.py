@@ -58,9 +58,9 @@ class Finding:
         basis: why ``against`` is expected to be right; empty: either may be wrong.
         pattern: what kind of difference.
         detail: what is special about it.
-        measure: how far; null where values cannot be compared.
+        measure: how far; None where values cannot be compared.
         pieces: where it lies, and whose it was.
-        unchanged: files among them by name: whether they are as they were saved; null: not known.
+        unchanged: files among them by name: whether they are as they were saved; None: not known.
         covers_all: all that it lies in differs as a whole.
     """
 

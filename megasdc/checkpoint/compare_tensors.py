@@ -92,7 +92,7 @@ class _Part:
 
     @property
     def intact(self) -> bool | None:
-        """Whether its files are as they were saved; null: not known of all."""
+        """Whether its files are as they were saved; None: not known of all."""
         return all_intact([self.view.changed(piece.file) for piece in self.copy.pieces])
 
 

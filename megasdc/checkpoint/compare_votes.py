@@ -28,7 +28,7 @@ def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> 
 
 
 def all_intact(changed: Sequence[bool | None]) -> bool | None:
-    """Whether files are as they were saved; null: not known of all.
+    """Whether files are as they were saved; None: not known of all.
 
     Args:
         changed: of each what ``View.changed`` says.

@@ -70,7 +70,7 @@ class Content(Record):
         block_bytes: size of a block.
         tensors: in order of their places in the file.
         values: counters and rates by name, as text.
-        rest: XXH3-128 of all other values but the configuration and the global random generators; null: the file's form
+        rest: XXH3-128 of all other values but the configuration and the global random generators; None: the file's form
             is not known, its bytes count.
         fragments: of an optimizer's shard, by group: first element and number of each parameter, such as ``128+64``.
     """

@@ -69,7 +69,7 @@ def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool 
 
 
 def _why_apart(folder: Path) -> str | None:
-    """Why the tensors of a checkpoint cannot be put together here; null: they can."""
+    """Why the tensors of a checkpoint cannot be put together here; None: they can."""
     if is_called_universal(folder):
         return None
     manifest = read_manifest(folder)

@@ -111,9 +111,9 @@ def convert_to_universal(
 
     Args:
         path: folder of a checkpoint, or of several: the newest whole one is taken.
-        out: folder to write; null: ``universal_step_NNNNNNNN`` beside the checkpoint.
+        out: folder to write; None: ``universal_step_NNNNNNNN`` beside the checkpoint.
         force: replace an output folder that is there.
-        workers: processes that read and write; each holds one optimizer shard. Null: one a CPU, at most 4.
+        workers: processes that read and write; each holds one optimizer shard. None: one a CPU, at most 4.
         progress: draw on standard error where it is a terminal.
 
     Raises:

@@ -102,7 +102,7 @@ class _Scan:
     """Elements of the piece that are not zero, before the first that differs."""
     set_through: int = 0
     step: int | None = 0
-    """Distance of neighbours that differ; null: distances differ too."""
+    """Distance of neighbours that differ; None: distances differ too."""
     masks: set[int] = field(default_factory=set)
     """Bits that differ in an element, two such patterns at most."""
     wanted: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)

@@ -61,7 +61,7 @@ class Item:
 
     Attributes:
         path: names of the dictionaries that it was in, and its own.
-        shape: of the whole tensor; null: a value that is no tensor.
+        shape: of the whole tensor; None: a value that is no tensor.
         dtype: of the tensor.
         chunks: that it was divided into; one for a value.
     """

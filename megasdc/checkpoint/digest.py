@@ -41,11 +41,11 @@ class FileContent(Record):
         name: path relative to its checkpoint.
         size_bytes: its size.
         xxh3_128: of its bytes.
-        saved: what its manifest says that this was when it was saved; null: no manifest says.
-        rank: global rank that wrote it; null: not known.
+        saved: what its manifest says that this was when it was saved; None: no manifest says.
+        rank: global rank that wrote it; None: not known.
         node: node that this rank was on.
-        content: its tensors and blocks; null: saved by a version that did not know them.
-        problem: why it cannot be opened, though its bytes can be read; null: it can.
+        content: its tensors and blocks; None: saved by a version that did not know them.
+        problem: why it cannot be opened, though its bytes can be read; None: it can.
     """
 
     name: str
@@ -58,7 +58,7 @@ class FileContent(Record):
     problem: str | None
 
     def tensor(self, name: str) -> TensorContent | None:
-        """A tensor by name; null: there is none."""
+        """A tensor by name; None: there is none."""
         tensors = [] if self.content is None else self.content.tensors
         return next((one for one in tensors if one.name == name), None)
 
@@ -68,8 +68,8 @@ class CheckpointContent(Record):
 
     Attributes:
         name: of its folder, where it was read with others; else empty.
-        step: optimizer step; null: it has none.
-        save_id: see ``Manifest``; null: it has none.
+        step: optimizer step; None: it has none.
+        save_id: see ``Manifest``; None: it has none.
         per_node: whether each node has files of its own in it.
         files: in order of name.
     """
@@ -159,7 +159,7 @@ def digest_path(
 
     Args:
         path: a checkpoint of any layout, a folder of several, a universal checkpoint, a folder of a model, or a file.
-        jobs: threads that read; null: one a core that this process may use. Digests are computed outside the
+        jobs: threads that read; None: one a core that this process may use. Digests are computed outside the
             interpreter's lock.
         block_bytes: size of a block of a tensor.
         progress: called with the number of bytes of each piece read.
@@ -264,7 +264,7 @@ def _describe(name: str, saved: Any, files: list[FileContent]) -> CheckpointCont
 
 
 def _saved(folder: Path) -> Any:
-    """The manifest of a checkpoint, with the records of other nodes that are here; null where there is none."""
+    """The manifest of a checkpoint, with the records of other nodes that are here; None where there is none."""
     kind = kind_of(folder) if folder.is_dir() else None
     if kind == UNIVERSAL:
         return read_universal_manifest(folder)

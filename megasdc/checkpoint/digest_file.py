@@ -24,7 +24,7 @@ class FileDigest:
         size_bytes: its size.
         xxh3_128: of all its bytes.
         content: its tensors and their blocks.
-        problem: why it cannot be opened; null: it can.
+        problem: why it cannot be opened; None: it can.
     """
 
     size_bytes: int

@@ -26,7 +26,7 @@ class BlockRange:
 
     Attributes:
         bytes: first and last byte in the file.
-        elements: first and last element of the tensor; null where its elements are not in order.
+        elements: first and last element of the tensor; None where its elements are not in order.
         parameters: what lies there, as ``fqn/slot``.
     """
 
@@ -48,9 +48,9 @@ class Difference:
         against: label of the one that it was compared with.
         basis: why ``against`` is expected to be right; empty: either may be wrong.
         detail: what is special about it.
-        rank: global rank that wrote the file; null: not known.
+        rank: global rank that wrote the file; None: not known.
         node: node that this rank was on.
-        unchanged: whether the file is as it was saved; null: not known.
+        unchanged: whether the file is as it was saved; None: not known.
         num_blocks: blocks that differ.
         ranges: the same, adjacent ones together.
     """

@@ -37,7 +37,7 @@ def measure_drift(
 
     Args:
         folders: checkpoint folders; the first is the reference.
-        options: ``only``, ``ignore`` and ``weights_only`` count; null: everything.
+        options: ``only``, ``ignore`` and ``weights_only`` count; None: everything.
         progress: called with the bytes of each tensor that was read.
 
     Returns:

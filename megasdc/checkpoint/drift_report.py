@@ -94,11 +94,11 @@ class DriftReport:
         return [one for one in self.steps if one.run == run]
 
     def first_divergent(self, run: str) -> StepDrift | None:
-        """The first step that is not equal in every bit; null where all are."""
+        """The first step that is not equal in every bit; None where all are."""
         return next((one for one in self.of(run) if not one.equal), None)
 
     def last_equal_before(self, run: str) -> int | None:
-        """The last step before that; null where the first one differs already."""
+        """The last step before that; None where the first one differs already."""
         first = self.first_divergent(run)
         return max((one.step for one in self.of(run) if first is None or one.step < first.step), default=None)
 

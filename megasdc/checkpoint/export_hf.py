@@ -37,7 +37,7 @@ class ExportResult:
 
     Attributes:
         source: the folder that was read.
-        step: its optimizer step; null: initial weights.
+        step: its optimizer step; None: initial weights.
         path: the folder that was written.
         architecture: the class of ``transformers``.
         dtype: type of the tensors.
@@ -45,7 +45,7 @@ class ExportResult:
         files: safetensors files.
         size_bytes: their bytes.
         tokenizer: ``auto``: AutoTokenizer loads it with the same ids; ``model file``: see ``note``.
-        note: what to know about the tokenizer; null: nothing.
+        note: what to know about the tokenizer; None: nothing.
     """
 
     source: str
@@ -195,7 +195,7 @@ def export_hf(
         dtype: type of the tensors; ``as-saved``: the type that the model was trained in. Of a bf16 run the values are
             those of the bf16 weights, not of the optimizer's fp32 copies.
         max_shard_size: bytes of one safetensors file, such as ``2GB``; a larger tensor gets a file of its own.
-        tokenizer: folder or file of the tokenizer; null: that of the prepared data.
+        tokenizer: folder or file of the tokenizer; None: that of the prepared data.
         force: replace an earlier export.
         progress: draw bars on standard error where it is a terminal.
 

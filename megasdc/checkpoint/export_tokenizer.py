@@ -39,7 +39,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
         folder: the exported model's folder.
 
     Returns:
-        Null: ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
+        None: ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
 
     Raises:
         OSError: the folder cannot be written.
@@ -139,7 +139,7 @@ def _unigram(proto: Any) -> Any:
 
 
 def _first_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """Compare ids on the probes and on source code of the standard library; null if all are the same."""
+    """Compare ids on the probes and on source code of the standard library; None if all are the same."""
     import argparse
     import tarfile
     import unicodedata

@@ -36,7 +36,7 @@ class ExtractedTensor(Record):
     Attributes:
         checkpoint: see ``Key``.
         file: see ``Key``.
-        rank: global rank that wrote the file; null: not known.
+        rank: global rank that wrote the file; None: not known.
         node: node that this rank was on.
         content: of the file, this tensor alone, with the digests of all its blocks.
         blocks: numbers of those that are here, ascending.

@@ -51,9 +51,9 @@ class ImportResult:
         architecture: class of ``transformers`` it was.
         num_parameters: tied ones once.
         vocab_size: rows of the word embedding.
-        tokenizer_vocab_size: entries of its tokenizer; null: none came with it.
+        tokenizer_vocab_size: entries of its tokenizer; None: none came with it.
         model: the ``model`` section to put into a configuration.
-        note: what to know about the tokenizer; null: nothing.
+        note: what to know about the tokenizer; None: nothing.
     """
 
     source: str
@@ -252,7 +252,7 @@ def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None,
     """Copy the files of a tokenizer, if there are any.
 
     Returns:
-        Its entries, its end-of-document id, and what is wrong with it; null where nothing is known, or wrong.
+        Its entries, its end-of-document id, and what is wrong with it; None where nothing is known, or wrong.
     """
     names = [
         path

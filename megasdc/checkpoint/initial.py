@@ -48,7 +48,7 @@ class WeightsManifest(_Record):
         kind: tells it from a checkpoint.
         source: what it was imported from.
         vocab_size: rows of the word embedding.
-        tokenizer_vocab_size: entries of the tokenizer that came with it; null: none came.
+        tokenizer_vocab_size: entries of the tokenizer that came with it; None: none came.
         end_of_document: id of the tokenizer's, or what the imported configuration says.
         files: by name, those of the tokenizer too.
     """

@@ -107,7 +107,7 @@ def describe_slots(view: View) -> dict[Slot, dict[str, Any]]:
 
 
 def _from_manifest(folder: Path, manifest: Manifest | UniversalManifest | None, view: View | None) -> dict[str, Any]:
-    """What is known without opening the files of tensors; null and empty where the format has no manifest."""
+    """What is known without opening the files of tensors; None and empty where the format has no manifest."""
     files: Iterable[FileRecord] = () if manifest is None else manifest.files
     found: dict[str, Any] = {
         "format": "unknown" if view is None else view.kind,

@@ -83,7 +83,7 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
 
 
 def kind_of(path: Path | str) -> str | None:
-    """What a folder is, by the files that only such a folder holds; null where nothing tells."""
+    """What a folder is, by the files that only such a folder holds; None where nothing tells."""
     return next((kind for kind, sign in _SIGNS.items() if sign(Path(path))), None)
 
 
@@ -95,7 +95,7 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
         needed: what is.
 
     Returns:
-        A sentence with a remedy; null where nothing tells what the folder is.
+        A sentence with a remedy; None where nothing tells what the folder is.
     """
     kind = kind_of(path)
     if kind is None:

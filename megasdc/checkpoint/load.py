@@ -62,8 +62,8 @@ def load_checkpoint(
         dims: layout and place of this rank.
         check: given what was saved for all ranks before anything else is compared; raises CheckpointError to refuse it.
         events: where the load is reported, by rank 0.
-        node: name of this rank's node; null means the host's name.
-        group: group of all ranks, on the host; null means the default group.
+        node: name of this rank's node; None means the host's name.
+        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
@@ -105,7 +105,7 @@ def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, 
         rank: global rank of this process.
 
     Returns:
-        For a layer's file the data type and shape of each tensor that the engine has there; null for other files.
+        For a layer's file the data type and shape of each tensor that the engine has there; None for other files.
     """
     module = engine.module
     files: dict[str, dict[str, str] | None] = {

@@ -58,8 +58,8 @@ def open_universal(
         folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
         storage: whether all ranks see one folder, or the ranks of each node one.
         verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
-        node: name of this rank's node; null means the host's name.
-        group: group of all ranks, on the host; null means the default group.
+        node: name of this rank's node; None means the host's name.
+        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: a file is missing, changed or refused; on all ranks.
@@ -101,7 +101,7 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
     Args:
         engine: the TrainingEngine, of any layout.
         found: what ``open_universal`` returned.
-        group: group of all ranks, on the host; null means the default group.
+        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or unfit precision, or cannot be loaded; on all

@@ -39,9 +39,9 @@ class WeightSource(Protocol):
         path: the folder.
         model: the section that describes the weights.
         vocab_size: real rows of the vocabulary.
-        tokenizer_checksum: of the tokenizer that it was trained with; null: not known.
-        step: optimizer step of a checkpoint; null: initial weights.
-        config: the resolved configuration of the run; null: initial weights.
+        tokenizer_checksum: of the tokenizer that it was trained with; None: not known.
+        step: optimizer step of a checkpoint; None: initial weights.
+        config: the resolved configuration of the run; None: initial weights.
     """
 
     path: Path

@@ -37,8 +37,8 @@ class FileRecord(Record):
         xxh3_128: checksum of its bytes.
         rank: global rank that wrote it.
         node: node that rank was on.
-        tensors: for a layer's file, data type and shape of each tensor, such as ``float32[64, 64]``; else null.
-        content: its tensors and their blocks; null: saved by a version that did not know them.
+        tensors: for a layer's file, data type and shape of each tensor, such as ``float32[64, 64]``; else None.
+        content: its tensors and their blocks; None: saved by a version that did not know them.
     """
 
     name: Inside
@@ -78,7 +78,7 @@ class Manifest(Record):
         time: when it was written, in seconds since the epoch.
         storage: ``shared``: the folder holds all files; ``node_local``: those of this node.
         nodes: global ranks of each node.
-        node: the node whose files these are; null with shared storage.
+        node: the node whose files these are; None with shared storage.
         engine: names of the optimizer classes and the number of steps taken, compared before loading.
         versions: of the packages that wrote the files.
         files: in order of name.

@@ -67,8 +67,8 @@ class Standing:
 
     Attributes:
         verified: an audit after it has agreed.
-        audit_step: step of that audit; null for a candidate.
-        problem: why its mark does not count, though there is one; else null.
+        audit_step: step of that audit; None for a candidate.
+        problem: why its mark does not count, though there is one; else None.
     """
 
     verified: bool
@@ -88,7 +88,7 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
         folder: of the checkpoint, such as ``checkpoints/step_00000100``.
 
     Returns:
-        The mark; null for a candidate.
+        The mark; None for a candidate.
 
     Raises:
         CheckpointError: there is a mark, but it is damaged or of another save of this step.
@@ -112,7 +112,7 @@ def find_standing(folder: Path | str) -> Standing | None:
         folder: of the checkpoint.
 
     Returns:
-        Null where no audits are in use: neither it nor any checkpoint beside it is marked, nor is corruption.
+        None where no audits are in use: neither it nor any checkpoint beside it is marked, nor is corruption.
     """
     path = Path(folder)
     try:
@@ -223,7 +223,7 @@ def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: 
 
 
 def find_corruption(folder: Path | str) -> str | None:
-    """What the corruption mark of a checkpoint folder says, in words; null if there is none.
+    """What the corruption mark of a checkpoint folder says, in words; None if there is none.
 
     A mark that cannot be read counts too.
     """

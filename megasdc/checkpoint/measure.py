@@ -20,7 +20,7 @@ class Measure:
         numel: all.
         first: index of the first that differs.
         last: index of the last.
-        max_ulp: largest distance in representable values; null: not a floating-point type, or a NaN against another
+        max_ulp: largest distance in representable values; None: not a floating-point type, or a NaN against another
             value.
         max_relative: largest |a - b| / max(|a|, |b|) over finite pairs; infinite if some pair is not finite.
         mean_relative: mean of the same over the finite pairs that differ.

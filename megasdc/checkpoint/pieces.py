@@ -21,7 +21,7 @@ class Owner:
     """The rank that wrote a piece.
 
     Attributes:
-        rank: global rank; null where the format does not say, as the others.
+        rank: global rank; None where the format does not say, as the others.
         dp: its replica.
         pp: its stage.
         tp: its tensor rank.
@@ -66,8 +66,8 @@ class Piece:
         numel: elements that its place asks for.
         stored: finds the tensor that it is in: where it lies in the file, or itself.
         start: its first element in there.
-        shape: what ``stored`` must have; null: any that is long enough.
-        dtype: what ``stored`` must have; null: any.
+        shape: what ``stored`` must have; None: any that is long enough.
+        dtype: what ``stored`` must have; None: any.
         holds: whose piece the file says it is, where that is another; else empty.
     """
 

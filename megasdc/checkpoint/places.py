@@ -59,8 +59,8 @@ def find_place(storage: Storage, node: str | None, group: dist.ProcessGroup | No
 
     Args:
         storage: ``shared``: all ranks see one folder; ``node_local``: the ranks of a node do.
-        node: this rank's node; null means the host's name.
-        group: group of all ranks, on the host; null means the default group.
+        node: this rank's node; None means the host's name.
+        group: group of all ranks, on the host; None means the default group.
 
     Collective: the group.
     """
@@ -102,7 +102,7 @@ def raise_together(problem: Problem | None, place: Place, what: str, group: dist
     """Raise on every rank if any rank has a problem.
 
     Args:
-        problem: this rank's; null means none.
+        problem: this rank's; None means none.
         place: this rank's place.
         what: how the message starts.
         group: group of all ranks.

@@ -41,7 +41,7 @@ def record_text(record: BaseModel, indent: int | None = 1) -> str:
 
     Args:
         record: the record.
-        indent: spaces a level; null: all in one line.
+        indent: spaces a level; None: all in one line.
     """
     content = record.model_dump(mode="json")
     separators = None if indent is not None else (",", ":")

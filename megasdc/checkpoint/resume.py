@@ -77,17 +77,17 @@ def find_checkpoint(
         dims: layout and place of this rank.
         storage: whether all ranks see one folder, or the ranks of each node one.
         verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
-        resume: auto: null if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
+        resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
         require_verified: whether candidates are passed over; auto: where a run has ended because of corruption, by the
             mark on any node.
         at_most: newer ones are passed over, because another run that goes on together with this one lacks them; 0: all
-            are; null: none.
+            are; None: none.
         events: where skipped checkpoints are reported, by rank 0.
-        node: name of this rank's node; null means the host's name.
-        group: group of all ranks, on the host; null means the default group.
+        node: name of this rank's node; None means the host's name.
+        group: group of all ranks, on the host; None means the default group.
 
     Returns:
-        The same choice on all ranks; null if there is no checkpoint at all.
+        The same choice on all ranks; None if there is no checkpoint at all.
 
     Raises:
         CheckpointError: there are checkpoints but none can be used or none is verified, the newest usable one has
@@ -164,7 +164,7 @@ class _Found:
     Attributes:
         steps: found on any node, newest first.
         verified: those with a mark on any node; it is of the save, and written only after all ranks have agreed.
-        corruption: what the corruption mark of the first node that has one says; null if none has.
+        corruption: what the corruption mark of the first node that has one says; None if none has.
     """
 
     steps: list[int]

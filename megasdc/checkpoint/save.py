@@ -102,8 +102,8 @@ def save_checkpoint(
         events: where the save is reported, by rank 0.
         keep_last: newest checkpoints kept, and the newest verified one; 0: all.
         keep_every: checkpoints whose step is a multiple are kept too; 0: none.
-        node: name of this rank's node; null means the host's name.
-        group: group of all ranks, on the host; null means the default group.
+        node: name of this rank's node; None means the host's name.
+        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.

@@ -39,7 +39,7 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None,
         progress: draw a bar.
 
     Returns:
-        The checkpoint, null if its manifest cannot be read; and what is wrong, one sentence an entry.
+        The checkpoint, None if its manifest cannot be read; and what is wrong, one sentence an entry.
     """
     report: CheckpointReport = verify_checkpoint(folder, progress=progress)
     try:

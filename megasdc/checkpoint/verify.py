@@ -26,11 +26,11 @@ class CheckpointReport:
 
     Attributes:
         path: its folder.
-        step: optimizer step; null if the manifest cannot be read.
+        step: optimizer step; None if the manifest cannot be read.
         problems: what is wrong, one sentence an entry.
         num_files: files in the manifest.
         size_bytes: their bytes.
-        standing: whether audits have verified it; null where no audits are in use.
+        standing: whether audits have verified it; None where no audits are in use.
         contents: whether what the files hold was looked at too: ``CHECKED``, ``NOT_ASKED``, or why not.
     """
 
@@ -98,7 +98,7 @@ def verify_checkpoint(
         path: folder of the checkpoint, such as ``checkpoints/step_00000100``.
         checksums: read the files; otherwise sizes and pickles alone.
         progress: draw a bar on standard error where it is a terminal.
-        workers: threads that read; null: one a CPU, at most 8. Checksums are computed outside the interpreter's lock.
+        workers: threads that read; None: one a CPU, at most 8. Checksums are computed outside the interpreter's lock.
 
     Returns:
         The report; a damaged checkpoint is not an exception.

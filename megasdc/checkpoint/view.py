@@ -29,7 +29,7 @@ class Entry:
 
     Attributes:
         copies: at least one; they must hold the same bits.
-        real_rows: rows without the vocabulary's padding; null: it is no tensor over the vocabulary.
+        real_rows: rows without the vocabulary's padding; None: it is no tensor over the vocabulary.
     """
 
     copies: tuple[Copy, ...]
@@ -46,7 +46,7 @@ class Scalar:
     """A value that is no tensor of the model: a counter, a rate, a digest of a generator's state.
 
     Attributes:
-        value: as text; null: the file that must hold it is not there.
+        value: as text; None: the file that must hold it is not there.
         file: where it lies.
         owner: who wrote it.
     """
@@ -63,7 +63,7 @@ class View:
     Attributes:
         path: as it was named.
         kind: its format, for people.
-        layout: of the ranks that saved it; null: a format without one.
+        layout: of the ranks that saved it; None: a format without one.
         slots: those that the format has.
         entries: by (fqn, slot).
         scalars: by name; names of one rank begin with ``rank``.
@@ -71,7 +71,7 @@ class View:
         problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
         notes: what to know about its files.
         derived: weights that follow from master weights, of a format that holds none.
-        save_id: of the save, the same in all copies of it; null: not known.
+        save_id: of the save, the same in all copies of it; None: not known.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class View:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def changed(self, file: Path) -> bool | None:
-        """Whether a file has other bytes than when it was saved; null: no manifest says. Reads the file once.
+        """Whether a file has other bytes than when it was saved; None: no manifest says. Reads the file once.
 
         Raises:
             CheckpointError: it cannot be read.

@@ -26,8 +26,8 @@ class RecordingWriter:
         inner: the engine that does the writing.
 
     Attributes:
-        problem: the first thing that went wrong; null means nothing.
-        written: data types and shapes by path for files of layers, null for other files.
+        problem: the first thing that went wrong; None means nothing.
+        written: data types and shapes by path for files of layers, None for other files.
     """
 
     def __init__(self, inner: Any) -> None:

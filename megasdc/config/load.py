@@ -45,7 +45,7 @@ class RunConfig:
         deepspeed: DeepSpeed's keys, without ``megasdc``. Of the three batch sizes, those that depend on the world
             size may be absent: `resolve_batch` gives all three.
         megasdc: our sections, presets expanded.
-        source: the file it came from; null if it came from a dict. Two equal configurations may differ in it.
+        source: the file it came from; None if it came from a dict. Two equal configurations may differ in it.
         allow_changed: fields that may have another value than in the checkpoint that is gone on from; as `source`.
     """
 
@@ -95,7 +95,7 @@ def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the valid name that a misspelt one most likely means, null if none is near."""
+    """Return the valid name that a misspelt one most likely means, None if none is near."""
     by_lower = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None

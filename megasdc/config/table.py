@@ -86,7 +86,7 @@ def _list_text(element: Any, metadata: Iterator[Any]) -> str:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class that an annotation holds, also in a union, else null."""
+    """Return the section class that an annotation holds, also in a union, else None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
@@ -95,7 +95,7 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def element_in(annotation: Any) -> Any:
-    """Return the element type of a list annotation, else null."""
+    """Return the element type of a list annotation, else None."""
     return get_args(annotation)[0] if get_origin(annotation) is list else None
 
 

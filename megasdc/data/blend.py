@@ -119,7 +119,7 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     @property
     def first_used_up(self) -> Part | None:
-        """The part whose next epoch ends ``num_distinct``; null where none ends within the stream."""
+        """The part whose next epoch ends ``num_distinct``; None where none ends within the stream."""
         first = self._first_repeated()
         return None if first is None else self.parts[int(self._part_of[first])]
 

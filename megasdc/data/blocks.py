@@ -65,7 +65,7 @@ class BlockChecksums:
         return len(self._expected)
 
     def problem(self, number: int, block: bytes | memoryview) -> str | None:
-        """What is wrong with a block, from 0; null if nothing is."""
+        """What is wrong with a block, from 0; None if nothing is."""
         found, expected = xxhash.xxh3_64_intdigest(block), int(self._expected[number])
         if found == expected:
             return None

@@ -54,9 +54,9 @@ def build_datasets(
         vocab_size: ids that the model knows; padding included.
         num_train_samples: length of the training stream; the data are repeated as often as that needs.
         num_eval_samples: length of the validation stream; 0: none is built.
-        cache_dir: where sample indices are kept; null: in the folder of prepared data, or nowhere if it is read-only.
+        cache_dir: where sample indices are kept; None: in the folder of prepared data, or nowhere if it is read-only.
         verify_checksums: compare every byte of all files, see `verify_prepared`.
-        manifests: what `verify_data` returned for this section; null: the data are checked here.
+        manifests: what `verify_data` returned for this section; None: the data are checked here.
         on_damage: told of a damaged sample index that was built again.
 
     Returns:

@@ -43,7 +43,7 @@ class MicroBatchLoader:
         dp_size: number of replicas.
         position: how far this replica is.
         samples_per_epoch: of the stream, for samples that were passed over and are taken again before an epoch ends;
-            null: it has no common epochs.
+            None: it has no common epochs.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class EvalLoader:
         micro_batch_size: samples b of a micro-batch.
         dp_rank: this replica.
         dp_size: number of replicas.
-        num_samples: n; null: the whole stream.
+        num_samples: n; None: the whole stream.
     """
 
     def __init__(

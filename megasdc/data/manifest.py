@@ -79,7 +79,7 @@ class Manifest(_Record):
         unigram_entropy_nats: entropy of the token frequencies of the training split, in nats a token: the loss of a
             model that knows frequencies and nothing else.
         files: by path relative to the folder, all files but the manifest.
-        block_bytes: see `megasdc.data.blocks`; null: the files have no checksums of blocks (format version 1).
+        block_bytes: see `megasdc.data.blocks`; None: the files have no checksums of blocks (format version 1).
     """
 
     format_version: int

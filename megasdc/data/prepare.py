@@ -69,7 +69,7 @@ def prepare(
 
     Args:
         section: sources, tokenizer, shares and seed.
-        out_dir: the folder to make; null: `section.path`.
+        out_dir: the folder to make; None: `section.path`.
         workers: tokenizing processes; the result does not depend on it.
         progress: show a progress bar on standard error.
         force: replace prepared data that are damaged or were made with other settings.

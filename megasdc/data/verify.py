@@ -36,7 +36,7 @@ def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
 
 
 def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
-    """What the start and the loader cannot check of data that an earlier version prepared; null: all is checked."""
+    """What the start and the loader cannot check of data that an earlier version prepared; None: all is checked."""
     if manifest.block_bytes is not None:
         return None
     return (
@@ -54,7 +54,7 @@ class DataReport:
         problems: one sentence each.
         num_files: that were read, the manifest not counted.
         size_bytes: of them.
-        note: what is not kept in checksums; null: all is.
+        note: what is not kept in checksums; None: all is.
     """
 
     folder: str

@@ -29,7 +29,7 @@ class ClockDecisions:
     Args:
         times: of this rank.
         device_lag: micro-batches that the host may be ahead of its device.
-        sigmas: null: a micro-batch is started before tau. Else one is started where it is expected to end by tau: its
+        sigmas: None: a micro-batch is started before tau. Else one is started where it is expected to end by tau: its
             mean time, and so many standard deviations more, from its start to the end of its backward pass on the
             first stage, which it reaches through the whole pipeline.
     """

@@ -133,7 +133,7 @@ def search_threshold(
         latencies_s: [replica, step, micro-batch], or with a fourth axis of stages; finite, >= 0.
         communication_s: Tc, time of a step that no threshold shortens, >= 0.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
-        rule: what happens at the threshold; null: eq. 6 with at least one micro-batch.
+        rule: what happens at the threshold; None: eq. 6 with at least one micro-batch.
         count: of finite thresholds, at equal distances.
 
     Returns:
@@ -186,7 +186,7 @@ def search_recorded(
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
         min_micro_batches: that every replica completes whatever the threshold, >= 1.
         count: of finite thresholds, at equal distances.
-        expected_s: what each replica expects a micro-batch to take, [replica], seconds; null: it asks for its start.
+        expected_s: what each replica expects a micro-batch to take, [replica], seconds; None: it asks for its start.
 
     Returns:
         The same on every rank that gives the same arguments, and for one stage what ``search_threshold`` finds on the

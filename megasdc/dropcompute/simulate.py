@@ -105,10 +105,10 @@ class Formulas:
     """What the closed forms give for the drawn moments.
 
     Args:
-        longest_s: E[T] by eq. 4; null for one replica.
+        longest_s: E[T] by eq. 4; None for one replica.
         exact_longest_s: E[T] of normal times by quadrature.
-        completed_share: E[M~] / M by eq. 5, [threshold]; null where started micro-batches are finished.
-        speedup: S_eff, [threshold]; null there too.
+        completed_share: E[M~] / M by eq. 5, [threshold]; None where started micro-batches are finished.
+        speedup: S_eff, [threshold]; None there too.
     """
 
     longest_s: float | None
@@ -125,7 +125,7 @@ class SimulationResult:
         simulation: what was asked for.
         moments: of latencies.
         curve: of all thresholds.
-        formulas: null where they have nothing to say: several stages, or latencies that are all the same.
+        formulas: None where they have nothing to say: several stages, or latencies that are all the same.
         replica_times_s: compute times of replicas without drops, for a picture: those of the first steps, at
             most 100,000, [time].
     """
@@ -143,12 +143,12 @@ class SimulationResult:
 
     @property
     def longest_error_s(self) -> float | None:
-        """Standard error of the mean of T; null for one step."""
+        """Standard error of the mean of T; None for one step."""
         longest = self.curve.longest_s
         return float(longest.std(ddof=1) / math.sqrt(len(longest))) if len(longest) > 1 else None
 
     def at(self, place: int) -> dict[str, Any]:
-        """What one threshold comes to, in plain values; an infinite threshold is null.
+        """What one threshold comes to, in plain values; an infinite threshold is None.
 
         Args:
             place: in the curve.

@@ -91,9 +91,9 @@ class Tuning:
     Args:
         tau_s: infinite: nothing is gained by leaving micro-batches out.
         drop_rate: share left out at tau in the steps it was chosen from.
-        speedup: S_eff there; null where the threshold was given.
+        speedup: S_eff there; None where the threshold was given.
         communication_s: Tc that was measured.
-        curve: of all thresholds that were looked at; null where it was given.
+        curve: of all thresholds that were looked at; None where it was given.
     """
 
     tau_s: float
@@ -153,7 +153,7 @@ def tune(
 
     Args:
         steps: recorded.
-        tau_s: the threshold, if it is given; null: it is searched.
+        tau_s: the threshold, if it is given; None: it is searched.
         max_drop_rate: largest share that may be left out.
         min_micro_batches: that every replica starts.
         sigmas: see ``ClockDecisions``.

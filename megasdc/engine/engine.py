@@ -37,7 +37,7 @@ class StepResult:
         tokens: tokens used, over all replicas.
         grad_norm: 2-norm of the whole gradient before clipping; infinite when it was not finite.
         learning_rate: of this step, first parameter group.
-        skipped: null, or why the optimizer did not step.
+        skipped: None, or why the optimizer did not step.
         loss_scale: loss scale of fp16 training, else 1.
         micro_batches: completed, over all replicas.
     """
@@ -57,7 +57,7 @@ class TrainingEngine(PipelineEngine):
 
     Args:
         dims: layout and place of this rank.
-        streams: dropout streams of the model; null for a model without.
+        streams: dropout streams of the model; None for a model without.
         masks_tokens: whether the data can leave tokens out of the loss.
         hooks: called in this order.
         **options: passed to DeepSpeed's engine.
@@ -83,7 +83,7 @@ class TrainingEngine(PipelineEngine):
         self.streams = streams
         self.masks_tokens = masks_tokens
         self.gate: MicroBatchGate | None = None
-        """Says which micro-batches this replica starts; null: all."""
+        """Says which micro-batches this replica starts; None: all."""
         self.divides_by_used = False
         """Whether gradients are averaged over the micro-batches that were completed instead of those planned."""
         self._partial_sums = [

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
 
 Listener = Callable[[Address, Tensor], Tensor | None]
-"""Called with the address and value of a result; answers null, or the value to go on with, [the same shape]."""
+"""Called with the address and value of a result; answers None, or the value to go on with, [the same shape]."""
 
 
 class Observer(EngineHook):

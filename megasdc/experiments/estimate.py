@@ -127,7 +127,7 @@ def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, Outcome]) -> dic
 
 
 def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, Speed], workers: int) -> float | None:
-    """Seconds until all runs are done; null where the speed of a shape is not known."""
+    """Seconds until all runs are done; None where the speed of a shape is not known."""
     if any(shape_of(run) not in speeds for run in runs):
         return None
     seconds = [speeds[shape_of(run)].seconds(run) for run in runs]

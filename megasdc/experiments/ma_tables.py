@@ -39,9 +39,9 @@ class StudiedNode:
         mode: of the study.
         mismatches: by part and phase, what differed; computation_sync.
         wrong_steps: steps with a mismatch; computation_sync.
-        noise: worst ||g_u - g_h|| / ||g_h|| of a step; parameter_sync. Null: it was never finite.
+        noise: worst ||g_u - g_h|| / ||g_h|| of a step; parameter_sync. None: it was never finite.
         noise_step: its step.
-        parameters: ||p_u - p_h|| / ||p_h|| at the end; free_run. Null: not finite.
+        parameters: ||p_u - p_h|| / ||p_h|| at the end; free_run. None: not finite.
         loss_difference: of the last step.
         largest_loss_difference: of any step.
         spikes: of the unhealthy replica's loss.
@@ -141,7 +141,7 @@ class Value:
 
     Args:
         text: as it is read.
-        number: that it is sorted by; null: by its text.
+        number: that it is sorted by; None: by its text.
     """
 
     text: str

@@ -33,8 +33,8 @@ class Outcome:
         status: done; diverged: see ``diverged_why``; nan: most of its last losses are not numbers, or it skipped too
             many steps in a row; failed: it ended with another error.
         reason: why it is not done, else empty.
-        final_loss: mean training loss over the last steps, nats; null where it is not a number or there is none.
-        eval_loss: validation loss at the end; null likewise.
+        final_loss: mean training loss over the last steps, nats; None where it is not a number or there is none.
+        eval_loss: validation loss at the end; None likewise.
         steps: the last step that was taken.
         skipped_steps: steps that the optimizer did not take.
         seconds: of the process that finished it, its start included.
@@ -62,7 +62,7 @@ class Yardstick:
         final_steps: last steps whose mean is the final loss.
         diverged_rise: share by which it may be above the lowest mean over as many steps.
         entropy: a final loss above it, nats, has diverged: that of a model that knows only how frequent tokens are;
-            null: runs are too short for that.
+            None: runs are too short for that.
     """
 
     final_steps: int
@@ -150,7 +150,7 @@ def final_mean(losses: Sequence[tuple[int, float]], final_steps: int) -> float:
 
 
 def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstick) -> str | None:
-    """Say by what a run that ended with a finite loss has diverged; null: it has not.
+    """Say by what a run that ended with a finite loss has diverged; None: it has not.
 
     Its final loss is above that of token frequencies, or above the lowest mean over as many successive steps by more
     than ``diverged_rise``: the loss has risen and not come back.
@@ -180,7 +180,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome of a finished run; null where it is not finished.
+    """The outcome of a finished run; None where it is not finished.
 
     Raises:
         StorageError: the file is none of this version.

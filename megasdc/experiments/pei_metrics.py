@@ -32,7 +32,7 @@ class Ending:
         node: its node.
         seed: its seed.
         status: done, diverged, nan or failed.
-        loss: final loss; null where it is not a number.
+        loss: final loss; None where it is not a number.
         control: whether the node is a control, not an unhealthy one.
     """
 
@@ -48,12 +48,12 @@ class CellScore:
     """The metrics of one cell.
 
     Args:
-        healthy: mean final loss of the healthy runs that are done; null: none is.
-        healthy_spread: standard deviation over seeds; null with fewer than two.
-        worst: mean final loss of the worst node, of those that are done with every seed; null: there is none.
+        healthy: mean final loss of the healthy runs that are done; None: none is.
+        healthy_spread: standard deviation over seeds; None with fewer than two.
+        worst: mean final loss of the worst node, of those that are done with every seed; None: there is none.
         worst_node: its name.
         worst_increase: its mean relative increase.
-        worst_spread: standard deviation of that increase over seeds; null with fewer than two.
+        worst_spread: standard deviation of that increase over seeds; None with fewer than two.
         worse: nodes whose mean relative increase is above epsilon.
         diverged: nodes that diverged with some seed.
         nan: nodes that ended with NaN with some seed and did not diverge.
@@ -61,7 +61,7 @@ class CellScore:
         nodes: nodes that were run.
         seeds: seeds that were run.
         healthy_failed: healthy runs that are not done.
-        chance: largest relative difference, up or down, of a control's run from the healthy one; null without any.
+        chance: largest relative difference, up or down, of a control's run from the healthy one; None without any.
     """
 
     healthy: float | None

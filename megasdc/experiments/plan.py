@@ -45,7 +45,7 @@ class PlannedRun:
         label: cell, node and seed that asked for it first.
         config: the whole resolved configuration; ``logging.run_dir`` is set when the run starts.
         ranks: processes.
-        start: null: from scratch.
+        start: None: from scratch.
         last_step: after which it ends.
         healthy: whether it has no faults.
         donor: whether others start from its checkpoint.
@@ -210,7 +210,7 @@ class _Builder:
         self._bad: set[tuple[str, str]] = set()
 
     def add(self, cell: CellSpec, node: NodeSpec | None, seed: int) -> PlannedRun | None:
-        """The run of a place; null where its configuration is wrong."""
+        """The run of a place; None where its configuration is wrong."""
         if cell.start is None:
             return self._run(cell, node, seed, None, stop=None)
         donor = self._run(self._cells[cell.start.cell or cell.name], None, seed, None, stop=cell.start.step)
@@ -273,7 +273,7 @@ def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dic
     """Entries of ``faults`` that make a node.
 
     Args:
-        node: null: none.
+        node: None: none.
         seed: of the run.
         study: of its configuration; in one of its replicas the node is unhealthy.
     """

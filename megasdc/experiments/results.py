@@ -80,8 +80,8 @@ class SweepResults:
         """Values step by step.
 
         Args:
-            run_ids: of these runs; null: all.
-            names: of these metrics; null: all.
+            run_ids: of these runs; None: all.
+            names: of these metrics; None: all.
 
         Returns:
             Table with ``run_id, step, name, value``; NaN where a run wrote NaN or Inf.

@@ -89,7 +89,7 @@ class RunningRanks:
         return [process.sentinel for process, code in zip(self.processes, self._codes, strict=True) if code is None]
 
     def settle(self) -> list[int] | None:
-        """Exit codes, negative for signals, once all have ended; null before.
+        """Exit codes, negative for signals, once all have ended; None before.
 
         When one rank has failed the others are ended: without it they would wait until their timeout.
         """

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
 OnEstimate = Callable[[float | None, int, int], None]
-"""Told seconds, null where the first steps of a run failed; runs that are left; runs side by side."""
+"""Told seconds, None where the first steps of a run failed; runs that are left; runs side by side."""
 ARRAY_AT_ONCE = 32
 
 
@@ -36,7 +36,7 @@ class Sweep:
     Args:
         plan: of all runs.
         chosen: runs that are to be run, by id.
-        size: the size that was chosen; null: the file has none.
+        size: the size that was chosen; None: the file has none.
         out: folder of the results.
     """
 
@@ -53,8 +53,8 @@ def open_sweep(
 
     Args:
         path: the file.
-        size: one of its sizes; null: its first.
-        out: folder of the results; null: ``runs/sweeps/NAME-SIZE``.
+        size: one of its sizes; None: its first.
+        out: folder of the results; None: ``runs/sweeps/NAME-SIZE``.
         only: names of the cells to run; empty: all.
         to_run: check also that data are there or can be prepared.
 
@@ -98,7 +98,7 @@ def run_sweep(
 
     Args:
         sweep: checked.
-        workers: runs side by side; null: as cores and devices allow.
+        workers: runs side by side; None: as cores and devices allow.
         progress: show the bar of data preparation.
         retry_failed: run those again that ended as failed.
         on_progress: told (what, done, total).
@@ -180,7 +180,7 @@ def choose_workers(plan: Plan, asked: int | None = None) -> int:
 
     Args:
         plan: of the sweep.
-        asked: by the user; null: as many as this process has cores for their ranks and threads, and devices for their
+        asked: by the user; None: as many as this process has cores for their ranks and threads, and devices for their
             ranks where it has any.
 
     Raises:

@@ -110,7 +110,7 @@ def load_sweep(path: Path | str, size: str | None) -> SweepFile:
 
     Args:
         path: the file.
-        size: name of the variant; null: the file as it stands, if it has no sizes, else its first size.
+        size: name of the variant; None: the file as it stands, if it has no sizes, else its first size.
 
     Returns:
         The sweep with the variant applied, ``sizes`` holding that one alone.

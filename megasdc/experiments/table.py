@@ -23,12 +23,12 @@ class SweepTable:
 
     Args:
         name: of the sweep.
-        size: its size; null: it has none.
+        size: its size; None: it has none.
         folder: of the results.
         done: rows that are there.
         planned: rows that there will be.
         scores: by cell.
-        papers: rows of the paper by cell; null: none stands beside it.
+        papers: rows of the paper by cell; None: none stands beside it.
         tables: of papers.
         nodes: of studies, where the sweep's runs are studies.
     """

@@ -85,7 +85,7 @@ class InjectedDelays(EngineHook):
     Args:
         specs: all entries of the run.
         dims: place of this rank.
-        host: name of this rank's host; null: as the system says.
+        host: name of this rank's host; None: as the system says.
     """
 
     def __init__(self, specs: Sequence[DelaySpec], dims: ParallelDims, host: str | None = None) -> None:

@@ -104,7 +104,7 @@ class Injector:
         dims: layout and place of this rank.
         hidden_size: width of the model.
         on_firing: told every firing.
-        host: name of this rank's host; null: as the system says.
+        host: name of this rank's host; None: as the system says.
         vocab_size: ids that tokens may have; needed with phase ``tokens``.
 
     Raises:
@@ -145,7 +145,7 @@ class Injector:
             result: any shape; is left as it is.
 
         Returns:
-            A changed copy with the same strides, or null if no bit changed.
+            A changed copy with the same strides, or None if no bit changed.
 
         Sync: waits for the device if a spec fires, or has a range of values and is due.
         """
@@ -166,7 +166,7 @@ class Injector:
         return self._harm(address, kept, lambda: kept) is not None
 
     def _harm(self, address: Address, result: Tensor, take: Callable[[], Tensor]) -> Tensor | None:
-        """Change what ``take`` gives, if a spec fires; null if no bit changed."""
+        """Change what ``take`` gives, if a spec fires; None if no bit changed."""
         fitting = self._fits(address)
         if not fitting:
             return None
@@ -233,7 +233,7 @@ class Injector:
     def _fire(
         self, index: int, address: Address, result: Tensor, call: int
     ) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """Places and new values of what changes; null: nothing."""
+        """Places and new values of what changes; None: nothing."""
         spec, tally = self.specs[index], self.tallies[index]
         draws = self._draws[index].generator(address.step, address.micro_batch, f"{address.fqn} {address.slot}", call)
         chosen = pick_elements(result, spec, draws)

@@ -34,7 +34,7 @@ class ProcessFaults(EngineHook):
         on_firing: told what is about to happen; what it writes must be on the disk when it returns.
         fired_before: indices of specs that fired on this rank before it was restarted; they act again only with
             ``after_restart``.
-        host: name of this rank's host; null: as the system says.
+        host: name of this rank's host; None: as the system says.
     """
 
     def __init__(

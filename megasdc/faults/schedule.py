@@ -52,7 +52,7 @@ class Draws:
 
         Args:
             step: optimizer step, first is 1.
-            micro_batch: micro-batch in the step, or null.
+            micro_batch: micro-batch in the step, or None.
             name: names the tensor.
             call: how often this address was seen before in this step.
         """

@@ -17,7 +17,7 @@ def why_unfired(spec: FaultSpec, tallies: Sequence[Tally]) -> str | None:
         tallies: what each rank met.
 
     Returns:
-        Null if some bit was changed on some rank.
+        None if some bit was changed on some rank.
     """
     if any(tally.changed for tally in tallies):
         return None

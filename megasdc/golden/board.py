@@ -54,7 +54,7 @@ class Board:
             self._store.set(name, json.dumps(message))
 
     def read(self, name: str) -> Any:
-        """A message; null where nothing has been written yet."""
+        """A message; None where nothing has been written yet."""
         with self._store_errors():
             return json.loads(self._store.get(name)) if self._store.check([name]) else None
 

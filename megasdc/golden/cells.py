@@ -42,8 +42,8 @@ class RankReport:
         last: address of the last of them.
         silent_s: seconds since its last sign of life, when it ended.
         detail: why, for people.
-        changed: of each fault of a drill, how often it changed bits; null while that is not known.
-        acted: of each process fault of a drill, whether it acted, as 0 or 1; null while that is not known.
+        changed: of each fault of a drill, how often it changed bits; None while that is not known.
+        acted: of each process fault of a drill, whether it acted, as 0 or 1; None while that is not known.
     """
 
     host: str

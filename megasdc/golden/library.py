@@ -21,8 +21,8 @@ def choose_golden(folder: Path, ranks: int | None = None, layout: dict[str, int]
 
     Args:
         folder: with files ``*.golden``.
-        ranks: only traces whose ranks divide this number; null: of any number.
-        layout: only traces of this layout; null: of any.
+        ranks: only traces whose ranks divide this number; None: of any number.
+        layout: only traces of this layout; None: of any.
 
     Returns:
         The file that fits; of several the one with the most ranks, then the first by name.

@@ -44,7 +44,7 @@ def verify_as_launched(
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
-        faults: a drill, file of faults that harm ranks on purpose, read on rank 0; null: none.
+        faults: a drill, file of faults that harm ranks on purpose, read on rank 0; None: none.
         on_result: on rank 0, given the result before any rank ends, since the launcher ends a host's ranks together.
         on_progress: on rank 0, see ``Progress``.
 

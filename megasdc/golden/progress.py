@@ -18,7 +18,7 @@ def run_progress(
     clock: Callable[[], float] = time.monotonic,
     unit: str = "runs",
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar of runs; yields what is to be told runs done, and of how many (null: time decides).
+    """A progress bar of runs; yields what is to be told runs done, and of how many (None: time decides).
 
     Args:
         console: where it is drawn.

@@ -15,7 +15,7 @@ from megasdc.parallel.local_ranks import count_accelerators, hold_store, rank_en
 from megasdc.sdc.golden import load_header
 
 Progress = Callable[[int, int | None], None]
-"""Called with runs done by all ranks, and of how many; null where time decides."""
+"""Called with runs done by all ranks, and of how many; None where time decides."""
 
 
 def verify_here(
@@ -32,12 +32,12 @@ def verify_here(
 
     Args:
         golden: the file.
-        devices: null: one cell, as many ranks as the golden trace has. A number: so many cells of one rank each, that
+        devices: None: one cell, as many ranks as the golden trace has. A number: so many cells of one rank each, that
             do not communicate, one a device; on a host without accelerators, side by side on its processor.
         repeats: runs of each case.
         minutes: instead of repeats: so long.
         timeout_s: seconds without progress after which a rank hangs.
-        drill: faults that harm the ranks on purpose, from ``load_drill``; null: none.
+        drill: faults that harm the ranks on purpose, from ``load_drill``; None: none.
         on_progress: see ``Progress``.
 
     Raises:

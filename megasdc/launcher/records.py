@@ -39,7 +39,7 @@ class StartedRecord:
 class DoneRecord:
     """A rank has ended by itself; the fields are named as in the file.
 
-    ``exit_code`` is what the process is about to return, ``error_class`` and ``message`` are null where it is 0, and
+    ``exit_code`` is what the process is about to return, ``error_class`` and ``message`` are None where it is 0, and
     ``first_line`` is the message's first line, ``launcher_gone`` whether the launcher of its host had ended before it.
     """
 

@@ -53,6 +53,6 @@ Source: NVIDIA's data sheets, without sparsity.
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Look up the peak of a device; null where the name is not known."""
+    """Look up the peak of a device; None where the name is not known."""
     fitting = [part for part in PEAK_TFLOPS if part in device_name]
     return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None

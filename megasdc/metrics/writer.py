@@ -23,7 +23,7 @@ class MetricsWriter:
 
     Args:
         run_dir: the run folder.
-        monitor: DeepSpeed's monitor; null writes the file alone.
+        monitor: DeepSpeed's monitor; None writes the file alone.
     """
 
     def __init__(self, run_dir: Path | str, monitor: Any = None) -> None:
@@ -105,7 +105,7 @@ def set_aside(run_dir: Path | str) -> Path | None:
     """Rename the metrics of an earlier run in the same folder, so that a new one does not mix with them.
 
     Returns:
-        The new name; null if there were none.
+        The new name; None if there were none.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists() or path.stat().st_size == 0:

@@ -133,7 +133,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             labels: [s, b], over the whole vocabulary.
             first_column: of this rank.
             group: the tensor group.
-            observe: null, or told ``maximum``, ``predicted`` and ``sum``, each [s, b].
+            observe: None, or told ``maximum``, ``predicted`` and ``sum``, each [s, b].
 
         Returns:
             [s, b], fp32.

@@ -85,7 +85,7 @@ class TorchAttention(nn.Module):
             query: [s, b, n/tp, d].
             key: [s, b, g/tp, d].
             value: [s, b, g/tp, d].
-            attention_mask: must be null; attention is causal.
+            attention_mask: must be None; attention is causal.
 
         Returns:
             [s, b, h/tp].
@@ -172,7 +172,7 @@ class ResidualAdd(nn.Module):
         """Add bias, drop, add the residual.
 
         Args:
-            x_with_bias: branch output [s, b, h] (or [s/tp, b, h]) and its bias [h] or null.
+            x_with_bias: branch output [s, b, h] (or [s/tp, b, h]) and its bias [h] or None.
             residual: [s, b, h] (or [s/tp, b, h]).
             prob: probability of dropping.
 

@@ -130,7 +130,7 @@ def _balance(sizes: ModelSizes, stages: int) -> list[int]:
 
 
 def _filled(weights: list[int], stages: int, limit: int) -> list[int] | None:
-    """Fill one stage after the other up to a limit, leaving a layer for each that follows; null: too many stages."""
+    """Fill one stage after the other up to a limit, leaving a layer for each that follows; None: too many stages."""
     counts: list[int] = []
     load = count = 0
     for position, weight in enumerate(weights):

@@ -41,7 +41,7 @@ from megasdc.model.kinds import (
 from megasdc.model.layers import FinalNorm, OutputLayer, PositionEmbedding, TransformerBlock, WordEmbedding
 
 Emit = Callable[[str, str, str, Tensor], Tensor | None]
-"""Called with (phase, fqn, slot, result); answers null, or the value to go on with."""
+"""Called with (phase, fqn, slot, result); answers None, or the value to go on with."""
 
 _COLUMN = frozenset({QKV, FC1, HEAD})
 _ROW = frozenset({PROJECTION, FC2})
@@ -54,7 +54,7 @@ class Submodule:
     Args:
         fqn: full name; its first number is the place of the layer in the whole pipeline.
         kind: one of ``megasdc.model.kinds.KINDS``.
-        module: what computes it; null for an activation, which Megatron-core computes in a function, and for the loss.
+        module: what computes it; None for an activation, which Megatron-core computes in a function, and for the loss.
         parameters: its own parameters by name, without those of submodules below it.
     """
 
@@ -65,7 +65,7 @@ class Submodule:
 
     @property
     def layer(self) -> int | None:
-        """Place of its layer in the whole pipeline; null for the loss."""
+        """Place of its layer in the whole pipeline; None for the loss."""
         return None if self.kind == LOSS else int(self.fqn.split(".", 1)[0])
 
 

@@ -30,7 +30,7 @@ class Rule:
     """What bounds one parameter at one place.
 
     Args:
-        absolute: the first absolute bound that fits it; null: none does.
+        absolute: the first absolute bound that fits it; None: none does.
         spike: the first spike-aware one.
         policy: what happens to NaN and Inf, of the first bound that fits.
     """
@@ -79,7 +79,7 @@ def limits_at(rule: Rule, step: int, scale: float, *, floor: float | None = None
         rule: of the parameter.
         step: optimizer step, first is 1.
         scale: loss scale.
-        floor: smallest V; null: the spike-aware bound does not act in this step.
+        floor: smallest V; None: the spike-aware bound does not act in this step.
         v_factor: what V is multiplied by.
     """
     absolute, spike = rule.absolute, None if floor is None else rule.spike

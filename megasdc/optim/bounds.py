@@ -54,7 +54,7 @@ class ShardBounds:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
         names: full name of each parameter of the stage; a tied copy has the name of its original.
         specs: the entries of the configuration; those that bound nothing are ignored.
-        reset: resets of the moments; null: there are none.
+        reset: resets of the moments; None: there are none.
         dims: layout and place of this rank.
     """
 
@@ -192,7 +192,7 @@ class ShardBounds:
         self._end(AFTER_NORM, sums, looked_at)
 
     def first_non_finite(self) -> tuple[str, str, int, int] | None:
-        """Of this step: (place, parameter, NaN, Inf) of the first parameter that had any; null: all were finite.
+        """Of this step: (place, parameter, NaN, Inf) of the first parameter that had any; None: all were finite.
 
         Sync: waits for the device.
         """

@@ -20,7 +20,7 @@ class GradientPart:
     Args:
         name: full name of the parameter.
         gradient: [n], to be changed in place; it holds ``scale`` times the gradient.
-        second_moment: [n], fp32, the optimizer's from before this step, not to be changed; null in the first step.
+        second_moment: [n], fp32, the optimizer's from before this step, not to be changed; None in the first step.
         step: optimizer step, first is 1.
         scale: loss scale.
         offset: place of the first element in the whole parameter, row-major.

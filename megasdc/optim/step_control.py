@@ -44,7 +44,7 @@ class StepControl:
 
         Args:
             norm: 2-norm of the whole gradient as it is stored, loss scale included, 0-d, finite, the same on all ranks;
-                null: DeepSpeed's.
+                None: DeepSpeed's.
             skip: whether all ranks leave the step out.
         """
         self._norm, self._skip = norm, skip

@@ -171,7 +171,7 @@ def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> tupl
 
 
 def _map(findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> dict[str, Any]:
-    """Shares and relative differences as decimal logarithms, ``equal`` where nothing differs, null where nothing is."""
+    """Shares and relative differences as decimal logarithms, ``equal`` where nothing differs, None where nothing is."""
     places = {_cell(fqn) for fqn in fqns}
     columns = sorted({layer for layer, _ in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     worst: dict[tuple[str, str], tuple[float, float, str]] = {}

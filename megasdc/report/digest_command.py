@@ -33,7 +33,7 @@ def compare_by_digest(
 
     Args:
         paths: at least two.
-        extract: folder to write the blocks into that differ, of each path that is no manifest; null: none.
+        extract: folder to write the blocks into that differ, of each path that is no manifest; None: none.
         as_json: print one JSON object.
         limit: differences that are listed.
 

@@ -30,7 +30,7 @@ def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, a
     """Measure, print, and write the page where one is asked for.
 
     Returns:
-        What was found; null where nothing could be compared or the page not be written, which was said.
+        What was found; None where nothing could be compared or the page not be written, which was said.
     """
     quiet = as_json or not sys.stderr.isatty()
     columns = (SpinnerColumn(), TextColumn("comparing"), TotalFileSizeColumn(), TimeElapsedColumn())

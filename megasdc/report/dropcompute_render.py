@@ -149,7 +149,7 @@ def draw_times(figure: Any, times_s: NDArray[np.float64], marks: dict[str, float
         figure: with places in rows and columns.
         times_s: of replicas and steps, any shape.
         marks: times to point out, by name.
-        tau_s: another one; null: never drop.
+        tau_s: another one; None: never drop.
     """
     counts, edges = np.histogram(times_s, bins=80)
     middle = (edges[:-1] + edges[1:]) / 2
@@ -166,7 +166,7 @@ def draw_thresholds(figure: Any, curve: Curve, formulas: Formulas | None) -> Non
     Args:
         figure: with places in rows and columns; those at (1, 2) and (2, 1) are used.
         curve: of all thresholds.
-        formulas: drawn as lines beside; null: none.
+        formulas: drawn as lines beside; None: none.
     """
     finite = slice(None, -1)
     tau, plain = curve.thresholds_s[finite], curve.times_s[:, -1:] + curve.communication_s

@@ -24,8 +24,8 @@ def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) 
 
     Args:
         path: see ``digest_path``.
-        out: file to write, ``-`` for standard output; null: one in the working folder.
-        jobs: threads that read; null: one a core.
+        out: file to write, ``-`` for standard output; None: one in the working folder.
+        jobs: threads that read; None: one a core.
         as_json: print the summary as JSON.
 
     Raises:

@@ -61,7 +61,7 @@ class RunThreshold:
         return self.times.end_s[:, 0, :, -1]
 
     def at(self, rule: str, place: int) -> dict[str, Any]:
-        """What one threshold comes to, in plain values; an infinite threshold is null.
+        """What one threshold comes to, in plain values; an infinite threshold is None.
 
         Args:
             rule: one of ``rules``.
@@ -128,7 +128,7 @@ def search_run(
         times: recorded.
         max_drop_rate: largest share of micro-batches that may be left out, in [0, 1].
         min_micro_batches: that every replica completes whatever the threshold, >= 1.
-        communication_s: Tc; null: as measured.
+        communication_s: Tc; None: as measured.
         sigmas: of the predictive rule, see ``ClockDecisions``.
 
     Raises:

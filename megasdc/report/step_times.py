@@ -101,8 +101,8 @@ def load_step_times(
 
     Args:
         run: the run folder.
-        first_step: earlier ones are passed over; null: none.
-        last_step: later ones are passed over; null: none.
+        first_step: earlier ones are passed over; None: none.
+        last_step: later ones are passed over; None: none.
         on_progress: told what is done, how much of it, and of how much.
 
     Raises:

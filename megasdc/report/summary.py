@@ -25,13 +25,13 @@ class Failure:
     Args:
         exit_code: of the launch; see README.
         text: the cause, as the front or the rank tells it.
-        rank: global rank that failed first; null: not known.
-        host: its host; null: not known.
-        verdict: on the cause, of silent data corruption; null: the failure is none, or no report of it was written.
+        rank: global rank that failed first; None: not known.
+        host: its host; None: not known.
+        verdict: on the cause, of silent data corruption; None: the failure is none, or no report of it was written.
         suspects: ranks that were named, or of which one is wrong, with their hosts; for NaN and Inf where they came
             up first.
-        incident: page of the report; null as ``verdict``.
-        verified_checkpoint: folder of the newest checkpoint after which an audit agreed; null: there is none.
+        incident: page of the report; None as ``verdict``.
+        verified_checkpoint: folder of the newest checkpoint after which an audit agreed; None: there is none.
     """
 
     exit_code: int
@@ -51,20 +51,20 @@ class RunSummary:
     Args:
         run_dir: its folder.
         steps: last step reported; 0: none.
-        planned_steps: steps of the whole run; null: not known, as nothing was trained here.
-        first_loss: mean loss of the first reported window, nats; null: none was reported, or it was not finite.
-        last_loss: mean loss of the last reported window, nats; null as ``first_loss``.
-        eval_loss: last evaluation; null if there was none.
+        planned_steps: steps of the whole run; None: not known, as nothing was trained here.
+        first_loss: mean loss of the first reported window, nats; None: none was reported, or it was not finite.
+        last_loss: mean loss of the last reported window, nats; None as ``first_loss``.
+        eval_loss: last evaluation; None if there was none.
         unigram_entropy: entropy of the training tokens without context, nats; what a model that knows only how
-            frequent each token is would reach. Null for a blend, whose frequencies no manifest holds, and if the data
+            frequent each token is would reach. None for a blend, whose frequencies no manifest holds, and if the data
             have gone.
         tokens: tokens used.
-        tokens_per_s: median over the reported windows, all ranks; null: none was reported.
+        tokens_per_s: median over the reported windows, all ranks; None: none was reported.
         skipped_steps: steps that the optimizer did not take.
         resumed_from: steps that the run resumed from.
         changed_settings: fields of the configuration that a resume found changed, as sentences.
         checkpoints: folders of the checkpoints that are kept.
-        failure: how the last launch failed; null: it did not, or it left no word.
+        failure: how the last launch failed; None: it did not, or it left no word.
     """
 
     run_dir: str

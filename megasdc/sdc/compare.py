@@ -25,9 +25,9 @@ class Divergence:
         rank: global rank.
         address: of the result.
         place: how many results the rank recorded before it.
-        expected: checksum that was expected; null where no result was.
-        got: checksum that was computed; null where none was.
-        against: rank that computed what was expected, where the layouts differ; null: the same rank.
+        expected: checksum that was expected; None where no result was.
+        got: checksum that was computed; None where none was.
+        against: rank that computed what was expected, where the layouts differ; None: the same rank.
     """
 
     rank: int

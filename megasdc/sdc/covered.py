@@ -23,7 +23,7 @@ class Shape:
         replicas: data-parallel size.
         tensor: tensor-parallel size.
         micro_batches: of a step on each replica.
-        covered: micro-batches of a step that checks of every step look at; null: one or all, by what it costs.
+        covered: micro-batches of a step that checks of every step look at; None: one or all, by what it costs.
         recomputes: whether activations are recomputed.
     """
 

@@ -49,14 +49,14 @@ def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kind_of_extremes(smallest: float, largest: float) -> str | None:
-    """Which kind of non-finite elements a tensor has; null: none."""
+    """Which kind of non-finite elements a tensor has; None: none."""
     if math.isnan(smallest) or math.isnan(largest):
         return NAN
     return INF if math.isinf(smallest) or math.isinf(largest) else None
 
 
 def kind_of(tensors: Sequence[Tensor]) -> str | None:
-    """Which kind of non-finite elements some tensors have; null: none; NaN before Inf.
+    """Which kind of non-finite elements some tensors have; None: none; NaN before Inf.
 
     Sync: waits for the device.
     """
@@ -115,11 +115,11 @@ def first_of(found: Sequence[NonFinite | None], layout: ParallelDims) -> tuple[i
     Replicas do not influence each other within a micro-batch; of two at the same place the lower rank is taken.
 
     Args:
-        found: by global rank; null: all results were finite.
+        found: by global rank; None: all results were finite.
         layout: sizes of the parallel dimensions.
 
     Returns:
-        The rank and its result; null where all ranks' results were finite.
+        The rank and its result; None where all ranks' results were finite.
     """
     keyed = []
     for rank, one in enumerate(found):

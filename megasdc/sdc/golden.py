@@ -69,7 +69,7 @@ class Golden:
 
 
 def key_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Parts of two keys that differ, as (expected, got); a part that one lacks is null there."""
+    """Parts of two keys that differ, as (expected, got); a part that one lacks is None there."""
     names = sorted(set(expected) | set(got))
     return {name: (expected.get(name), got.get(name)) for name in names if expected.get(name) != got.get(name)}
 
@@ -139,7 +139,7 @@ def load_golden(path: Path, rank: int | None = None) -> Golden:
 
     Args:
         path: the file.
-        rank: only the traces of this rank; null: of all.
+        rank: only the traces of this rank; None: of all.
 
     Raises:
         TraceError: the file is missing, truncated, edited, of another format, or names an unknown algorithm.

@@ -49,11 +49,11 @@ class FlaggedRank(RankPlace):
     Args:
         verdict: of this rank; inconclusive: it is certainly wrong, but its repeats do not say how often.
         first: its first result that was wrong.
-        expected: checksum that the result should have, 16 hexadecimal digits; null: not known.
-        got: checksum that it has; null: not known.
+        expected: checksum that the result should have, 16 hexadecimal digits; None: not known.
+        got: checksum that it has; None: not known.
         repeats: how often the rank computed the micro-batch again.
         wrong_repeats: in how many of them it was wrong.
-        rate_bound: upper bound of its rate of wrong micro-batches with 95 % confidence, in (0, 1]; null where it was
+        rate_bound: upper bound of its rate of wrong micro-batches with 95 % confidence, in (0, 1]; None where it was
             wrong again.
     """
 
@@ -72,7 +72,7 @@ class DisputedRank(RankPlace):
 
     Args:
         first: the first result that they disagree about.
-        got: the checksum that this rank computed, 16 hexadecimal digits; null: it computed none, or it is not known.
+        got: the checksum that this rank computed, 16 hexadecimal digits; None: it computed none, or it is not known.
     """
 
     first: Address
@@ -129,7 +129,7 @@ class Incident:
         time: when it was found, ISO 8601, UTC.
         run_dir: the run folder.
         step: optimizer step, first is 1.
-        micro_batch: micro-batch in the step, first is 0; null where it belongs to none.
+        micro_batch: micro-batch in the step, first is 0; None where it belongs to none.
         tier: what found it.
         verdict: of the incident; of several flagged ranks the worst.
         basis: what says which value is right.
@@ -141,9 +141,9 @@ class Incident:
         evidence: what was compared.
         environment: what the run ran on.
         earlier: earlier events that may belong to it, oldest first.
-        golden: golden trace file to verify hosts with; null: there is none.
-        verified_checkpoint: folder of the newest verified checkpoint; null: there is none.
-        newest_candidate: folder of the newest checkpoint that is not verified; null: there is none.
+        golden: golden trace file to verify hosts with; None: there is none.
+        verified_checkpoint: folder of the newest verified checkpoint; None: there is none.
+        newest_candidate: folder of the newest checkpoint that is not verified; None: there is none.
         not_read: files of the run that could not be read for this report, a sentence each.
 
     Raises:

@@ -34,7 +34,7 @@ class Score:
 
     Args:
         value: its distance in the usual one.
-        replica: whose it is; null: of all in common.
+        replica: whose it is; None: of all in common.
         submodule: place in the list.
         feature: place in the list.
     """
@@ -59,7 +59,7 @@ class Outliers:
             features: [replicas, submodules, features], on the host, not negative, finite.
 
         Returns:
-            Null as long as too little is known.
+            None as long as too little is known.
         """
         logs = features.double().clamp_min(torch.finfo(torch.float32).tiny).log()
         center = logs.quantile(0.5, 0)
@@ -80,7 +80,7 @@ class Outliers:
         """The usual distances of logarithms, across replicas and from the past, each [submodules, features].
 
         Returns:
-            Null as long as too little is known.
+            None as long as too little is known.
         """
         if len(self._centers) < NEEDED:
             return None

@@ -74,7 +74,7 @@ class Latency:
         tier: one of ``TIERS``.
         rate: probability that a micro-batch of the bad rank is wrong.
         expected: by formula; infinite if the tier never sees it.
-        simulated: mean of the simulation; null if there was none.
+        simulated: mean of the simulation; None if there was none.
         error: standard error of that mean.
     """
 
@@ -100,7 +100,7 @@ class PlanResult:
     trials: int
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values; an infinite latency is null."""
+        """In plain values; an infinite latency is None."""
         return {
             "plan": asdict(self.plan),
             "tiers": {
@@ -142,7 +142,7 @@ def largest_interval(latency: float, rate: float) -> int | None:
         rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
 
     Returns:
-        K; null if even audits of every step take longer: 1 / rate steps.
+        K; None if even audits of every step take longer: 1 / rate steps.
     """
     interval = math.floor((latency - 0.5) / (1 / rate - 0.5) * (1 + 1e-12))  # equal up to rounding is reached
     return interval if interval >= 1 else None

@@ -83,7 +83,7 @@ def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, 
 
 
 def pair_at(trace: Trace, address: Address) -> tuple[int, int] | None:
-    """The checksums of a forward result and of its recomputation; null: it was not computed twice.
+    """The checksums of a forward result and of its recomputation; None: it was not computed twice.
 
     Args:
         trace: of one rank.
@@ -110,7 +110,7 @@ def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, in
     Args:
         rank: global rank.
         found: where it first differed from itself.
-        again: checksums of the forward result and of its recomputation in each repeat; null: none.
+        again: checksums of the forward result and of its recomputation in each repeat; None: none.
         earlier: whether the rank was wrong in an earlier event of the run.
     """
     known = [pair for pair in again if pair is not None]

@@ -46,18 +46,18 @@ class Ruling:
     """What is to be said of one rank, or of several of which none can be named.
 
     Args:
-        rank: the rank that is wrong; null: none can be named.
+        rank: the rank that is wrong; None: none can be named.
         verdict: persistent: all repeats gave the same wrong value; intermittent: wrong again but not always or not
             equally, or a second time after an earlier event; not_reproduced: right in all repeats; inconclusive: the
             repeats do not say, or no rank can be named.
         basis: why this rank; one of the module's.
-        address: of its first wrong result, or where ranks part; null: evidence is missing and nothing parted.
+        address: of its first wrong result, or where ranks part; None: evidence is missing and nothing parted.
         wrong: repeats in which it was seen to be wrong.
         repeats: repeats that count.
         rate_bound: if not reproduced: rates of errors per repeat above this one would have shown one with probability
             0.95 or more.
         suspects: if no rank is named: those that it may be.
-        expected: the right checksum at the address; null: not known.
+        expected: the right checksum at the address; None: not known.
         got: checksums there by rank, of the one that is named or of the suspects; absent: not known.
     """
 
@@ -94,7 +94,7 @@ def repeated_value(
         layout: sizes of the parallel dimensions.
 
     Returns:
-        The checksum; null where the rank left no result there, or something that its replica had computed before was
+        The checksum; None where the rank left no result there, or something that its replica had computed before was
         not as in the audit: then another result would prove nothing about this rank.
     """
     original, again = audit.get(rank), repeat.get(rank)
@@ -143,7 +143,7 @@ def settle(
 
     Args:
         ballot: outcome of the vote.
-        repeats: by (global rank, place), each of ``to_repeat``, what the rank computed there in each repeat; null or
+        repeats: by (global rank, place), each of ``to_repeat``, what the rank computed there in each repeat; None or
             absent: no evidence, as from a rank that died, which is never taken for a right value nor for a wrong one.
         golden: by global rank, whether it computes what the golden trace holds; absent: not verified. A rank that only
             received wrong values of another is not to be given as false.
@@ -235,7 +235,7 @@ class _Case:
             rank: global rank.
             address: where.
             original: its value in the audit.
-            right: the right value; null: not known.
+            right: the right value; None: not known.
             basis: why this rank.
         """
         found = self.repeats.get(rank, ())

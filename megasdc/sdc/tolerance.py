@@ -33,7 +33,7 @@ class Tolerance:
 
     @property
     def threshold(self) -> float | None:
-        """Values above it are warned of; null: not measured yet."""
+        """Values above it are warned of; None: not measured yet."""
         if len(self._clean) < MEASURED:
             return None
         ordered = sorted(self._clean)

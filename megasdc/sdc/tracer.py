@@ -20,7 +20,7 @@ class Tracer:
     Args:
         algorithm: computes the checksums.
         section: which steps, micro-batches and phases.
-        fqns: submodules whose results are recorded, where other listeners observe more; null: of all that are observed.
+        fqns: submodules whose results are recorded, where other listeners observe more; None: of all that are observed.
     """
 
     def __init__(self, algorithm: ChecksumAlgorithm, section: TraceSection, fqns: Iterable[str] | None = None) -> None:
@@ -75,7 +75,7 @@ def choose_submodules(
     Args:
         submodules: all of a stage.
         granularity: a key of ``GRANULARITIES``.
-        layers: places of layers in the whole pipeline, as in names; null: all. The loss belongs to none and is always
+        layers: places of layers in the whole pipeline, as in names; None: all. The loss belongs to none and is always
             taken.
     """
     kinds = GRANULARITIES[granularity]

@@ -31,7 +31,7 @@ class Finding:
     Args:
         compared: results that were compared.
         divergences: how many differ.
-        first: the first in execution order; null if none differs.
+        first: the first in execution order; None if none differs.
         key: its place in that order, comparable between ranks of one cell.
     """
 

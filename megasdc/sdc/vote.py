@@ -41,10 +41,10 @@ def vote(
     """Name the ranks that computed something else than the majority of replicas.
 
     Args:
-        traces: by global rank, of one micro-batch that all replicas computed; null or absent: no evidence of that rank.
+        traces: by global rank, of one micro-batch that all replicas computed; None or absent: no evidence of that rank.
         layout: sizes of the parallel dimensions.
         comparable: positions where hardware and versions of all replicas are equal; the others are left out, and
-            differences that may follow from them are disputed. Null: all.
+            differences that may follow from them are disputed. None: all.
 
     Raises:
         ValueError: a rank is outside the layout, or a trace holds more than one micro-batch.
@@ -148,7 +148,7 @@ class _Position:
         return {one: self._checksums[one][place] for one in sorted(remaining) if self.ends[one] > place}
 
     def parting(self, remaining: set[int]) -> int | None:
-        """First place where two of the remaining replicas have different values; null: nowhere."""
+        """First place where two of the remaining replicas have different values; None: nowhere."""
         longest = max(sorted(remaining), key=lambda replica: self.ends[replica])
         places = [self._parting(longest, replica) for replica in remaining if replica != longest]
         return min((place for place in places if place is not None), default=None)
@@ -198,7 +198,7 @@ class _Position:
 
 
 def _kinds(found: list[list[Address] | None]) -> tuple[list[int | None], list[list[Address]]]:
-    """Tell equal lists from others: the number of each, null for null, and the lists by number."""
+    """Tell equal lists from others: the number of each, None for None, and the lists by number."""
     kinds: list[int | None] = []
     distinct: list[list[Address]] = []
     fields: list[list[tuple[Any, ...]]] = []  # tuples compare several times faster than addresses

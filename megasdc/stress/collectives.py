@@ -43,7 +43,7 @@ class Group:
     Args:
         host: where its rank 0 has a store.
         port: of the store.
-        store: the store, on rank 0; null elsewhere.
+        store: the store, on rank 0; None elsewhere.
         rank: in the group.
         ranks: how many.
         device: NCCL on CUDA, else gloo.
@@ -123,7 +123,7 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
     Args:
         group: of ranks that all call this.
         round_number: first is 1.
-        harm: a drill's injector; null: none.
+        harm: a drill's injector; None: none.
 
     Returns:
         ``compared`` and ``wrong`` collectives, ``findings``: the first wrong ones.

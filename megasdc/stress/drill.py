@@ -128,7 +128,7 @@ class SlotDrill:
 
     Args:
         faults: plain.
-        host: its host's name; null: as the system says.
+        host: its host's name; None: as the system says.
     """
 
     def __init__(self, faults: list[dict[str, Any]], host: str | None = None) -> None:
@@ -140,7 +140,7 @@ class SlotDrill:
         self._past = [Tally() for _ in faults]
 
     def harm(self, hidden: int) -> Injector | None:
-        """The injector for results of a model of this width; null without faults."""
+        """The injector for results of a model of this width; None without faults."""
         if not self._specs:
             return None
         if hidden not in self._injectors:

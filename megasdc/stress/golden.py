@@ -48,11 +48,11 @@ class GoldenFolder:
     training: tuple[GoldenTraining, ...] = ()
 
     def products_for(self, key: Mapping[str, Any]) -> dict[str, int] | None:
-        """Checksums for a device of this key, by case; null: none."""
+        """Checksums for a device of this key, by case; None: none."""
         return next((checksums for own, checksums in self.products if own == key), None)
 
     def training_for(self, key: Mapping[str, Any]) -> GoldenTraining | None:
-        """A golden trace whose key says the same of the device and its versions; null: none."""
+        """A golden trace whose key says the same of the device and its versions; None: none."""
         named = {name: value for name, value in key.items() if name != "algorithm"}
         return next(
             (one for one in self.training if all(one.key.get(name) == value for name, value in named.items())), None
@@ -76,7 +76,7 @@ def load_folder(folder: Path) -> GoldenFolder:
 
 
 def _load_training(file: Path) -> GoldenTraining | None:
-    """A golden trace; null if it is of several ranks, which a device alone does not run."""
+    """A golden trace; None if it is of several ranks, which a device alone does not run."""
     from megasdc.sdc.golden import load_golden
     from megasdc.stress.drill import ALONE
     from megasdc.stress.training import encode

@@ -27,7 +27,7 @@ PASSES = 3
 rounds."""
 
 Harm = Callable[[int], Listener | None]
-"""The injector for layers of a model of this width; null: none."""
+"""The injector for layers of a model of this width; None: none."""
 
 
 @dataclass

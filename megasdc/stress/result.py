@@ -30,8 +30,8 @@ class StressResult:
 
     Args:
         verdicts: in the order of the hostfile.
-        drill: what was harmed on purpose; null: nothing.
-        drilled: what its faults did, from ``summarize``; null where that is not known.
+        drill: what was harmed on purpose; None: nothing.
+        drilled: what its faults did, from ``summarize``; None where that is not known.
         interrupted: ended before its time.
         states: what is known of each host, in the same order.
     """
@@ -59,7 +59,7 @@ class StressResult:
         }
 
     def drill_report(self) -> dict[str, Any] | None:
-        """Whether the drill was found, and if not, why; null without one."""
+        """Whether the drill was found, and if not, why; None without one."""
         if self.drill is None:
             return None
         status = next(verdict.status for verdict in self.verdicts if verdict.host == self.drill.host)

@@ -22,7 +22,7 @@ MEETINGS = 3
 """Partners that a host meets in a round; from two on, one that is wrong each time is named in the first round."""
 
 Progress = Callable[[int, int | None], None]
-"""Called with rounds done, and of how many; null where time decides."""
+"""Called with rounds done, and of how many; None where time decides."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class StressPlan:
     Args:
         slots: devices by host; 0: those that it has.
         remote: over SSH; false: this host alone.
-        rounds: at most; null: time decides.
-        minutes: null: rounds decide.
+        rounds: at most; None: time decides.
+        minutes: None: rounds decide.
         only: tests, of ``TESTS``.
         timeout_s: seconds that a host may take for one test of a round.
-        drill: faults on one host; null: none.
+        drill: faults on one host; None: none.
         golden: golden values.
-        folder: keeps what is known after each round; null: nothing is kept.
+        folder: keeps what is known after each round; None: nothing is kept.
         resume: go on from what the folder holds.
-        ssh_port: null: SSH's own configuration.
+        ssh_port: None: SSH's own configuration.
     """
 
     slots: dict[str, int] = field(default_factory=lambda: {LOCAL_HOST: 0})
@@ -152,7 +152,7 @@ class _Test:
                 save_state(self._plan.folder, state)
 
     def drill_summary(self) -> list[dict[str, Any]] | None:
-        """What the faults of a drill did, over all processes of its host; null without one, or if it was lost."""
+        """What the faults of a drill did, over all processes of its host; None without one, or if it was lost."""
         drill = self._plan.drill
         if drill is None or drill.host not in self._links.alive:
             return None

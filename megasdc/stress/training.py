@@ -90,7 +90,7 @@ class SmallRun:
 
         Args:
             trace: from ``encode``.
-            key: what it holds for; null: for what this device computed earlier.
+            key: what it holds for; None: for what this device computed earlier.
 
         Returns:
             Parts of the key that differ, as [expected, here]; with any, the trace is not used.

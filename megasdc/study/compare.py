@@ -65,7 +65,7 @@ def compare_results(healthy: Tensor, other: Tensor, num_samples: int) -> Mismatc
         num_samples: mismatches that are listed one by one.
 
     Returns:
-        Null if all bits are equal.
+        None if all bits are equal.
 
     Sync: waits for the device.
     """

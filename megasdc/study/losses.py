@@ -69,7 +69,7 @@ def loss_spikes(
     it is not finite. Places with fewer losses before them are no spikes, unless not finite.
 
     Args:
-        losses: one a step; null: not finite.
+        losses: one a step; None: not finite.
         window: losses that one is compared with.
         deviations: how many.
     """

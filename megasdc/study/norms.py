@@ -77,7 +77,7 @@ class ShardNorms:
         """Compare one value of every owned fragment.
 
         Args:
-            pick: gives the value, [numel]; null: there is none.
+            pick: gives the value, [numel]; None: there is none.
 
         Returns:
             The whole first, then submodules in the order of the model; empty on the trusted replica.

@@ -17,7 +17,7 @@ def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
     """Collect the predictions of every micro-batch that is evaluated in the block.
 
     Args:
-        loss: of the last stage; null on other stages, where none are collected.
+        loss: of the last stage; None on other stages, where none are collected.
 
     Yields:
         A list that gets one tensor a micro-batch, [b, s], int64, on the host; the same on all ranks of a tensor group.

@@ -37,7 +37,7 @@ class ResultSync:
     Args:
         section: patterns, samples.
         bridge: to the other replicas.
-        tell: told every mismatch and, by ``flush``, what was compared; null on the trusted replica.
+        tell: told every mismatch and, by ``flush``, what was compared; None on the trusted replica.
     """
 
     def __init__(self, section: StudySection, bridge: Bridge, tell: Tell) -> None:
@@ -64,7 +64,7 @@ class ResultSync:
             result: any shape; is left as it is.
 
         Returns:
-            The trusted replica's result with the same strides, or null if this one has its bits.
+            The trusted replica's result with the same strides, or None if this one has its bits.
 
         Collective: the ranks of equal place in all replicas.
         Sync: waits for the device.

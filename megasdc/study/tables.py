@@ -26,8 +26,8 @@ _PARTS = {
 class MismatchRow:
     """What was compared and what differed of one replica, group of submodules and phase.
 
-    ``name`` is what ``by`` groups by; ``rank`` is null unless that is the rank. ``severity_mean`` and ``severity_max``
-    are null where no mismatch has a relative difference.
+    ``name`` is what ``by`` groups by; ``rank`` is None unless that is the rank. ``severity_mean`` and ``severity_max``
+    are None where no mismatch has a relative difference.
     """
 
     replica: int
@@ -68,9 +68,9 @@ class DistanceRow:
         quantity: gradient or parameters.
         fqn: of the submodule.
         comparisons: how many.
-        worst: the largest ||u - h|| / ||h||; null: none was finite.
+        worst: the largest ||u - h|| / ||h||; None: none was finite.
         worst_step: its step.
-        last: at the last comparison; null: it was not finite.
+        last: at the last comparison; None: it was not finite.
         not_finite: comparisons without a finite ratio.
     """
 
@@ -221,7 +221,7 @@ def distance_rows(lines: Iterable[Line]) -> list[DistanceRow]:
 
 
 def torn_note(summary: StudySummary) -> str | None:
-    """That lines are left out, and why; null where none is."""
+    """That lines are left out, and why; None where none is."""
     if not summary.torn:
         return None
     count = "1 file ends" if summary.torn == 1 else f"{summary.torn:,} files end"

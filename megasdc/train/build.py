@@ -57,7 +57,7 @@ def build_run(
         clock: told where each part of the start ends.
         signals: what this rank was sent since it started.
         held: told which folders this rank holds; they are released when the run has ended.
-        cut: place of this rank in a launch of several replicas; null without a study.
+        cut: place of this rank in a launch of several replicas; None without a study.
 
     Returns:
         The run with its hooks, at the step it goes on from.

@@ -41,7 +41,7 @@ def build_detection(
         run: with engine, loader and events.
         batches: this replica's micro-batches.
         signals: of this process.
-        injector: harms this run on purpose; null: nothing does.
+        injector: harms this run on purpose; None: nothing does.
         plan: what is covered.
     """
     sections, dims = config.megasdc, run.dims
@@ -83,7 +83,7 @@ def watches_of(detection: Detection) -> list[Watch]:
 def build_search(
     section: AlwaysOnSection, detection: Detection, run: Run, observation: Observation
 ) -> NonFiniteSearch | None:
-    """Make what looks for the place where NaN or Inf appeared first; null where the section does not want that.
+    """Make what looks for the place where NaN or Inf appeared first; None where the section does not want that.
 
     Args:
         section: what is checked in every step.
@@ -97,7 +97,7 @@ def build_search(
 
 
 def build_toleranced(sections: MegasdcSection, run: Run, signals: StopSignals) -> TolerancedChecks | None:
-    """Make the checks that only warn; null where the section does not want them.
+    """Make the checks that only warn; None where the section does not want them.
 
     Args:
         sections: the run's sections.

@@ -53,8 +53,8 @@ class Drills:
     """What harms a run on purpose.
 
     Args:
-        injector: of faults in tensors; null without.
-        process_faults: of this rank; null without.
+        injector: of faults in tensors; None without.
+        process_faults: of this rank; None without.
         delays: what tells of the latencies that are put in; at most one.
     """
 
@@ -71,12 +71,12 @@ class HookParts:
         config: of the run.
         run: still without hooks.
         manifest: of the training data.
-        eval_loader: null where nothing is evaluated.
-        kept: keeps the batches of a step, where a check may ask for them; else null.
+        eval_loader: None where nothing is evaluated.
+        kept: keeps the batches of a step, where a check may ask for them; else None.
         split: of the time of a step; on rank 0 alone.
         clock: of the start.
         signals: what this rank was sent.
-        study: of this replica; null without.
+        study: of this replica; None without.
         drills: what harms the run.
         locks: what this rank holds of the launch's folders.
     """

@@ -34,7 +34,7 @@ class ChangedSettings:
     Args:
         engine: newly built, nothing loaded.
         config: of this start.
-        study: that the run is a replica of; null: none.
+        study: that the run is a replica of; None: none.
     """
 
     def __init__(self, engine: TrainingEngine, config: RunConfig, study: StudySection | None) -> None:
@@ -73,7 +73,7 @@ class ChangedSettings:
         self.changes = changes
 
     def problem_of(self, saved: Mapping[str, Any], data: int) -> Problem | None:
-        """What `check` refuses of a universal checkpoint; null: nothing."""
+        """What `check` refuses of a universal checkpoint; None: nothing."""
         try:
             self.check(saved, data, universal=True)
         except CheckpointError as error:

@@ -84,7 +84,7 @@ def plan_checks(
         config: the run's configuration.
         engine: of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
-        speed: of this rank; null: costs are not told, and coverage "auto" is one micro-batch.
+        speed: of this rank; None: costs are not told, and coverage "auto" is one micro-batch.
         group: a group of all ranks on the host.
 
     Collective: all ranks of the world, where ``speed`` is given.

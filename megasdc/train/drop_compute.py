@@ -51,7 +51,7 @@ class DropCompute(StepHook, EngineHook):
     Args:
         section: the section, enabled.
         run: with engine and loader, at the step it goes on from.
-        writer: where rank 0 writes metrics; null on other ranks.
+        writer: where rank 0 writes metrics; None on other ranks.
         interval: steps between metrics.
 
     Raises:

@@ -28,7 +28,7 @@ class DropReport:
         section: of the configuration.
         run: with events.
         steps: of the run, before any compensation.
-        writer: where rank 0 writes metrics; null on other ranks.
+        writer: where rank 0 writes metrics; None on other ranks.
         interval: steps between metrics.
     """
 
@@ -40,7 +40,7 @@ class DropReport:
         self._speaks = run.dims.rank == 0
 
     def start(self, tau_s: float | None) -> None:
-        """A run begins; tau is null where it is to be chosen."""
+        """A run begins; tau is None where it is to be chosen."""
         if not self._speaks:
             return
         rule = self._describe(tau_s)

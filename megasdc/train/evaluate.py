@@ -20,7 +20,7 @@ class Evaluator(StepHook):
     Args:
         loader: the validation samples.
         interval: steps between evaluations.
-        writer: where rank 0 writes; null on other ranks.
+        writer: where rank 0 writes; None on other ranks.
     """
 
     def __init__(self, loader: EvalLoader, interval: int, writer: MetricsWriter | None) -> None:

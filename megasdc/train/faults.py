@@ -32,7 +32,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
         run: with engine, loader and events.
 
     Returns:
-        Null without ``faults``; then the run is left as it is.
+        None without ``faults``; then the run is left as it is.
     """
     if not sections.faults:
         return None
@@ -51,7 +51,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
 
 
 def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | None:
-    """Make what ends, stops or slows this rank, and hook it to the engine; null if there is nothing on this rank.
+    """Make what ends, stops or slows this rank, and hook it to the engine; None if there is nothing on this rank.
 
     Args:
         sections: the run's sections.
@@ -85,8 +85,8 @@ class FaultDrill(StepHook):
     """Says that faults are armed, harms saved checkpoints, keeps what has fired, and tells what never did.
 
     Args:
-        injector: null without ``faults``.
-        process: null without ``process_faults``.
+        injector: None without ``faults``.
+        process: None without ``process_faults``.
         checkpoints: folder of the run's checkpoints.
         group: a group of all ranks on the host.
     """

@@ -43,8 +43,8 @@ class GoldenRun:
 
     Args:
         finding: how it compares with the trace.
-        expected: checksum of the first result that differs; null: none differs, or there should be none.
-        got: its checksum here; null: none differs, or there was none.
+        expected: checksum of the first result that differs; None: none differs, or there should be none.
+        got: its checksum here; None: none differs, or there was none.
         differing: results that differ, by phase and submodule.
     """
 
@@ -262,7 +262,7 @@ class _Beside:
 
 
 def unfit_for(path: Path, dims: ParallelDims) -> str | None:
-    """Why this rank cannot be compared with a golden trace; null: it can.
+    """Why this rank cannot be compared with a golden trace; None: it can.
 
     Args:
         path: the golden file.

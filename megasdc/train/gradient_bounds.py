@@ -43,7 +43,7 @@ class GradientBounds(StepHook, EngineHook):
         specs: the entries.
         run: with engine and events.
         interval: steps between reports.
-        writer: where rank 0 writes metrics; null on other ranks.
+        writer: where rank 0 writes metrics; None on other ranks.
 
     Raises:
         ConfigError: a file with a hook cannot be used.

@@ -43,7 +43,7 @@ class Settled:
 
     Args:
         tier: the check that found it: audit, recompute or parameters.
-        micro_batch: number in the step; null where it belongs to none.
+        micro_batch: number in the step; None where it belongs to none.
         rulings: of the ranks.
         compared: results that were compared, over all ranks.
         differing: how many differ, by phase, submodule and rank.
@@ -88,7 +88,7 @@ class Incidents:
 
         Args:
             step: in which corruption was found.
-            see: where people find more; null: the run folder.
+            see: where people find more; None: the run folder.
             any_rank: write it from every rank, since the one that does so for its folder may have gone.
         """
         if self._place is None:
@@ -103,7 +103,7 @@ class Incidents:
         """Write the reports, and before a halt name the page in the mark for the next start.
 
         Returns:
-            Path of the page, on all ranks; null: it could not be written, which was logged.
+            Path of the page, on all ranks; None: it could not be written, which was logged.
 
         Collective: all ranks of the world.
         """

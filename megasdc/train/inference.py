@@ -49,7 +49,7 @@ class EvalResult:
 
     Attributes:
         source: the folder that was read.
-        step: its optimizer step; null: initial weights.
+        step: its optimizer step; None: initial weights.
         split: ``train``, ``valid`` or ``test``.
         samples: number of samples, from the beginning of the split's stream.
         tokens: tokens used.
@@ -85,7 +85,7 @@ class GenerateResult:
 
     Attributes:
         source: the folder that was read.
-        step: its optimizer step; null: initial weights.
+        step: its optimizer step; None: initial weights.
         prompt: as given.
         text: what the model adds.
         prompt_tokens: ids of the prompt.
@@ -120,9 +120,9 @@ def evaluate_weights(
 
     Args:
         source: a checkpoint of any layout, a folder of checkpoints (newest whole one), or imported initial weights.
-        config_path: configuration that names the data; needed for initial weights, null: that of the checkpoint.
+        config_path: configuration that names the data; needed for initial weights, None: that of the checkpoint.
         split: which documents.
-        samples: at most so many; null: ``training.eval_samples``.
+        samples: at most so many; None: ``training.eval_samples``.
         overrides: texts ``a.b.c=value``, of the keys in ``USED_KEYS``.
         progress: draw a bar on standard error where it is a terminal.
 
@@ -198,7 +198,7 @@ def generate(
         temperature: logits are divided by it before one is drawn; 0: the most probable one is taken.
         top_k: draw among so many most probable ones; 0: among all.
         seed: of the draws.
-        tokenizer: folder or file; null: the one that belongs to the weights.
+        tokenizer: folder or file; None: the one that belongs to the weights.
         progress: draw a bar on standard error where it is a terminal.
 
     Raises:

@@ -122,7 +122,7 @@ def tell_failure(
     """Leave the event ``end/failed`` in the run folder, for the summary and the report of the run.
 
     Args:
-        folder: the run folder; null: not known. Nothing is told where it is not there.
+        folder: the run folder; None: not known. Nothing is told where it is not there.
         code: exit code of this rank.
         error: why.
         process_started: of this rank, seconds since the epoch.
@@ -152,7 +152,7 @@ def tell_failure(
 
 
 def as_known_error(error: Exception) -> MegasdcError | None:
-    """The documented error that an exception means; null where it means none."""
+    """The documented error that an exception means; None where it means none."""
     if isinstance(error, MegasdcError):
         return error
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
@@ -198,7 +198,7 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
         environ: RANK and WORLD_SIZE become those of the replica; LOCAL_RANK, which names the device, stays.
 
     Returns:
-        The place in the launch; null without a study.
+        The place in the launch; None without a study.
     """
     if section.replicas is None:
         return None

@@ -52,7 +52,7 @@ def memory_of_stages(config: RunConfig, vocab_size: int, data: int | None, micro
     Args:
         config: a checked configuration.
         vocab_size: entries of the vocabulary.
-        data: replicas that the optimizer's state is divided over; null: unknown, the state is not counted.
+        data: replicas that the optimizer's state is divided over; None: unknown, the state is not counted.
         micro_batch_size: samples of a micro-batch.
     """
     sections, model = config.megasdc, config.megasdc.model
@@ -107,7 +107,7 @@ def check_memory(
         stage: of this rank.
         host_ranks: ranks of the run on this host.
         host: bytes that the host, or the container, can have.
-        device: bytes of this rank's accelerator; null: it computes on the host.
+        device: bytes of this rank's accelerator; None: it computes on the host.
 
     Raises:
         ConfigError: with the numbers.
@@ -125,7 +125,7 @@ def check_memory(
 
 
 def memory_warning(config: RunConfig, stages: list[StageMemory], host: float) -> str | None:
-    """A sentence if a rank of some stage cannot fit into a host like this one; null if all may.
+    """A sentence if a rank of some stage cannot fit into a host like this one; None if all may.
 
     A warning only: the file may be for other machines.
 

@@ -37,7 +37,7 @@ class Origin:
     Args:
         found: the result.
         host: of its rank.
-        inputs_finite: whether what the submodule took in was finite; null: that is not known.
+        inputs_finite: whether what the submodule took in was finite; None: that is not known.
         inputs_read: whether its inputs themselves were looked at, in a repeat; else they are judged by the checked
             results before this one, which were all finite.
         parameters_finite: whether its parameters are finite.
@@ -186,9 +186,9 @@ def say(rank: int | None, origin: Origin | None, reproduced: bool | None) -> str
     """Where values became NaN or Inf, as a sentence for people.
 
     Args:
-        rank: whose result was the first; null: none was found.
+        rank: whose result was the first; None: none was found.
         origin: that result.
-        reproduced: whether it came again when it was computed again; null: it was not.
+        reproduced: whether it came again when it was computed again; None: it was not.
     """
     if origin is None:
         if reproduced is None:

@@ -31,10 +31,10 @@ class Reporter(StepHook):
     Args:
         interval: steps between lines.
         flops_per_token: arithmetic of a token, forward and backward.
-        split: where the time of a step went; attached to the engine on rank 0 alone, null elsewhere.
-        collections: how long garbage was collected; on rank 0 alone, null elsewhere.
-        writer: where rank 0 writes; null elsewhere.
-        peak: peak TFLOP/s of a device; null: not known, MFU is not reported.
+        split: where the time of a step went; attached to the engine on rank 0 alone, None elsewhere.
+        collections: how long garbage was collected; on rank 0 alone, None elsewhere.
+        writer: where rank 0 writes; None elsewhere.
+        peak: peak TFLOP/s of a device; None: not known, MFU is not reported.
         progress: whether rank 0 shows a bar.
     """
 
@@ -138,7 +138,7 @@ class Reporter(StepHook):
             logger.info("%s", _line(run, values))
 
     def state_dict(self) -> dict[str, Any]:
-        """Losses and tokens of the steps since the last line; a null loss: of a skipped step, not a number."""
+        """Losses and tokens of the steps since the last line; None for that of a skipped step that was no number."""
         return {"losses": self._losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ def _line(run: Run, values: dict[str, float | int]) -> str:
 
 
 def _progress_bar() -> Progress | None:
-    """A bar where standard error is a terminal, else null."""
+    """A bar where standard error is a terminal, else None."""
     from rich.console import Console
 
     console = Console(stderr=True)

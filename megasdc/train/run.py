@@ -30,8 +30,8 @@ class Run:
         tokens: tokens used so far.
         samples: samples consumed so far, all replicas.
         skipped_steps: steps that the optimizer did not take so far.
-        skip_place: where values of the last step became NaN or Inf, as a sentence; null: not looked for, or all finite.
-        stop_reason: null, or why the run ends after this step; the same on all ranks.
+        skip_place: where values of the last step became NaN or Inf, as a sentence; None: not looked for, or all finite.
+        stop_reason: None, or why the run ends after this step; the same on all ranks.
         hooks: what looks in between steps, in this order.
         paused_s: seconds that evaluations and saves have taken, which are not steps.
         results: what the end event tells.

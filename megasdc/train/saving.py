@@ -41,10 +41,10 @@ class Saver(StepHook):
 
     Args:
         config: the run's configuration; its resolved form is stored in each checkpoint.
-        writer: where rank 0 writes metrics; null on other ranks.
+        writer: where rank 0 writes metrics; None on other ranks.
         tokenizer_checksum: of the tokenizer that the data were prepared with; stored too.
-        before_save: looks at what is about to be saved, on all ranks; null: nothing does.
-        study: that the run is a replica of; null: none.
+        before_save: looks at what is about to be saved, on all ranks; None: nothing does.
+        study: that the run is a replica of; None: none.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ def resume(
     Args:
         run: at step 0; on return at the step that was loaded.
         config: the run's configuration.
-        agree: told the step of the checkpoint found, 0 for none; answers null, or the newest step to look for again;
-            null: nobody has to agree.
-        study: that the run is a replica of; null: none.
+        agree: told the step of the checkpoint found, 0 for none; answers None, or the newest step to look for again;
+            None: nobody has to agree.
+        study: that the run is a replica of; None: none.
 
     Returns:
         States of the hooks by class name, for hooks that are not built yet; empty at step 0.

@@ -71,9 +71,9 @@ class StopWatch(StepHook, EngineHook):
 
     Args:
         signals: what this rank was sent since it started.
-        time_limit_s: seconds from ``started_at``; null: no limit.
+        time_limit_s: seconds from ``started_at``; None: no limit.
         started_at: when the time began, on the clock of ``time.monotonic``.
-        stop_step: last step of this part of the run; null: none.
+        stop_step: last step of this part of the run; None: none.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class Study(StepHook):
         part: place of this rank.
         bridge: to the other replicas.
         run: with engine and resumed step.
-        eval_loader: this replica's validation samples; null: none.
+        eval_loader: this replica's validation samples; None: none.
         save_interval: steps between checkpoints; 0: only at the end.
     """
 
@@ -251,7 +251,7 @@ def agree_on_checkpoint(bridge: Bridge, step: int) -> int | None:
         step: of the newest that this replica can use; 0: it has none.
 
     Returns:
-        Null if it is the same in all; else the earliest, and the replicas have to look again.
+        None if it is the same in all; else the earliest, and the replicas have to look again.
 
     Collective: the ranks of equal place in all replicas.
     """

@@ -45,7 +45,7 @@ class Finding:
     Args:
         value: in the check's unit.
         place: what it is a value of.
-        rank: on which it was seen; null: it belongs to several.
+        rank: on which it was seen; None: it belongs to several.
     """
 
     value: float
@@ -73,7 +73,7 @@ class TolerancedChecks(StepHook, EngineHook):
 
     Args:
         engine: of this rank.
-        signals: of this process, where a warning asks for an audit; null: it does not.
+        signals: of this process, where a warning asks for an audit; None: it does not.
 
     Attributes:
         shards: the hook that reads the reduced gradients.
@@ -93,7 +93,7 @@ class TolerancedChecks(StepHook, EngineHook):
 
     @property
     def thresholds(self) -> dict[str, float | None]:
-        """What each check warns above now; null: not measured yet."""
+        """What each check warns above now; None: not measured yet."""
         return {name: one.threshold for name, one in self._tolerances.items()}
 
     def on_start(self, run: Run) -> None:

@@ -60,7 +60,7 @@ class TraceRecorder(StepHook):
 
 
 def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None:
-    """What records this rank's checksums; null where the section wants no trace.
+    """What records this rank's checksums; None where the section wants no trace.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.

@@ -92,7 +92,7 @@ class Workload:
             case: the inputs.
             listeners: of an ``Observer``; a tracer, and before it what changes results on purpose.
             hooks: of the engine, called before the observer.
-            steps: that are taken; null: all.
+            steps: that are taken; None: all.
 
         Collective: all ranks of the world.
         """
@@ -125,7 +125,7 @@ class Workload:
             before: listeners that come before the tracer.
             hooks: of the engine, called before the observer.
             all_steps: refuse a run in which the optimizer skips a step, as what is recorded may not.
-            steps: that are taken; null: all.
+            steps: that are taken; None: all.
 
         Raises:
             ConfigError: with ``all_steps``: a step was skipped.

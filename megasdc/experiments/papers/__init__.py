@@ -15,8 +15,8 @@ class PaperRow:
 
     Args:
         healthy: final loss on the healthy node.
-        worst: largest final loss on an unhealthy node; null: a node diverged, and it stands for the worst case.
-        increase: the worst's relative increase over the healthy one's; null likewise.
+        worst: largest final loss on an unhealthy node; None: a node diverged, and it stands for the worst case.
+        increase: the worst's relative increase over the healthy one's; None likewise.
         worse: nodes with an increase above 0.5 %.
         diverged: nodes that diverged.
     """
@@ -59,13 +59,13 @@ PAPER_TABLES = _load()
 
 
 def find_row(name: str) -> PaperRow | None:
-    """The row ``TABLE/ROW``; null where there is none."""
+    """The row ``TABLE/ROW``; None where there is none."""
     table, _, row = name.partition("/")
     return PAPER_TABLES[table].rows.get(row) if table in PAPER_TABLES else None
 
 
 def missing_row(name: str) -> str | None:
-    """Say why a row cannot be found; null: it is there."""
+    """Say why a row cannot be found; None: it is there."""
     if find_row(name) is not None:
         return None
     table = name.partition("/")[0]

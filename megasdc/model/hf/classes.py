@@ -59,7 +59,7 @@ def hf_config(model: ModelSection, vocab_size: int, end_of_document: int | None,
     Args:
         model: the resolved section.
         vocab_size: real entries of the vocabulary.
-        end_of_document: its id; null where it is not known.
+        end_of_document: its id; None where it is not known.
         dtype: name of the tensors' type, such as ``float32``.
 
     Raises:

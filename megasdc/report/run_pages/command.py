@@ -70,10 +70,10 @@ def write_report(
 
     Args:
         paths: run folders, or one folder of a study or a sweep, or JSON files of DropCompute's results.
-        out: the page; null: ``reports/report.html`` in the folder, ``report.html`` here of several or of files.
-        figures: folder for PNG, SVG and CSV of each figure and CSV of each table; null: none are written.
-        title: of the page; null: made of what it shows.
-        healthy: the run that the others are compared with; null: the first.
+        out: the page; None: ``reports/report.html`` in the folder, ``report.html`` here of several or of files.
+        figures: folder for PNG, SVG and CSV of each figure and CSV of each table; None: none are written.
+        title: of the page; None: made of what it shows.
+        healthy: the run that the others are compared with; None: the first.
         on_progress: told what is done, how much of it, and of how much.
 
     Raises:
@@ -119,7 +119,7 @@ def _healthy_first(paths: Sequence[Path], healthy: Path | None) -> list[Path]:
 
 
 def steps_of(page: Page) -> list[int] | None:
-    """Ends of the axis of steps that figures share; null where none has one."""
+    """Ends of the axis of steps that figures share; None where none has one."""
     steps = [x for one in page.figures if one.on_steps for trace in one.traces for x in trace["x"]]
     if not steps:
         return None

@@ -46,7 +46,7 @@ def compare_page(runs: Sequence[RunRecord], now: float, title: str | None = None
     Args:
         runs: at least two; the first is the healthy one.
         now: seconds since the epoch.
-        title: of the page; null: made of the runs' names.
+        title: of the page; None: made of the runs' names.
     """
     names = names_of(runs)
     healthy, *others = names

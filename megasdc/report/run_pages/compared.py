@@ -26,13 +26,13 @@ class Compared:
 
     Args:
         run: its record.
-        at_step: last step of which both have a loss; null: there is none.
+        at_step: last step of which both have a loss; None: there is none.
         loss: of the run there; NaN where it is not finite.
-        increase: (loss / healthy - 1) there; null where there is none.
-        eval_loss: last evaluation; null: none.
-        eval_increase: of the evaluation loss at the last step that both evaluated; null: there is none.
-        first_difference: first step of which the losses differ in some bit; null: none does.
-        largest: largest relative difference of losses in magnitude, and its step; null where none can be had.
+        increase: (loss / healthy - 1) there; None where there is none.
+        eval_loss: last evaluation; None: none.
+        eval_increase: of the evaluation loss at the last step that both evaluated; None: there is none.
+        first_difference: first step of which the losses differ in some bit; None: none does.
+        largest: largest relative difference of losses in magnitude, and its step; None where none can be had.
         num_non_finite: losses that are NaN or infinite.
     """
 

@@ -124,7 +124,7 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
 
 
 def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Measured effective speed-up by number of replicas, each threshold rule a line; null with one number alone.
+    """Measured effective speed-up by number of replicas, each threshold rule a line; None with one number alone.
 
     Args:
         results: of ``bench drop-speedup``.

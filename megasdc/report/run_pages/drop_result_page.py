@@ -35,7 +35,7 @@ def drop_result_page(paths: Sequence[Path], title: str | None = None) -> Page:
 
     Args:
         paths: results of DropCompute's commands.
-        title: of the page; null: DropCompute.
+        title: of the page; None: DropCompute.
 
     Raises:
         DataError: as ``read_drop_results``.

@@ -33,7 +33,7 @@ class Scaling:
     Args:
         replicas: N.
         waits: throughput over linear scaling, nothing left out: the share of time that is not spent on waiting.
-        waits_formula: the same by eq. 4; null: it says nothing here.
+        waits_formula: the same by eq. 4; None: it says nothing here.
         drops: the same with the best threshold.
         speedup: effective, at the best threshold.
         drop_rate: there.
@@ -55,7 +55,7 @@ class DropResults:
 
     Args:
         scaling: by number of replicas, simulated.
-        environment: of the simulation, as it was drawn; null: none is there.
+        environment: of the simulation, as it was drawn; None: none is there.
         speedups: content of results of ``bench drop-speedup``.
         trainings: content of results of ``bench drop-training``.
         files: kind and path of each.

@@ -21,7 +21,7 @@ class Drops:
     Args:
         times: of all recorded steps.
         tau_s: threshold in force; infinite where there was none, [step].
-        search: what every threshold comes to on the steps without drops; null: no such step.
+        search: what every threshold comes to on the steps without drops; None: no such step.
         notes: what was left out, a sentence each.
     """
 
@@ -48,7 +48,7 @@ class Drops:
 
     @property
     def gain(self) -> float | None:
-        """Micro-batches per second of steps with a threshold over those without one; null where one kind lacks."""
+        """Micro-batches per second of steps with a threshold over those without one; None where one kind lacks."""
         held = np.isfinite(self.tau_s)
         if held.all() or not held.any():
             return None
@@ -63,7 +63,7 @@ def load_drops(run: RunRecord) -> Drops | str | None:
         run: its record.
 
     Returns:
-        Null where nothing was recorded; a sentence where what was recorded cannot be used.
+        None where nothing was recorded; a sentence where what was recorded cannot be used.
     """
     if not (run.path / STEP_TIMES_FOLDER).is_dir():
         return None

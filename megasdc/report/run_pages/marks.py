@@ -70,7 +70,7 @@ class Row:
 
     Args:
         time: of the first, in words.
-        step: null where they belong to none.
+        step: None where they belong to none.
         rank: that told it.
         host: of it.
         what: kind and name.

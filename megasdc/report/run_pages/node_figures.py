@@ -90,7 +90,7 @@ def _gradients(nodes: Sequence[StudiedNode]) -> Figure | None:
 def _by_node(
     name: str, title: str, caption: str, nodes: Sequence[StudiedNode], measured: Points, published: Points | None = None
 ) -> Figure | None:
-    """A point for each node and name, hollow where it is what was published; null where nothing is above zero."""
+    """A point for each node and name, hollow where it is what was published; None where nothing is above zero."""
     labels = [one.label for one in nodes]
     published = {name: own for name, own in (published or {}).items() if any(map(math.isfinite, own))}
     drawn = [
@@ -135,7 +135,7 @@ def _by_node(
 
 
 def _distances(results: SweepResults, nodes: Sequence[StudiedNode]) -> Figure | None:
-    """Parameter difference over steps, a curve a node; null where all stay equal."""
+    """Parameter difference over steps, a curve a node; None where all stay equal."""
     series = {}
     for one in nodes:
         lines = [line for line in read_study(results.run_folder(one.run_id), "parameters") if line["fqn"] == WHOLE]

@@ -23,7 +23,7 @@ class Cell:
 
     Args:
         text: what is read.
-        value: number that it is sorted by; null: by its text.
+        value: number that it is sorted by; None: by its text.
         link: a relative address; empty: none.
         look: ``bad``, ``good`` or nothing.
     """
@@ -162,10 +162,10 @@ def number(value: float | None, form: str = ",.4g", look: str = "", missing: str
     """A cell with a number.
 
     Args:
-        value: null: there is none.
+        value: None: there is none.
         form: how it is shown.
         look: as of ``Cell``.
-        missing: shown in place of null.
+        missing: shown in place of None.
     """
     if value is None:
         return Cell(missing, look=look)

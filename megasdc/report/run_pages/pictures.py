@@ -70,7 +70,7 @@ def write_pictures(folder: Path, figures: Sequence[Figure], steps: Sequence[int]
     Args:
         folder: made where it is missing.
         figures: each has two files of its name.
-        steps: ends of the axis of steps; null: no figure has one.
+        steps: ends of the axis of steps; None: no figure has one.
 
     Raises:
         NoPictures: there is no Chromium, or it did not draw them.

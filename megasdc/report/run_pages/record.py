@@ -37,7 +37,7 @@ class Series:
     values: NDArray[np.float64]
 
     def at(self, step: int) -> float | None:
-        """The value of a step; null where none was reported."""
+        """The value of a step; None where none was reported."""
         place = int(np.searchsorted(self.steps, step))
         return float(self.values[place]) if place < len(self.steps) and self.steps[place] == step else None
 
@@ -50,8 +50,8 @@ class Ending:
         time: seconds since the epoch.
         exit_code: of the launch; 0: done.
         text: what is known of it, the cause first.
-        rank: that failed first; null: none did, or it is not known.
-        host: its host; null as ``rank``.
+        rank: that failed first; None: none did, or it is not known.
+        host: its host; None as ``rank``.
     """
 
     time: float
@@ -72,7 +72,7 @@ class RunRecord:
         events: of all ranks, by time.
         incidents: with the page of each.
         ending: of the last launch, where ranks and front recorded one.
-        written_at: time of the last line, seconds since the epoch; null where there is none.
+        written_at: time of the last line, seconds since the epoch; None where there is none.
         notes: what was left out, a sentence each.
     """
 
@@ -91,7 +91,7 @@ class RunRecord:
         return self.path.resolve().name
 
     def setting(self, path: str) -> Any:
-        """One value of the configuration; null where there is none.
+        """One value of the configuration; None where there is none.
 
         Args:
             path: dotted, such as ``megasdc.training.steps``.
@@ -107,7 +107,7 @@ class RunRecord:
 
     @property
     def started_at(self) -> float | None:
-        """Time of the last start; null where none was told."""
+        """Time of the last start; None where none was told."""
         return max((one.time for one in self.of("start", "run")), default=None)
 
     @property
@@ -257,7 +257,7 @@ def _load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> End
 
 
 def _told_ending(events: Sequence[Event]) -> Ending | None:
-    """How the ranks of the last start ended by their own events; null: none failed since.
+    """How the ranks of the last start ended by their own events; None: none failed since.
 
     The first that ended otherwise than by the loss of another is the cause.
     """

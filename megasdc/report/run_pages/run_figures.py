@@ -127,7 +127,7 @@ def _panel(
 
 
 def completed_micro_batches(run: RunRecord) -> Series | None:
-    """Share of the planned micro-batches that all replicas completed, by step; null without drops on record.
+    """Share of the planned micro-batches that all replicas completed, by step; None without drops on record.
 
     A step that no event tells of left none out. Steps are told of from the last start of the recording on.
     """

@@ -39,7 +39,7 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
         run: its record.
         out: where the page will lie, for addresses of other pages.
         now: seconds since the epoch.
-        title: of the page; null: the run's name.
+        title: of the page; None: the run's name.
     """
     status, marks = status_of(run, now), marks_of(run)
     counts = counts_of(marks)

@@ -23,7 +23,7 @@ class Status:
         state: failed: a launch ended with an exit code that is not 0; silent: no end was recorded, and nothing was
             written for long.
         step: last step that is known of.
-        planned: steps of the whole run; null where that is not known.
+        planned: steps of the whole run; None where that is not known.
         text: a sentence.
     """
 

@@ -34,7 +34,7 @@ _SAID = {
 
 
 def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
-    """Mismatch frequency by layer, submodule and direction; null where nothing was compared.
+    """Mismatch frequency by layer, submodule and direction; None where nothing was compared.
 
     Args:
         replica: which.

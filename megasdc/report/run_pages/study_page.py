@@ -40,7 +40,7 @@ def study_page(folder: Path, now: float, title: str | None = None) -> Page:
     Args:
         folder: of the launch.
         now: seconds since the epoch.
-        title: of the page; null: the folder's name.
+        title: of the page; None: the folder's name.
 
     Raises:
         DataError: a file of the study is damaged.

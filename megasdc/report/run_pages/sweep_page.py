@@ -38,7 +38,7 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
 
     Args:
         folder: of the sweep.
-        title: of the page; null: the sweep's name.
+        title: of the page; None: the sweep's name.
 
     Raises:
         StorageError: it is no folder of a sweep, or its tables are not written yet.
