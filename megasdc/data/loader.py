@@ -109,7 +109,7 @@ class MicroBatchLoader:
             ValueError: they are to be taken again, and the stream has no common epochs.
         """
         if again and self.samples_per_epoch is None:
-            raise ValueError("samples_per_epoch is null, needed to take samples again before their epoch ends")
+            raise ValueError("samples_per_epoch is None, needed to take samples again before their epoch ends")
         epoch = self.samples_per_epoch if again else None
         self.position = self.position.pass_over(
             micro_batches * self.micro_batch_size, self.dp_rank, self.dp_size, epoch
