@@ -17,7 +17,7 @@ select=(-m "not full")
 fused=()
 if [ "${1:-}" = "--all" ]; then
     select=()
-    fused=(tests/distributed/test_{detection_runs,golden,golden_runs,layouts}.py)
+    fused=(tests/distributed/test_{detection_runs,fault_injection,golden,golden_runs,layouts,observer}.py)
     shift
 fi
 
