@@ -246,7 +246,8 @@ def test_workers_import_no_torch(tmp_path, huggingface_folder):
     with WorkerPool("huggingface", huggingface_folder, 1) as pool:
         pool.submit(tmp_path / "00000000-x.npz", ["text"]).result(timeout=60)
         mapped = psutil.Process(pool._processes[0].pid).memory_maps()
-    assert [one.path for one in mapped if "torch" in one.path] == []
+    assert len(mapped) > 10
+    assert [one.path for one in mapped if "torch" in Path(one.path).parts] == []  # the folder of the package
 
 
 @pytest.mark.parametrize("num_documents", [3, 10, 99, 1000])
