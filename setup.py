@@ -43,6 +43,9 @@ setup(
         "psutil",
         "zstandard",
     ],
-    extras_require={"test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff"]},
+    extras_require={
+        "docs": ["mkdocs-material"],
+        "test": ["mkdocs-material", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff"],
+    },
     entry_points={"console_scripts": ["megasdc = megasdc.__main__:main"]},
 )

@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def verify(
-    golden: Annotated[Path | None, typer.Argument(help="The golden file; left out with --library.")] = None,
+    golden: Annotated[Path | None, typer.Argument(help="The golden file; omit it with --library.")] = None,
     library: Annotated[
         Path | None, typer.Option("--library", help="Folder of *.golden files; each node takes the one for it.")
     ] = None,
@@ -38,7 +38,7 @@ def verify(
     """Verify every rank of every node against a golden trace.
 
     The golden file, or the folder, must lie at the same path on every node. Rank 0 prints a table; exit codes are
-    listed in the README.
+    listed in docs/reference/exit-codes.md.
     """
     path = golden or library
     if path is None or (golden and library):

@@ -3,7 +3,7 @@
 #
 #   source launch/install.sh [extra]      sets MEGASDC_VENV and puts it on PATH
 #
-# The environment is .venv in the repository, or $MEGASDC_VENV. Extras: test. One that was not made here and holds a
+# The environment is .venv in the repository, or $MEGASDC_VENV. Extras: test, docs. One that was not made here and holds a
 # permitted PyTorch, as the image of a cluster does, keeps all that fits: what is missing is installed without pins. Where the repository's path has a space
 # the environment is in the user's cache folder, since PyTorch's compiler calls break at spaces (torch 2.13).
 # torch is taken by the package index that pip is configured with; without one, and without an NVIDIA GPU,

@@ -6,7 +6,7 @@
 # NODE_RANK is the host's line in HOSTFILE, from 0; HOSTFILE names every host of the run. Optional environment:
 #   MASTER_ADDR        address of the first host; default: its name in HOSTFILE
 #   MASTER_PORT        default 29500
-#   MEGASDC_LAUNCH_ID  the same on every host; ranks then leave done records in RUN_DIR/done/MEGASDC_LAUNCH_ID
+#   MEGASDC_LAUNCH_ID  the same on every host; ranks then write done records in RUN_DIR/done/MEGASDC_LAUNCH_ID
 #   PYTHON             interpreter of the environment; default: python
 #   SCRIPT             training script; default: pretrain_gpt.py beside this file
 #

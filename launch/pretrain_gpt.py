@@ -3,7 +3,7 @@
 
 deepspeed --num_gpus 2 launch/pretrain_gpt.py --config configs/smoke.json --set megasdc.training.steps=20
 
-Exit codes are listed in the README.
+Exit codes are listed in docs/reference/exit-codes.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def main() -> NoReturn:
         action="append",
         default=[],
         metavar="a.b.c",
-        help="let a resume go on with another value of this field than the checkpoint has",
+        help="resume although this field differs from the checkpoint",
     )
-    parser.add_argument("--local_rank", type=int, help="given by the launcher; the environment's LOCAL_RANK counts")
+    parser.add_argument("--local_rank", type=int, help="set by the launcher; not read, LOCAL_RANK is used")
     arguments = parser.parse_args()
     # Before torch is imported: large tensors on the host get huge pages; a CPU run saves a tenth of its time in page
     # faults. PyTorch reads it once (c10/core/impl/alloc_cpu.cpp); 0 turns it off.

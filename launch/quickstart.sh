@@ -4,7 +4,7 @@
 #
 #   bash launch/quickstart.sh
 #
-# Needs Python 3.11 or newer, pip and g++. Works from any folder; after the first call no network is needed.
+# Needs Python 3.11 to 3.13 and pip. Works from any folder; after the first call no network is needed.
 set -euo pipefail
 
 case "${1:-}" in
@@ -42,5 +42,5 @@ What to try next
   megasdc check-config configs/smoke.json --show       every setting with its value
   cp configs/smoke.json my.json, edit it, then         megasdc launch --num-ranks 2 --config my.json
   tensorboard --logdir runs                            after adding "tensorboard": {"enabled": true, "output_path": "runs"}
-  README.md                                            layouts, data, checkpoints, many nodes
+  docs/index.md                                        tutorials, guides, reference, results
 EOF

@@ -1,4 +1,4 @@
-"""Where in a run was something observed? One address, the same on every rank, node and restart.
+"""Address of an observation in a run, the same on every rank, node and restart.
 
 No torch: configurations, events and files name addresses too.
 """
@@ -12,7 +12,7 @@ ACCUMULATED_GRAD, REDUCED_GRAD, UPDATE, PARAMETER = "accumulated_grad", "reduced
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, ACCUMULATED_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
 """Phases in the order in which a step runs them.
 
-forward, recompute: what a submodule computed, before a collective mixes ranks. backward: the gradient of its input,
+forward, recompute: a submodule's own result, before a collective mixes ranks. backward: the gradient of its input,
 likewise. weight_grad: what one micro-batch adds to the gradient of a parameter. accumulated_grad: that gradient over
 all micro-batches of this replica, after the sums over tied stages and tensor ranks, just before the sum over replicas.
 reduced_grad, update: this rank's shard after the reduction and after the optimizer. parameter: after the all-gather.
@@ -20,7 +20,7 @@ reduced_grad, update: this rank's shard after the reduction and after the optimi
 MICRO_BATCH_PHASES = PHASES[:4]
 """Phases that belong to one micro-batch; the others belong to a step."""
 REPLICA_PHASES = PHASES[:5]
-"""Phases that no other replica has a part in."""
+"""Phases whose values involve no other replica."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Address:
         step: optimizer step, first is 1.
         micro_batch: micro-batch in the step, first is 0; None in phases that belong to the whole step.
         phase: one of ``PHASES``.
-        fqn: full name of the submodule, its first number the place of its layer in the whole pipeline.
+        fqn: full dotted name of the submodule; its first number is the index of its layer in the whole pipeline.
         slot: which tensor of the submodule, such as ``output``, ``input``, ``weight``, ``exp_avg``.
     """
 

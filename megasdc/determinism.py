@@ -1,7 +1,7 @@
-"""What makes a run repeatable? PyTorch's switches, and the state of every global generator.
+"""Deterministic mode: PyTorch's switches, and the state of every global generator.
 
-The environment's part is in ``megasdc.config.environment``: it must be set before torch is imported. Random numbers
-that train - initial weights, dropout - come from neither: they are functions of seed, step, sample and layer
+Environment variables are in ``megasdc.config.environment``: they must be set before torch is imported. Random numbers
+of training - initial weights, dropout - use no global generator: they are functions of seed, step, sample and layer
 (``megasdc.model.randomness``).
 """
 
@@ -19,18 +19,18 @@ from megasdc.errors import CheckpointError
 
 
 def set_deterministic(section: DeterminismSection) -> Callable[[], None]:
-    """Set PyTorch's switches for deterministic mode; without it nothing.
+    """Set PyTorch's switches for deterministic mode; nothing is changed where it is off.
 
-    Deterministic algorithms decide over SDPA as well: flash and memory-efficient attention take their repeatable
-    backward pass, and cuDNN's attention is not chosen. A warning instead of an error (``warn_only``) is not offered,
-    because both then stay as they are. Filling new memory, which PyTorch does by default in this mode, costs one
-    more write of every tensor and only makes wrong programs repeatable, so it is off unless asked for.
+    Deterministic algorithms affect SDPA as well: flash and memory-efficient attention use their deterministic backward
+    pass, and cuDNN's attention is not chosen. ``warn_only`` is not offered, because it leaves both as they are.
+    Filling new memory, PyTorch's default in this mode, costs one more write of every tensor and only makes programs
+    that read uninitialised memory repeatable, so it is off by default.
 
     Args:
         section: the `determinism` section.
 
     Returns:
-        A function that puts everything back as it was.
+        A function that restores all switches.
 
     Sync: none.
     """
@@ -42,7 +42,7 @@ def set_deterministic(section: DeterminismSection) -> Callable[[], None]:
         (cudnn, "benchmark", False),
         (cudnn, "deterministic", True),
         (cudnn, "allow_tf32", False),
-        # Whether and how these reduce is the choice of cuBLAS for a shape and a GPU.
+        # Whether and how a product reduces in lower precision is cuBLAS's choice by shape and GPU.
         (matmul, "allow_fp16_accumulation", False),
         (matmul, "allow_fp16_reduced_precision_reduction", False),
         (matmul, "allow_bf16_reduced_precision_reduction", False),
@@ -64,14 +64,14 @@ def set_deterministic(section: DeterminismSection) -> Callable[[], None]:
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators for a run that goes on at another layout.
+    """Seed Python's, NumPy's and torch's global generators for a run that resumes with another layout.
 
-    The states of the ranks that saved cannot be dealt to another number of ranks. Nothing in training draws from these
-    generators - dropout is a function of seed, step and sample - so this keeps what else draws from them repeatable.
+    Saved generator states cannot be distributed over another number of ranks. Nothing in training draws from these
+    generators - dropout is a function of seed, step and sample - so this keeps other users of them repeatable.
 
     Args:
         seed: ``training.seed``.
-        step: the step that the run goes on from.
+        step: the step from which the run resumes.
         rank: global rank; each rank gets a stream of its own.
 
     Sync: none.
@@ -86,9 +86,9 @@ def capture_rng() -> dict[str, Any]:
     """Copy the state of Python's, NumPy's and torch's global generators of this process.
 
     Returns:
-        Only plain values and tensors, so that ``torch.load(weights_only=True)`` reads it back; pass it to
-        ``restore_rng``. ``cuda`` holds the state of this process's own device, on a CPU nothing: what other devices
-        a process sees depends on the host it runs on.
+        Plain values and tensors only, so that ``torch.load(weights_only=True)`` can read them; pass it to
+        ``restore_rng``. ``cuda`` holds the state of this process's own device only, since the number of visible
+        devices depends on the host; it is empty on a CPU.
 
     Sync: copies one small tensor on CUDA.
     """
@@ -108,13 +108,13 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every generator back to where ``capture_rng`` found it.
+    """Restore every generator to the state that ``capture_rng`` returned.
 
     Args:
         state: what ``capture_rng`` returned.
 
     Raises:
-        CheckpointError: it was saved by a process with a CUDA device and this one has none, or the other way round.
+        CheckpointError: one of the saving process and this one has a CUDA device and the other has none.
 
     Sync: copies one small tensor on CUDA.
     """

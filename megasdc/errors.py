@@ -1,7 +1,7 @@
-"""What can go wrong, and which exit code says so.
+"""Exceptions of megasdc and their exit codes.
 
 Every failure that a user can cause or meet has one class here. The exit code of a class is the protocol between a
-training rank, the launcher and whoever restarts the run, so a number is never used twice and never changes meaning.
+training rank, the launcher and whatever restarts the run, so a number is never used twice and never changes meaning.
 0 is success, 1 an unexpected exception or a comparison that failed, 2 wrong command-line usage, 3 a setting found by
 ``megasdc check-determinism``; Megatron-core's rerun machinery uses 16 and 17; 64 to 78 overlap with ``sysexits.h`` only
 in spirit. Codes above 128 stay free for signals.
@@ -28,7 +28,7 @@ class ConfigError(MegasdcError):
     """The configuration file, an override or the layout it asks for is wrong.
 
     Args:
-        problems: every problem found, each one a complete sentence that starts with its dotted path.
+        problems: every problem, each one a complete sentence that starts with its dotted path.
         source: the file that was read, for the first line of the message.
     """
 
@@ -36,7 +36,7 @@ class ConfigError(MegasdcError):
 
     def __init__(self, problems: list[str] | str, source: str | None = None) -> None:
         if isinstance(problems, str) and (whole := _MESSAGE.match(problems)):
-            # The message of such an error that another process sent as text: its problems are the problems.
+            # The message of a ConfigError from another process: split it into its problems again.
             problems, source = problems[whole.end() :].split("\n  - "), source or whole[1]
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         self.source = source
@@ -126,5 +126,5 @@ ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {
 
 
 def error_of_rank(exit_code: int) -> type[MegasdcError]:
-    """The class of error with which a rank ended; one that ended otherwise did not report that it was done."""
+    """Error class of a rank's exit code; LaunchError for any other code, as the rank left no record of its end."""
     return ERRORS_BY_EXIT_CODE.get(exit_code, LaunchError)

@@ -1,4 +1,4 @@
-"""What happened: one JSON line an event, a file a rank, written and read without torch.
+"""Event log: one JSON line per event, one file per rank; no torch.
 
 An event line holds ``{"time", "rank", "host", "step", "micro_batch", "kind", "name", "fields"}``. ``time`` is seconds
 since the epoch; ``step`` and ``micro_batch`` are null where an event belongs to none.
@@ -36,10 +36,10 @@ class Event:
 
 
 class EventLog:
-    """Appends events to ``events/rank_NNNNN.jsonl`` in the run folder and counts them by kind.
+    """Appends events to ``events/rank_NNNNN.jsonl`` in the run folder and counts them by kind and name.
 
-    Each event is one ``write`` of a whole line, flushed at once, so that a killed process leaves at most one broken
-    last line.
+    Each event is one ``write`` of a complete line, flushed at once, so that a killed process leaves at most one
+    incomplete last line.
 
     Args:
         run_dir: the run folder; created if absent.
@@ -61,11 +61,11 @@ class EventLog:
         """Write one event.
 
         Args:
-            kind: what sort of thing happened, such as ``save``, ``resume``, ``skip``, ``warning``.
-            name: which one, such as ``checkpoint`` or ``gradient_overflow``.
+            kind: such as ``save``, ``resume``, ``skip``, ``warning``.
+            name: within the kind, such as ``checkpoint`` or ``gradient_overflow``.
             step: optimizer step, first is 1.
             micro_batch: micro-batch in the step, first is 0.
-            **fields: anything that JSON can hold; other values are written as text.
+            **fields: anything that JSON can hold; a dataclass becomes an object, other values become text.
 
         Returns:
             The event as written.
@@ -82,17 +82,17 @@ class EventLog:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot hold: a dataclass as an object, all else as text."""
+    """A value that JSON cannot hold: a dataclass as an object, anything else as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def open_lines(path: Path) -> TextIO:
-    """Open a file of lines to write on at its end.
+    """Open a file of lines for appending.
 
-    A last line without an end, left by a killed process, is cut off, so that the next one does not become part of it.
+    An incomplete last line, left by a killed process, is cut off, so that the next line does not become part of it.
 
     Args:
-        path: the file; made where it is missing.
+        path: the file; created if absent.
     """
     with open(path, "ab+") as file:
         end, last = file.seek(0, os.SEEK_END), -1
@@ -115,14 +115,14 @@ def read_events(
 ) -> Iterator[Event]:
     """Yield the events of a run folder, file by file in rank order.
 
-    A last line without an end, left by a killed process, is passed over.
+    An incomplete last line, left by a killed process, is ignored.
 
     Args:
         run_dir: the run folder.
         kind: only events of this kind; None means all.
         name: only events of this name; None means all.
         rank: only events of this rank, whose file alone is read; None means all.
-        broken: gets a sentence for each line and file that would raise, which is then passed over; None: they raise.
+        broken: receives a sentence for each line or file that would raise, which is then skipped; None: they raise.
 
     Raises:
         ValueError: a complete line is not an event; the message names file and line.

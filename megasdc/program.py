@@ -1,4 +1,4 @@
-"""How a command starts and ends: Ctrl-C, streams that cannot take a text, closed pipes, full disks, our own errors."""
+"""Start and end of a command: Ctrl-C, streams that cannot encode a text, closed pipes, full disks, our own errors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megasdc.durable import replacing
 from megasdc.errors import MegasdcError, StorageError
 
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""Errors that only writing has."""
+"""Errors that only writing raises."""
 
 
 def start(module: str) -> None:
-    """Import a module and call its ``main``; Ctrl-C meanwhile ends the process at once, for nothing has begun."""
+    """Import a module and call its ``main``; Ctrl-C during the import ends the process at once."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets background jobs ignore it
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     main = import_module(module).main
@@ -33,17 +34,17 @@ def start(module: str) -> None:
 
 
 def run(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:
-    """Run a command line, and end the process with a documented exit code and without a traceback.
+    """Run a command line, and end the process with a documented exit code; expected errors print no traceback.
 
     Args:
         application: parses, works, prints, and ends with SystemExit.
-        name: of the program, before its messages.
-        unwritten: exit code where standard output cannot take the result, or a file stops the work that nobody foresaw.
+        name: of the program, prefix of its messages.
+        unwritten: exit code where the result cannot be written, or for an OSError that nothing else handled.
     """
     refuse_pipes()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # ASCII alone, or names that are no text
+            stream.reconfigure(errors="backslashreplace")  # ASCII-only terminals, file names that are not UTF-8
     try:
         code = _exit_code(application, name)
         if sys.stdout is not None:
@@ -61,10 +62,10 @@ def run(application: Callable[[], Any], name: str, unwritten: int = StorageError
 
 @cache
 def refuse_pipes() -> None:
-    """Let no opening of a file to read or to append wait for another end that may never come, in all of this process.
+    """In this whole process, opening a named pipe for reading or appending raises OSError.
 
-    A named pipe in place of a file, anywhere in a run or a checkpoint, is an OSError instead, wherever it is opened.
-    One that is given for a result is written to.
+    It would wait for a writer that may never come, where a run or a checkpoint has a pipe in place of a file. A pipe
+    may still be opened for writing alone, as the target of a result.
     """
     sys.addaudithook(_refuse_pipe)
 
@@ -75,11 +76,11 @@ def _refuse_pipe(event: str, arguments: tuple[Any, ...]) -> None:
     path, flags = os.fsdecode(arguments[0]), arguments[2]
     only_written = flags & os.O_ACCMODE == os.O_WRONLY and not flags & os.O_APPEND
     if not only_written and not flags & os.O_NONBLOCK and _is_named_pipe(path):
-        raise OSError(errno.ENXIO, "it is a pipe and no file", path)
+        raise OSError(errno.ENXIO, "it is a pipe, not a file", path)
 
 
 def _is_named_pipe(path: str) -> bool:
-    """Not a pipe that has no name, such as that of ``<(command)``."""
+    """False for an anonymous pipe, such as that of ``<(command)``."""
     try:
         return stat.S_ISFIFO(os.stat(path).st_mode) and os.path.exists(os.path.realpath(path))
     except (OSError, ValueError):
@@ -96,7 +97,7 @@ def _exit_code(application: Callable[[], Any], name: str) -> Any:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
     except SystemExit as ended:
-        # typer and rich end with 1 where a reader has gone; that is no verdict.
+        # typer and rich exit with 1 on a closed pipe, where 1 would otherwise be a verdict.
         gone = ended.code == 1 and any(isinstance(cause, BrokenPipeError) for cause in _causes(ended))
         return CLOSED_PIPE if gone else ended.code
     return 0
@@ -109,25 +110,25 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _say(name: str, text: str) -> None:
-    with contextlib.suppress(OSError):  # the exit code says it too
+    with contextlib.suppress(OSError):  # the exit code reports it too
         print(f"{name}: error: {text}", file=sys.stderr, flush=True)
 
 
 def _forget_output() -> None:
-    """Send what is still buffered nowhere: Python would try once more, and complain, when it ends."""
+    """Point stdout at /dev/null: Python would flush its buffer once more at exit, and report the failure."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
 
 
 def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> str | None:
-    """Why a path is nothing that a command can read, or None: no right to, a pipe, a device.
+    """Why a command cannot read a path: no permission, a named pipe, a device; None: it can.
 
-    A pipe that has no name, such as that of ``<(command)``, is read; one with a name may wait for ever.
+    An anonymous pipe, such as that of ``<(command)``, is accepted; reading a named one may wait for ever.
 
     Args:
         path: a file or folder.
-        missing: a path where nothing lies is told too.
+        missing: report a path that does not exist too.
     """
     try:
         mode = os.stat(path).st_mode
@@ -138,29 +139,23 @@ def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> st
     if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):
         return None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        return "is no file and no folder, but a pipe, a socket or a device; give what it would bring as a file"
+        return "is neither a file nor a folder, but a pipe, a socket or a device; give its content as a file"
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
         return "cannot be read: Permission denied; ask its owner for the right to"
     return None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: where it fails, what was there is there.
+    """Write a file atomically: on failure the previous content remains.
 
-    A link leads to what is replaced; a device or a pipe is written to.
+    A symbolic link is followed and its target replaced; a device or a pipe is written directly.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
     path = path.resolve()
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
+    with replacing(path, "wb") as file:
         with contextlib.suppress(FileNotFoundError):
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+            shutil.copymode(path, file.name)
+        file.write(data)

@@ -1,14 +1,14 @@
-"""Who works in a folder? One launch at a time: a lock that the kernel keeps, and a record that says who has it.
+"""Lock of a run folder: one launch at a time, by the kernel's lock and a record that names the holder.
 
-``.launch.lock`` is held with flock(2) as long as the process lives that took it; ``lock.json`` names that process and
-counts up while it lives. Whether a launch that left a record still works there:
+``.launch.lock`` is locked with flock(2) while the process that took it lives; ``lock.json`` names that process, which
+increments a counter in it. Whether a launch that left a record is still active:
 
-| its process | it still works if |
+| its process | active if |
 |---|---|
 | on this host, seen in /proc | a process with that id and start time lives |
 | on another host | its record changes within 30 s; clocks of two hosts are not compared |
 
-A file system without flock, or whose server keeps the lock of a host that was lost, leaves the record to decide.
+On a file system without flock, or whose server keeps the lock of a lost host, the record alone decides.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from megasdc.durable import write_durably
 from megasdc.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
 LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
 LOCK_FILE = ".launch.lock"
-"""Not ``.lock``, which a sweep holds in its folder and in that of a run that is a task of its own."""
+"""Not ``.lock``, which a sweep holds in its folder and in that of a run that is a task of its own (array job)."""
 RECORD_FILE = "lock.json"
 BEAT_S = 5.0
 STALE_S = 30.0
 SETTLE_S = 5.0
-"""How long who holds the lock may take to write its record, or to end."""
+"""How long the holder of the lock may take to write its record, or to end."""
 RACE_S = 2.0
-"""After which a record that nobody has replaced counts as ours, where flock cannot say so."""
+"""Without flock, our record counts once nobody has replaced it for so long."""
 WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 Say = Callable[[str], None]
@@ -54,13 +55,13 @@ class Holder:
         token: of one launch, the same on all its hosts.
         launch_id: None without ``megasdc launch``.
         host: its name.
-        boot_id: of the host's kernel since it was started.
-        pid_namespace: in which ``pid`` means this process.
+        boot_id: of the host's kernel; new at every boot.
+        pid_namespace: in which ``pid`` is valid.
         pid: process id.
-        process_start_ticks: clock ticks from the host's start to the process's, since ids are used again.
-        since: seconds since the epoch, for people alone.
-        beats: counts up while the process lives.
-        silent: somebody has watched it for 30 s and saw no beat since.
+        process_start_ticks: clock ticks from boot to the start of the process, since process ids are reused.
+        since: seconds since the epoch, for display only.
+        beats: incremented while the process lives.
+        silent: another process watched the record for 30 s without a change.
     """
 
     token: str
@@ -83,17 +84,17 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether /proc of this process would show it."""
+        """Whether this process could see it in /proc."""
         return (self.host, self.boot_id, self.pid_namespace) == process_space()
 
     @property
     def lives_here(self) -> bool:
-        """Whether it runs, seen from this process."""
+        """Whether it runs on this host and in this PID namespace."""
         return self.is_here and start_ticks(self.pid) == self.process_start_ticks
 
     @property
     def may_live(self) -> bool:
-        """Whether it runs, or is on another host and was not found to be gone."""
+        """Whether it runs here, or is on another host and not marked silent."""
         return self.lives_here if self.is_here else not self.silent
 
     def __str__(self) -> str:
@@ -103,13 +104,13 @@ class Holder:
 
 
 class RunLock:
-    """A folder that this process holds.
+    """Lock of a folder that this process holds.
 
     Args:
-        folder: held.
+        folder: the locked folder.
         holder: this process.
-        file: open, with the kernel's lock where there is one.
-        replaced: who left a record without working there any more; None: nobody.
+        file: the open lock file, with the kernel's lock where there is one.
+        replaced: holder of a stale record that was replaced; None: there was none.
     """
 
     def __init__(self, folder: Path, holder: Holder, file: IO[str], replaced: Holder | None) -> None:
@@ -121,14 +122,14 @@ class RunLock:
         self._mutex = threading.Lock()
         self._released = threading.Event()
         os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold it
-        # A thread of its own: a file system that is stuck must not hold up training.
+        # In a thread: a file system that hangs must not block training.
         threading.Thread(target=self._beat, daemon=True, name=f"lock of {folder}").start()
 
     def release(self) -> None:
-        """Give the folder back; harmless when it was given back."""
+        """Release the folder; idempotent."""
         self._released.set()
         if not self._mutex.acquire(timeout=1.0):
-            return  # the file system is stuck; the kernel's lock ends with this process
+            return  # the file system hangs; the kernel's lock ends with this process
         try:
             with contextlib.suppress(OSError):
                 if self.taken_by is None and not self._file.closed:
@@ -163,11 +164,11 @@ class RunLock:
 
 
 class HeldFolders:
-    """What a rank holds for its launch, from the start until its end is recorded.
+    """The locks that a rank holds for its launch, from the start until its end is recorded.
 
     Attributes:
         folder: the launch's run folder; None: not known yet.
-        token: of the launch; None: it has not asked for its folders yet.
+        token: of the launch; None: it has not requested its folders yet.
     """
 
     def __init__(self) -> None:
@@ -176,28 +177,28 @@ class HeldFolders:
         self._locks: list[RunLock] = []
 
     def add(self, lock: RunLock) -> None:
-        """Release it with the others."""
+        """Add a lock, to be released with the others."""
         self._locks.append(lock)
 
     def release(self) -> None:
-        """Give all back; from any thread, also twice."""
+        """Release all; from any thread, idempotent."""
         for lock in self._locks:
             lock.release()
 
 
 def take(folder: Path, holder: Holder, say: Say) -> RunLock:
-    """Take a folder for a launch.
+    """Lock a folder for a launch.
 
     Args:
-        folder: exists, and can be written.
+        folder: exists and is writable.
         holder: this process.
-        say: told what the user should know.
+        say: receives messages for the user.
 
     Returns:
-        The lock, to be released; the system releases it with this process too.
+        The lock, to be released; the system releases it too when this process ends.
 
     Raises:
-        LaunchError: another launch works there.
+        LaunchError: another launch is active there.
         OSError: the folder cannot be written.
     """
     file: IO[str] = open(folder / LOCK_FILE, "a", encoding="utf-8")  # noqa: SIM115 - held by the lock
@@ -220,7 +221,7 @@ def take(folder: Path, holder: Holder, say: Say) -> RunLock:
 
 
 def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
-    """Find a folder held by this process's launch, or take it: on another host it may be another folder.
+    """Lock a folder unless a rank of this launch holds it: with node-local storage, each host has its own folder.
 
     Args:
         folder: as for ``take``.
@@ -231,7 +232,7 @@ def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
         The lock; None where another rank of the launch has it.
 
     Raises:
-        LaunchError: another launch works there.
+        LaunchError: another launch is active there.
         OSError: the folder cannot be written.
     """
     end = time.monotonic() + SETTLE_S
@@ -241,7 +242,7 @@ def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
         try:
             return take(folder, holder, say)
         except LaunchError:
-            # Another rank of this host may have come first, and written its record meanwhile.
+            # Another rank of this launch may hold the lock and be about to write its record.
             now = read_holder(folder)
             if (now is None or now.token != holder.token) and time.monotonic() > end:
                 raise
@@ -249,39 +250,39 @@ def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
 
 
 def check_free(folder: Path, say: Say) -> None:
-    """Refuse a folder in which a launch works; nothing is held.
+    """Refuse a folder in which a launch is active; takes no lock.
 
     Args:
         folder: need not exist.
         say: as for ``take``.
 
     Raises:
-        LaunchError: another launch works there.
+        LaunchError: another launch is active there.
     """
     found = read_holder(folder)
     if (living := _living(folder, found, say)) is not None:
         raise in_use(folder, living)
     if found is not None and not found.is_here and not found.silent:
         with contextlib.suppress(OSError):
-            _write(folder, replace(found, silent=True))  # so that nobody waits once more
+            _write(folder, replace(found, silent=True))  # so that nobody waits for it again
 
 
 @contextlib.contextmanager
 def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]:
-    """Keep launches that start out of a folder for a moment in which this process writes there.
+    """Prevent launches from starting in a folder while this process writes there.
 
     Args:
         folder: exists.
         token: of this process's launch, which may hold the folder; None: it holds none.
-        say: told who works there.
+        say: receives a message where another launch is active.
 
     Yields:
-        False: another launch works there, so that nothing may be written.
+        False: another launch is active there, and nothing may be written.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:  # NFS gives a shared lock only to who may read
+    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:  # NFS needs a readable file for a shared lock
         unlocked = _lock_shared(folder, file)
         found = read_holder(folder)
         ours = found is not None and found.token == token
@@ -292,11 +293,7 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
 
 
 def _lock_shared(folder: Path, file: IO[str]) -> bool:
-    """Ask the kernel for a lock that other ranks may have too; waits for who takes or releases it at this moment.
-
-    Returns:
-        False: a launch has it. True also where the file system has no locks.
-    """
+    """Take a shared lock, waiting for a holder without a live record; False: a launch holds it. True without flock."""
     end = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -315,7 +312,7 @@ def _lock_shared(folder: Path, file: IO[str]) -> bool:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Who has left a record in a folder; None: nobody, or nothing that is a record."""
+    """The holder recorded in a folder; None: there is no valid record."""
     try:
         return Holder(**json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -323,7 +320,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def in_use(folder: Path, holder: Holder) -> LaunchError:
-    """The error of who meets another launch in a folder."""
+    """The error for a folder that another launch holds."""
     return LaunchError(
         f"{folder} is in use by {holder}; wait for its end or end it, or choose another folder: "
         "megasdc.logging.run_dir, megasdc.checkpoint.folder"
@@ -331,12 +328,12 @@ def in_use(folder: Path, holder: Holder) -> LaunchError:
 
 
 def _living(folder: Path, found: Holder | None, say: Say) -> Holder | None:
-    """Who works in a folder, by the record that was found there; waits for a sign of life of another host."""
+    """The active holder, judged by the record ``found``; waits up to ``STALE_S`` for a heartbeat of another host."""
     if found is None or found.silent:
         return None
     if found.is_here:
         return found if found.lives_here else None
-    say(f"{folder}: its last record is of {found}; waiting up to {STALE_S:g} s for a sign of life")
+    say(f"{folder}: its last record is of {found}; waiting up to {STALE_S:g} s to see whether it is alive")
     end = time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(0.2)
@@ -349,15 +346,7 @@ def _living(folder: Path, found: Holder | None, say: Say) -> Holder | None:
 
 
 def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
-    """Ask the kernel for the lock.
-
-    Returns:
-        True: we have it; False: a process of another host has it, or had it before that host was lost; None: the file
-        system has no locks.
-
-    Raises:
-        LaunchError: a process of this host has it.
-    """
+    """Take the lock. True: done; False: another host has it, perhaps a lost one; None: no flock; this host's raises."""
     end = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -385,7 +374,7 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
 
 
 def _replace_lock_file(folder: Path, old: IO[str]) -> IO[str]:
-    """Hold a new lock file in the place of one whose lock a lost host keeps."""
+    """Replace a lock file whose lock a lost host keeps by a new, locked one."""
     path = folder / f"{LOCK_FILE}.{socket.gethostname()}.{os.getpid()}"
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held by the lock
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -395,13 +384,11 @@ def _replace_lock_file(folder: Path, old: IO[str]) -> IO[str]:
 
 
 def _write(folder: Path, holder: Holder) -> None:
-    temporary = folder / f".{RECORD_FILE}.{socket.gethostname()}.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(holder)) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / RECORD_FILE)
+    write_durably(folder / RECORD_FILE, json.dumps(asdict(holder)) + "\n")
 
 
 def process_space() -> tuple[str, str, str]:
-    """Host name, boot id and process namespace: where a process id means this process."""
+    """Host name, boot id and PID namespace: the space in which a process id is valid."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname(), boot_id, os.readlink("/proc/self/ns/pid")
 

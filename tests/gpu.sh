@@ -8,5 +8,4 @@ if [ "${1:-}" = "--make-wheels" ]; then
     exec bash "$root/tests/gpu/make_wheels.sh" "$@"
 fi
 export PYTHONPATH="$root:$root/tests:$root/tests/distributed${PYTHONPATH:+:$PYTHONPATH}"
-cd "$root"
 exec "${PYTHON:-python3}" -m gpu "$@"

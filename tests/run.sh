@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs all checks: lint, types, unit tests, distributed tests, the real launcher, and a sample of every campaign.
+# Runs all checks: lint, types, documentation, unit tests, distributed tests, the real launcher, samples of campaigns.
 #
-#   bash tests/run.sh [--all] [pytest options]
+#   bash tests/run.sh [--quick | --all] [pytest options]
 #
+# --quick: lint, types and unit tests alone, for the daily loop.
 # --all adds the full campaigns and, without pytest options, runs tests of detection a second time with fused modules.
 # Installs what the tests need into the same environment as the quick start.
 set -euo pipefail
@@ -15,7 +16,12 @@ export OMP_NUM_THREADS=1
 
 select=(-m "not full")
 fused=()
-if [ "${1:-}" = "--all" ]; then
+quick=0
+if [ "${1:-}" = "--quick" ]; then
+    quick=1
+    shift
+    set -- -n 2 tests/unit "$@"
+elif [ "${1:-}" = "--all" ]; then
     select=()
     fused=(tests/distributed/test_{detection_runs,fault_injection,golden,golden_runs,layouts,observer}.py)
     shift
@@ -26,8 +32,13 @@ ruff check .
 ruff format --check .
 echo "== types"
 mypy
-echo "== README's configuration table"
-megasdc config-table --check README.md
+if [ $quick = 0 ]; then
+    echo "== documentation"
+    for page in configuration versions command-line; do
+        megasdc config-table --check "docs/reference/$page.md"
+    done
+    NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
+fi
 echo "== tests"
 # A test that starts ranks leaves two cores idle half of its time, so three files of tests run side by side, in order of
 # their folders: launches come before unit tests, whose short files fill the end evenly.

@@ -76,8 +76,8 @@ install() {
     {
         grep -vE '^(#|torch==|deepspeed==|megatron-core==|numpy==)' "$root/launch/constraints.txt"
         printf 'torch==%s\ndeepspeed==%s\nmegatron-core==%s\n' "$3" "$4" "$5"
-        # Triton's interpreter in the version that PyTorch 2.10 brings does not know numpy 2.4.
-        case $3 in 2.10.*) echo 'numpy<2.4' ;; *) grep '^numpy==' "$root/launch/constraints.txt" ;; esac
+        # Triton's interpreter in version 3.6, which PyTorch 2.10 and 2.11 bring, does not know numpy 2.4.
+        case $3 in 2.10.* | 2.11.*) echo 'numpy<2.4' ;; *) grep '^numpy==' "$root/launch/constraints.txt" ;; esac
     } >"$pins"
     "${pip[@]}" -c "$pins" setuptools wheel "torch==$3" || return
     DS_BUILD_OPS=0 "${pip[@]}" -c "$pins" --no-build-isolation -e "$root[test]" || return

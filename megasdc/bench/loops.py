@@ -312,9 +312,10 @@ class HuggingFaceLoop:
     def run(self, steps: int) -> None:
         """Take so many more steps."""
         for _ in range(steps):
-            total = torch.zeros(())
+            total = torch.zeros((), device=self.engine.device)
             for _ in range(self.accumulation):
                 tokens, (labels, _mask) = next(self.batches)
+                tokens, labels = tokens.to(self.engine.device), labels.to(self.engine.device)
                 loss = self.engine(input_ids=tokens, labels=labels, shift_labels=labels).loss
                 self.engine.backward(loss)
                 self.engine.step()

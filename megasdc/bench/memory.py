@@ -79,6 +79,7 @@ CASES = {
     "fp32": MemoryCase(1),
     "bf16": MemoryCase(1, LLAMA, BF16),
     "bf16 in bf16": MemoryCase(1, deepspeed={**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
+    "bf16, data 2": MemoryCase(2, LLAMA, {**BF16, "gradient_accumulation_steps": 1}, vocab=1024, sequence=64),
     "tensor 2": MemoryCase(2, LLAMA, parallel={"tensor": 2}),
     "data 2": MemoryCase(2, LLAMA),
     "recomputation": MemoryCase(
@@ -156,7 +157,7 @@ class MemoryResult:
 
 
 def compare_memory(
-    name: str, config: RunConfig, layout: Layout, vocab: int, peaks: Mapping[int, float]
+    name: str, config: RunConfig, layout: Layout, vocab: int, peaks: Mapping[int, float], on_gpu: bool
 ) -> list[StagePeak]:
     """Measured beside predicted.
 
@@ -166,9 +167,11 @@ def compare_memory(
         layout: that was trained.
         vocab: entries of the vocabulary.
         peaks: largest measured bytes of each stage.
+        on_gpu: where they were measured.
     """
     because = unpredicted_because(config)
-    totals = {} if because else {i: one.total for i, one in enumerate(predict_step_memory(config, layout, vocab))}
+    predicted = [] if because else predict_step_memory(config, layout, vocab, on_gpu)
+    totals = {stage: one.total for stage, one in enumerate(predicted)}
     return [
         StagePeak(name, layout.world_size, stage, totals.get(stage), because, peak)
         for stage, peak in sorted(peaks.items())
@@ -198,7 +201,7 @@ def bench_memory(
             run_ranks("megasdc.bench.memory_rank", request, ranks, 1, Path(scratch), messages.append)
         for stage, peak in messages[-1]["peaks"]:
             peaks[stage] = max(peaks.get(stage, 0), peak)
-        stages += compare_memory(name, config, layout, vocab, peaks)
+        stages += compare_memory(name, config, layout, vocab, peaks, messages[-1]["on_gpu"])
         on_progress(name, 1, 1)
     return MemoryResult(describe_machine(), stages)
 

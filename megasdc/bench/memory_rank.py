@@ -99,7 +99,7 @@ def main() -> None:
     prepare_cpu(1)
     parallel = config.megasdc.parallel
     groups.init_process_group(parallel.timeout_s, share_devices=parallel.share_devices)
-    messages.send(peaks=gather_objects(measure_peak(config, request["vocab"])))
+    messages.send(peaks=gather_objects(measure_peak(config, request["vocab"])), on_gpu=_trains_on_gpu())
     groups.shutdown()
 
 

@@ -73,12 +73,13 @@ class TrainBenchOptions:
         return self.warmup_steps + (self.blocks + 1) * self.steps_per_block
 
 
-def run_config(options: TrainBenchOptions, folder: Path) -> RunConfig:
+def run_config(options: TrainBenchOptions, folder: Path, devices: int = 0) -> RunConfig:
     """A Llama-like model with every setting that is not a size at its default.
 
     Args:
         options: the sizes.
         folder: where the run writes; also stands for the data, which are in memory.
+        devices: GPUs of this host, which the ranks share where there are fewer; 0: ranks compute on its processor.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.micro_batch,
@@ -101,7 +102,11 @@ def run_config(options: TrainBenchOptions, folder: Path) -> RunConfig:
                 "fuse": options.fuse,
             },
             "data": {"path": str(folder), "sequence_length": options.sequence},
-            "parallel": {"threads": options.threads, "timeout_s": 600.0},
+            "parallel": {
+                "threads": options.threads,
+                "timeout_s": 600.0,
+                "share_devices": 0 < devices < options.ranks,
+            },
             "training": {"steps": options.total_steps},
             "logging": {"run_dir": str(folder)},
         },

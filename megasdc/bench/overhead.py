@@ -157,7 +157,9 @@ def _measure(sizes: TrainBenchOptions, interval: int, bars: dict[str, float], on
 
     with tempfile.TemporaryDirectory(prefix="bench_overhead_") as folder:
         request = {"options": asdict(sizes), "folder": folder}
-        run_ranks("megasdc.bench.overhead_rank", request, sizes.ranks, sizes.threads, Path(folder), on_message)
+        run_ranks(
+            "megasdc.bench.overhead_rank", request, sizes.ranks, sizes.threads, Path(folder), on_message, fresh=True
+        )
     return judge(sizes, steps, median_rates(rates), interval, bars)
 
 

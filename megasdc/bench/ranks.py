@@ -6,6 +6,7 @@ and pays for it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import error_of_rank
+from megasdc.errors import MegasdcError, error_of_rank
 from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.processes import Descriptor, Process, start_module
 
 GRACE_S = 5.0
 TAIL_CHARACTERS = 3000
@@ -39,6 +41,16 @@ class Messages:
             self._file.write(json.dumps(message) + "\n")
             self._file.flush()
 
+    def ask(self, **message: Any) -> None:
+        """Send one message and wait until it has been dealt with; other ranks do not wait.
+
+        Raises:
+            MegasdcError: the process that started the ranks is gone.
+        """
+        self.send(waits=True, **message)
+        if self._file is not None and not sys.stdin.readline():
+            raise MegasdcError("the process that started this benchmark is gone")
+
 
 def run_ranks(
     module: str,
@@ -47,6 +59,7 @@ def run_ranks(
     threads: int,
     folder: Path,
     on_message: Callable[[dict[str, Any]], None],
+    fresh: bool = False,
 ) -> None:
     """Start the ranks on this machine and wait until all have ended well.
 
@@ -56,7 +69,8 @@ def run_ranks(
         ranks: how many.
         threads: CPU threads of each.
         folder: where their output goes.
-        on_message: called with each message of rank 0.
+        on_message: called with each message of rank 0, which waits for its return if it asked.
+        fresh: see ``start_module``; for ranks whose memory or time from the start on is measured.
 
     Raises:
         MegasdcError: a rank failed, with the end of its output; of the class of its exit code, else a LaunchError.
@@ -64,39 +78,44 @@ def run_ranks(
     store = hold_store()
     master, terminal = os.openpty()
     reading, writing = os.pipe()
-    processes: list[subprocess.Popen[bytes]] = []
+    asked, answers = os.pipe()
+    processes: list[Process] = []
     log = folder / "rank_0.log"
     drain = threading.Thread(target=_drain, args=(master, log), daemon=True)
     try:
         for rank in range(ranks):
-            arguments = [sys.executable, "-m", module, json.dumps(request)] + ([str(writing)] if rank == 0 else [])
-            output = open(folder / f"rank_{rank}.log", "wb")  # noqa: SIM115 - given to the process
-            with output:
-                processes.append(
-                    subprocess.Popen(
-                        arguments,
-                        env=_bench_environment(rank, ranks, threads, store.port),
-                        stdin=subprocess.DEVNULL,
-                        stdout=terminal if rank == 0 else output,
-                        stderr=terminal if rank == 0 else output,
-                        pass_fds=(writing,) if rank == 0 else (),
-                    )
-                )
-        os.close(terminal)
-        os.close(writing)
+            arguments: list[str | Descriptor] = [json.dumps(request), *([Descriptor(writing)] if rank == 0 else [])]
+            environment = _bench_environment(rank, ranks, threads, store.port)
+            with open(folder / f"rank_{rank}.log", "wb") as output:
+                stream = terminal if rank == 0 else output.fileno()
+                stdin = asked if rank == 0 else subprocess.DEVNULL
+                processes.append(start_module(module, arguments, environment, stdin, stream, stream, fresh))
+        for descriptor in (terminal, writing, asked):
+            os.close(descriptor)
         drain.start()
         threading.Thread(target=_end_all_after_failure, args=(processes,), daemon=True).start()
         with os.fdopen(reading, encoding="utf-8") as lines:
             for line in lines:
-                on_message(json.loads(line))
+                message = json.loads(line)
+                waits = message.pop("waits", False)
+                on_message(message)
+                if waits:
+                    _answer(answers)
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        os.close(answers)
     drain.join(GRACE_S)
     _raise_if_failed(codes, folder)
+
+
+def _answer(answers: int) -> None:
+    """Let a rank that asked go on; one that has ended needs no answer."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(answers, b"\n")
 
 
 def _bench_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
@@ -123,7 +142,7 @@ def _drain(master: int, log: Path) -> None:
     os.close(master)
 
 
-def _end_all_after_failure(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end_all_after_failure(processes: list[Process]) -> None:
     """Once a rank has failed, give the others a moment and end them, so that nobody waits for it for ever."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):

@@ -216,6 +216,7 @@ def _run_once(
         threads,
         folder,
         lambda message: on_progress(name, message["done"], steps),
+        fresh=True,
     )
     return {rank: read_trace(trace_path(folder, rank, 1))[1] for rank in range(layout.world_size)}
 

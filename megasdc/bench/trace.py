@@ -134,7 +134,7 @@ def bench_trace(
 
     with tempfile.TemporaryDirectory(prefix="bench_trace_") as folder:
         request = {"options": asdict(options), "folder": folder}
-        run_ranks("megasdc.bench.trace_rank", request, 1, options.threads, Path(folder), on_message)
+        run_ranks("megasdc.bench.trace_rank", request, 1, options.threads, Path(folder), on_message, fresh=True)
         model = run_config(options, Path(folder)).megasdc.model
     vocab = padded_vocab_size(options.vocab, model.vocab_multiple)
     width = 4 if options.precision == "fp32" else 2

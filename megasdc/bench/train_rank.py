@@ -9,13 +9,15 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from megasdc.bench.loops import (
     DISTINCT_STEPS,
@@ -32,14 +34,21 @@ from megasdc.bench.loops import (
 from megasdc.bench.options import TrainBenchOptions, run_config
 from megasdc.bench.ranks import Messages
 from megasdc.bench.statistics import Block, Cost, run_alternating
-from megasdc.config import check_layout
-from megasdc.errors import MegasdcError
+from megasdc.config import Layout, RunConfig, check_layout
 from megasdc.parallel import groups
+from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.local_ranks import count_accelerators
 from megasdc.train.build import prepare_cpu, prepare_run_folder
 from megasdc.train.main import set_up_logging
 
-LIBRARY = ("aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_dot_product", "aten::_flash_attention")
+LIBRARY = (
+    *("aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_dot_product"),
+    *("aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention"),
+)
 """How the names of matrix products and attention begin."""
+LONGEST_TURN = timedelta(hours=1)
+OURS = "ours"
+"""Name of our loop as a default run has it."""
 WITH = {"determinism": DeterministicLoop, "bounds": BoundedLoop}
 """Our loop with something on, which is compared with itself without."""
 
@@ -59,7 +68,8 @@ def measure_block(block: Block) -> Cost:
     wall, cpu = time.perf_counter(), time.process_time()
     block()
     dist.barrier()
-    took = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
+    costs = [time.perf_counter() - wall, time.process_time() - cpu]
+    took = torch.tensor(costs, dtype=torch.float64, device=get_accelerator().current_device_name())
     slowest = took[:1].clone()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(took)
@@ -86,44 +96,84 @@ def library_share(block: Block) -> float:
     return sum(one.self_device_time_total if on_gpu else one.self_cpu_time_total for one in operators) * 1e-6 / took
 
 
-def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Messages) -> None:
-    """Run our loop and another one in alternating blocks and report what both took.
+@dataclass(frozen=True)
+class Setting:
+    """What a loop is built from on a rank.
 
     Args:
         options: sizes.
-        against: one of ``megasdc.bench.train.AGAINST`` but ``launch``.
         folder: where our loop writes.
-        messages: where rank 0 reports.
+        config: the configuration.
+        layout: its sizes on these ranks.
+        dims: place of this rank.
+        stream: the samples.
+    """
 
-    Raises:
-        MegasdcError: the models do not have the same number of parameters.
+    options: TrainBenchOptions
+    folder: Path
+    config: RunConfig
+    layout: Layout
+    dims: ParallelDims
+    stream: MemoryStream
+
+    def build(self, name: str, folder: Path | None = None) -> Loop:
+        """Build a loop.
+
+        Args:
+            name: ``OURS``, or one of ``megasdc.bench.train.AGAINST`` but ``launch``.
+            folder: where one of ours writes, if not where the first does.
+
+        Collective: all ranks of the world.
+        """
+        if name == OURS or name in WITH:
+            kind = WITH.get(name, MegasdcLoop)
+            return kind(self.config, self.layout, self.dims, self.options, self.stream, folder or self.folder)
+        batches = endless_batches(self.stream, self.options, self.dims)
+        if name == "plain":
+            return PlainLoop(self.config, self.layout, self.dims, self.options, batches)
+        return HuggingFaceLoop(self.config, self.layout, self.options, batches, compiled=name == "hf-compiled")
+
+
+def meet(options: TrainBenchOptions, folder: Path) -> Setting:
+    """Join the other ranks.
+
+    Args:
+        options: sizes.
+        folder: where our loop writes.
 
     Collective: all ranks of the world.
     """
-    config = run_config(options, folder)
+    config = run_config(options, folder, count_accelerators())
     layout = check_layout(config, options.ranks)
-    prepare_cpu(options.threads)
-    groups.init_process_group(config.megasdc.parallel.timeout_s)
-    dims = groups.init_model_parallel(1, 1, config.megasdc.parallel.timeout_s)
+    parallel = config.megasdc.parallel
+    groups.init_process_group(parallel.timeout_s, share_devices=parallel.share_devices)
+    dims = groups.init_model_parallel(1, 1, parallel.timeout_s)
     distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
     samples = options.total_steps * layout.train_batch_size
-    stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
-    ours: MegasdcLoop
-    other: Loop
+    return Setting(
+        options, folder, config, layout, dims, MemoryStream(options.vocab, options.sequence, distinct, samples)
+    )
+
+
+def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Messages) -> None:
+    """Run our loop and another one in alternating blocks of one process and report what both took.
+
+    Args:
+        options: sizes.
+        against: one of ``megasdc.bench.train.AGAINST`` but ``launch`` and ``APART``.
+        folder: where our loop writes.
+        messages: where rank 0 reports.
+
+    Collective: all ranks of the world.
+    """
+    prepare_cpu(options.threads)
+    setting = meet(options, folder)
     if against in WITH:
-        ours = WITH[against](config, layout, dims, options, stream, folder)
-        other = MegasdcLoop(config, layout, dims, options, stream, prepare_run_folder(folder / "other"))
+        names, other_folder = (against, OURS), prepare_run_folder(folder / "other")
     else:
-        ours = MegasdcLoop(config, layout, dims, options, stream, folder)
-        batches = endless_batches(stream, options, dims)
-        if against == "plain":
-            other = PlainLoop(config, layout, dims, options, batches)
-        else:
-            other = HuggingFaceLoop(config, layout, options, batches, compiled=against == "hf-compiled")
-    sizes = [sum(p.numel() for p in loop.engine.module.parameters()) for loop in (ours, other)]
-    if sizes[0] != sizes[1]:
-        raise MegasdcError(f"the compared models have {sizes[0]:,} and {sizes[1]:,} parameters; they must be equal")
-    groups.set_all_timeouts(config.megasdc.parallel.timeout_s)
+        names, other_folder = (OURS, against), folder
+    ours, other = setting.build(names[0]), setting.build(names[1], other_folder)
+    groups.set_all_timeouts(setting.config.megasdc.parallel.timeout_s)
     for loop in (ours, other):
         loop.run(options.warmup_steps)
     messages.send(kind="progress", done=0, total=options.blocks)
@@ -134,19 +184,61 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
         measure_block,
         lambda done: messages.send(kind="progress", done=done, total=options.blocks),
     )
-    shares = [library_share(partial(loop.run, options.steps_per_block)) for loop in (ours, other)]
-    if isinstance(other, MegasdcLoop):
-        other.close()
-    ours.close()
+    sides = [_side(loop, options, [pair[number] for pair in costs]) for number, loop in enumerate((ours, other))]
     messages.send(
-        kind="result",
-        parameters=sizes[0],
-        costs=[[asdict(mine), asdict(theirs)] for mine, theirs in costs],
-        first_losses=[float(ours.losses[0]), float(other.losses[0])],
-        library_shares=shares,
-        last_losses=[float(ours.losses[-1]), float(other.losses[-1])],
-        difference=_agree_on_difference(ours, other) if against == "plain" else None,
+        kind="result", sides=sides, difference=_agree_on_difference(ours, other) if against == "plain" else None
     )
+
+
+def run_apart(options: TrainBenchOptions, name: str, folder: Path, messages: Messages) -> None:
+    """Run one loop in blocks, each when it is its turn, and report what they took.
+
+    What our run sets in its process, such as how memory is kept, is not set here for another loop.
+
+    Args:
+        options: sizes.
+        name: ``OURS`` or one of ``megasdc.bench.train.APART``.
+        folder: where our loop writes.
+        messages: where rank 0 asks for its turn and reports.
+
+    Collective: all ranks of the world.
+    """
+    if name == OURS:
+        prepare_cpu(options.threads)
+    setting = meet(options, folder)
+    loop = setting.build(name)
+    groups.set_all_timeouts(setting.config.megasdc.parallel.timeout_s)
+    loop.run(options.warmup_steps)
+    # A wait through NCCL would keep the GPU busy, and end when a block of the other loop takes longer than a timeout.
+    waiting = dist.new_group(backend="gloo", timeout=LONGEST_TURN)
+
+    def wait_for_turn() -> None:
+        messages.ask(kind="turn")
+        dist.barrier(group=waiting)
+
+    costs = []
+    for _ in range(options.blocks):
+        wait_for_turn()
+        costs.append(measure_block(lambda: loop.run(options.steps_per_block)))
+    wait_for_turn()
+    messages.send(kind="result", **_side(loop, options, costs))
+
+
+def _side(loop: Loop, options: TrainBenchOptions, costs: list[Cost]) -> dict[str, Any]:
+    """What is told of a loop after its blocks; one more is profiled, and one of ours closed.
+
+    Collective: all ranks of the world.
+    """
+    share = library_share(partial(loop.run, options.steps_per_block))
+    if isinstance(loop, MegasdcLoop):
+        loop.close()
+    return {
+        "costs": [asdict(cost) for cost in costs],
+        "parameters": sum(p.numel() for p in loop.engine.module.parameters()),
+        "library_share": share,
+        "first_loss": float(loop.losses[0]),
+        "last_loss": float(loop.losses[-1]),
+    }
 
 
 def _agree_on_difference(ours: Loop, other: Loop) -> str | None:
@@ -167,7 +259,11 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     set_up_logging(int(os.environ["RANK"]))
-    compare(TrainBenchOptions(**request["options"]), request["against"], Path(request["folder"]), messages)
+    options, folder = TrainBenchOptions(**request["options"]), Path(request["folder"])
+    if "loop" in request:
+        run_apart(options, request["loop"], folder, messages)
+    else:
+        compare(options, request["against"], folder, messages)
     dist.barrier()
     groups.shutdown()
 

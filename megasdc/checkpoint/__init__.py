@@ -1,1 +1,1 @@
-"""Save, resume, manifest, verify: a checkpoint is whole on every node, or it is not there."""
+"""Checkpoints: save, resume, manifests, verification, comparison; complete on every node, or absent."""

@@ -1,4 +1,4 @@
-"""May this file be opened? Pickles are read as text first, and only the classes listed here may occur in them.
+"""Safe loading of pickles: a file is disassembled first, and only the classes listed here may occur in it.
 
 DeepSpeed loads with ``weights_only=False`` (0.19.8), so a pickle could run any code. A file is checked by disassembling
 it, and then read through torch's restricted unpickler with the same list, which runs nothing else.
@@ -30,11 +30,11 @@ ALLOWED_GLOBALS: frozenset[str] = frozenset(
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     }
 )
-"""Classes in a checkpoint's files besides those that torch itself takes for safe; none of them acts when created."""
+"""Classes allowed besides those that torch itself considers safe; none has side effects when created."""
 
 MEMBER = "builtins.getattr"
-"""How Python 3.11.0 to 3.11.3 write members of enumerations. The true one would be a way to anything; in its place
-stands ``enum_member``, where no other unpickler opens the file."""
+"""How Python 3.11.0 to 3.11.3 pickle enum members. The real ``getattr`` would give access to anything; ``enum_member``
+replaces it, and only in files that no other unpickler opens."""
 
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 
@@ -44,10 +44,10 @@ def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> li
 
     Args:
         path: a file written by ``torch.save``.
-        content: the same, in memory, where it is part of the file at ``path``.
+        content: the bytes to read instead, in memory, where they are part of the file at ``path``.
 
     Raises:
-        CheckpointError: the file is not a whole file of ``torch.save``.
+        CheckpointError: the file is no complete file of ``torch.save``.
     """
     check_regular(path)
     try:
@@ -57,20 +57,20 @@ def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> li
             f"{path} cannot be read: {error.strerror}; ask its owner, or read it as the owner"
         ) from error
     except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is not a whole file of torch.save: {_first_line(error)}") from error
+        raise CheckpointError(f"{path} is not a complete file of torch.save: {_first_line(error)}") from error
     except Exception as error:  # the disassembler meets arbitrary bytes; whatever it trips over, the file is refused
         raise CheckpointError(f"{path} has a pickle that cannot be read: {_first_line(error)}") from error
     return sorted(set(found) - ALLOWED_GLOBALS)
 
 
 def check_regular(path: Path | str) -> None:
-    """Refuse what is there but is no file: a pipe would be waited for.
+    """Refuse an existing path that is not a regular file: opening a pipe would block.
 
     Raises:
         CheckpointError: with the path.
     """
     if Path(path).exists() and not Path(path).is_file():
-        raise CheckpointError(f"{path} is no file; get it again from where it came from")
+        raise CheckpointError(f"{path} is not a file; get it again from where it came from")
 
 
 def check_pickle(path: Path | str) -> None:
@@ -136,10 +136,10 @@ def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = Fa
 
 
 def enum_member(kind: Any, name: Any) -> Any:
-    """A member of an enumeration, and nothing else.
+    """A member of an enumeration; refuses everything else.
 
     Raises:
-        ValueError: anything else is asked for.
+        ValueError: the arguments do not name a member.
     """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
@@ -163,7 +163,7 @@ def _load(path: Path | str, content: str | BinaryIO, map_location: Any, *, mmap:
 def _allowed_classes(members: bool) -> Iterator[None]:
     """Let torch's restricted unpickler create the classes on the list."""
     classes: list[Any] = [(enum_member, MEMBER)] if members else []
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to what is standard output when it is imported
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger keeps the standard output of its import
         for name in sorted(ALLOWED_GLOBALS):
             module, _, attribute = name.rpartition(".")
             classes.append(getattr(importlib.import_module(module), attribute))
@@ -173,9 +173,9 @@ def _allowed_classes(members: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _places_noted(map_location: Any) -> Iterator[None]:
-    """Let torch 2.10 load onto ``meta`` as later ones do: nothing is read, and storages know their place in the file.
+    """Let torch 2.10 load onto ``meta`` as later versions do: nothing is read, storages know their file offset.
 
-    It does so only while it traces; a context that says so changes nothing else of a load.
+    It does so only under a tracing context, which changes nothing else of a load.
     """
     if map_location != "meta" or not torch.__version__.startswith("2.10."):
         yield
@@ -188,6 +188,6 @@ def _places_noted(map_location: Any) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """An error's kind and the first line of its text."""
+    """An error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

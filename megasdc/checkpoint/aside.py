@@ -1,7 +1,7 @@
-"""What becomes of the candidates that a run did not go on from? They lose their place, so that none counts later.
+"""Moving aside unverified checkpoints that a resume passed over, so that no later resume or audit uses them.
 
-They hold what may be corrupt. Left where they are, a later resume or audit would take them for the run's own. They are
-kept, for whoever looks into the incident, until someone deletes them.
+They may be corrupt. Left in place, a later resume or audit would take them for the run's own. They are kept for an
+investigation until someone deletes them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megasdc.checkpoint.files import LATEST_FILE, step_folder, sync_path, write_durably
+from megasdc.checkpoint.files import LATEST_FILE, step_folder
 from megasdc.checkpoint.marks import clear_corruption
 from megasdc.checkpoint.places import Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
+from megasdc.durable import sync_path, write_durably
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 
@@ -35,15 +36,15 @@ def leave_behind(
     node: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[int]:
-    """Move the candidates that a resume passed over out of the way, and clear the corruption mark after that.
+    """Move the candidates that a resume passed over aside, then clear the corruption mark.
 
-    If the process dies in between, the mark is still there and the next resume does the rest.
+    If the process dies in between, the mark is still there and the next resume finishes.
 
     Args:
         folder: the checkpoint folder.
         chosen: what ``find_checkpoint`` returned and was loaded; None: there was no checkpoint.
         storage: whether all ranks see one folder, or the ranks of each node one.
-        events: where it is reported, by rank 0.
+        events: log that rank 0 writes to.
         node: name of this rank's node; None means the host's name.
         group: group of all ranks, on the host; None means the default group.
 
@@ -64,7 +65,7 @@ def leave_behind(
             write_durably(path / LATEST_FILE, chosen.path.name + "\n")
         except OSError as error:
             problem = describe_error(error, f"move candidates in {path} aside")
-    raise_together(problem, place, "candidates that were passed over stay in the way", group)
+    raise_together(problem, place, "skipped candidates stay in the folder", group)
     cleared = False
     if place.leader and (chosen is None or chosen.verified_only):
         try:
@@ -80,14 +81,14 @@ def leave_behind(
 
 
 def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
-    """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on where that has one of these steps.
+    """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on if it already has one of these steps.
 
     Args:
         folder: the checkpoint folder.
-        steps: of the checkpoints; those that are not there are passed over.
+        steps: of the checkpoints; those that do not exist are ignored.
 
     Returns:
-        Each step that was moved, with its path from the folder.
+        Each step that was moved, with its new path relative to the folder.
 
     Raises:
         OSError: a folder cannot be made or renamed.
@@ -110,7 +111,7 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
 def _tell(path: Path, moved: dict[int, str], cleared: bool, events: EventLog | None) -> None:
     """Log and events of rank 0."""
     for step, name in sorted(moved.items()):
-        logger.warning("the candidate of step %d is now %s; delete it when it is of no more use", step, path / name)
+        logger.warning("the candidate of step %d is now %s; delete it when you no longer need it", step, path / name)
         if events is not None:
             events.emit("move", "checkpoint", step=step, path=str(path / name), reason="not verified")
     if cleared:

@@ -1,4 +1,4 @@
-"""Which element of a tensor lies in which of its blocks, where blocks need not be runs of elements?"""
+"""Index arithmetic of rectangular blocks of a tensor: from an element of a block to its offset in the whole tensor."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megasdc.checkpoint.open_copy import Part
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor, whose elements lie in row-major order of its own.
+    """A rectangular block of a tensor; its elements are stored row-major within the block.
 
     Attributes:
-        offsets: place of its first element, by dimension.
+        offsets: index of its first element, by dimension.
         sizes: by dimension.
         shape: of the whole tensor.
     """
@@ -29,7 +29,7 @@ class Block:
 
     @cached_property
     def run(self) -> int:
-        """Elements that lie side by side in the whole tensor as well."""
+        """Length of a run: elements that are contiguous in the whole tensor too."""
         numel = 1
         for size, whole in zip(reversed(self.sizes), reversed(self.shape), strict=True):
             numel *= size
@@ -39,15 +39,15 @@ class Block:
 
     @property
     def num_runs(self) -> int:
-        """Runs of so many elements."""
+        """Number of such runs in the block."""
         return prod(self.sizes) // self.run if self.run else 0
 
     def run_place(self, run: int) -> int:
-        """Place in the whole tensor of a run's first element."""
+        """Flat index in the whole tensor of a run's first element."""
         return self.place(run * self.run)
 
     def place(self, element: int) -> int:
-        """Place in the whole tensor of one of its elements; ascends with ``element``."""
+        """Flat index in the whole tensor of one of the block's elements; ascends with ``element``."""
         found, stride = 0, 1
         for offset, size, whole in zip(*(reversed(one) for one in (self.offsets, self.sizes, self.shape)), strict=True):
             element, rest = divmod(element, size)
@@ -61,7 +61,7 @@ class BlockArrangement:
     """A tensor that is divided into blocks.
 
     Attributes:
-        blocks: of each piece.
+        blocks: one for each piece.
     """
 
     blocks: tuple[Block, ...]
@@ -81,5 +81,5 @@ class BlockArrangement:
                     yield number, run * block.run + low - place, flat[low - start : high - start]
 
     def place(self, piece: int, element: int) -> int:
-        """Place in the whole tensor of an element of a piece; ascends with ``element``."""
+        """Flat index in the whole tensor of an element of a piece; ascends with ``element``."""
         return self.blocks[piece].place(element)

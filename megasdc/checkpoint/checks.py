@@ -1,4 +1,4 @@
-"""Is a file of a checkpoint what the manifest says? Without an engine and without other ranks."""
+"""Checks of a checkpoint's files against its manifest, without an engine or other ranks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def check_file(
 
     Args:
         folder: folder of the checkpoint.
-        record: what the manifest says.
-        manifest: to tell whether the content is that of another file.
+        record: its record in the manifest.
+        manifest: searched for another file with the same content.
         checksums: whether to read the whole file; otherwise its size and its pickle are checked.
         progress: called with the number of bytes of each piece read.
 
     Returns:
-        What is wrong, one sentence an entry, each starting with the file's name; empty if nothing is.
+        The problems, one sentence an entry, each starting with the file's name; empty if there are none.
     """
     path = folder / record.name
     try:
@@ -65,9 +65,9 @@ def check_file(
 
 
 def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that DeepSpeed could take for its own and that the manifest does not name.
+    """Problems: ``.pt`` files that the manifest does not name.
 
-    DeepSpeed finds files by pattern, and a further one changes which it opens.
+    DeepSpeed finds files by pattern, so an extra one changes which it opens.
     """
     known = {record.name for record in manifest.files}
     return [
@@ -78,10 +78,10 @@ def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def find_incomplete(manifest: Manifest) -> list[str]:
-    """Files that ranks of this folder need and the manifest does not name: it is whole only with them.
+    """Problems: files that ranks of this folder need and that the manifest does not name.
 
     Args:
-        manifest: of shared storage, or of one node; then of the files of its ranks.
+        manifest: of shared storage, or of one node; then only its ranks are checked.
     """
     layout, names = manifest.layout, manifest.by_name()
     ranks = manifest.nodes.get(manifest.node, []) if manifest.node is not None else range(manifest.world_size)
@@ -106,7 +106,7 @@ def find_incomplete(manifest: Manifest) -> list[str]:
 
 
 def check_identity(folder: Path, manifest: Manifest) -> list[str]:
-    """Whether the manifest is that of the folder it is in."""
+    """Problems: the manifest is that of another folder."""
     expected = f"step_{manifest.step:08d}"
     if folder.name != expected:
         return [f"manifest.json is of {expected}, the folder is {folder.name}: files of two checkpoints are mixed"]
@@ -114,7 +114,7 @@ def check_identity(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def deleted_while_read(folder: Path) -> str:
-    """What to say of a checkpoint that is not there any more."""
+    """The message for a checkpoint that no longer exists."""
     return (
         f"{folder} was deleted or replaced while it was read, as a run does that keeps only its newest checkpoints; "
         "name a newer one, or let the run keep more with megasdc.checkpoint.keep_last or keep_every"
@@ -123,14 +123,14 @@ def deleted_while_read(folder: Path) -> str:
 
 @contextmanager
 def reading(folder: Path, save_id: str) -> Iterator[None]:
-    """Tell errors that a checkpoint's deletion causes from others.
+    """Report an error in the block as the checkpoint's deletion if the checkpoint no longer exists.
 
     Args:
         folder: the checkpoint.
         save_id: of its manifest.
 
     Raises:
-        CheckpointError: the block failed, and this checkpoint is not there any more.
+        CheckpointError: the block failed, and this checkpoint no longer exists.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Do two or more checkpoints hold the same bits, and if not: what differs, where, whose was it, what kind of damage?
+"""Comparison of two or more checkpoints bit by bit: what differs, where, which rank wrote it, and the kind of damage.
 
-Every logical tensor is compared over all checkpoints. None is trusted for being named first: what most checkpoints
-hold is expected, and where they are split, what lies in files that are unchanged since they were saved.
+Every logical tensor is compared over all checkpoints. The expected content is that of most checkpoints; on a tie, that
+of files unchanged since they were saved. Being named first gives no preference.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def compare_checkpoints(
         jobs: threads; None: as many as there are cores for this process.
 
     Returns:
-        The report; a file that cannot be read is a problem in it, what it holds is not compared.
+        The report; a file that cannot be read is a problem in it, and its content is not compared.
 
     Raises:
-        CheckpointError: they have nothing in common that is to be compared.
+        CheckpointError: they have no tensor in common that the options select.
     """
     views = with_derived_weights(views)
     report, options = Report(views), options or Options()
@@ -62,7 +62,7 @@ def tensors_to_compare(views: Sequence[View], options: Options) -> list[tuple[st
 
 
 def _left_out(views: Sequence[View], options: Options) -> list[str]:
-    """Of each slot that some formats have and others not, which have not."""
+    """Notes: slots that some formats have and others do not, with the checkpoints that lack them."""
     notes = []
     for slot in TENSOR_SLOTS:
         without = [str(view.path) for view in views if slot not in view.slots]

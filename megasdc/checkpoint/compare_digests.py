@@ -1,7 +1,7 @@
-"""Do manifests say that nodes hold the same, and if not: which blocks of which tensors differ, and on which node?
+"""Comparison of manifests with digests: which blocks of which tensors differ, and on which node.
 
-Files of equal digests are not looked into. In the others, tensors are compared by name and block by block; what most
-manifests say is expected, and where they are split, what is as it was saved.
+Files with equal digests are skipped. In the others, tensors are compared by name, block by block. The expected content
+is that of most manifests; on a tie, that of files unchanged since they were saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megasdc.checkpoint.digest import CheckpointContent, Digest, FileContent
 from megasdc.checkpoint.digest_report import BlockRange, Difference, DigestReport, What
 from megasdc.errors import CheckpointError
 
-NO_BLOCKS = "blocks are not known: saved by a version that did not note them"
+NO_BLOCKS = "blocks are not known: saved by a version that did not record them"
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class _Holder:
 
 
 def compare_digests(digests: Sequence[Digest]) -> DigestReport:
-    """Compare what two or more manifests say.
+    """Compare two or more manifests.
 
     Args:
-        digests: of one checkpoint each, whatever its folder is called, or of folders of several, compared by name.
+        digests: each of one checkpoint, under any folder name, or of a folder of several, compared by name.
 
     Raises:
         CheckpointError: they have no checkpoint in common.
@@ -62,7 +62,7 @@ def compare_digests(digests: Sequence[Digest]) -> DigestReport:
 
 
 def _labels(digests: Sequence[Digest]) -> list[str]:
-    """Host and path of each; with a number where one was read several times."""
+    """Host and path of each; numbered where one occurs several times."""
     counts = Counter(digest.label for digest in digests)
     return [
         digest.label if counts[digest.label] == 1 else f"{digest.label} ({number})"
@@ -103,7 +103,7 @@ class _Comparison:
             )
 
     def _name_lone_files(self, files: dict[str, list[_Holder]]) -> None:
-        """Single files are compared whatever their names are."""
+        """Compare single files under one name, whatever their names are."""
         if len(files) == len(self.found) and all(len(one.files) == 1 for _, one in self.found):
             holders = [holder for one in files.values() for holder in one]
             files.clear()
@@ -120,7 +120,7 @@ class _Comparison:
             self._add("missing", "", (_Holder(label, holders[0].file), holders[0]), basis, f"{name} is not there")
 
     def _compare(self, holders: list[_Holder]) -> None:
-        """One file, of which at least two manifests have other bytes."""
+        """Compare one file whose bytes differ between manifests."""
         before = len(self.report.differences)
         contents = [holder.file.content for holder in holders]
         known = [content for content in contents if content is not None]
@@ -161,7 +161,7 @@ class _Comparison:
             elif got.type != expected.type and got.name:
                 self._add("type", name, pair, basis, f"{got.type}, expected {expected.type}")
             else:
-                assert file.content is not None, "files without are not looked into"
+                assert file.content is not None, "files without blocks are not compared inside"
                 detail = f"{got.size_bytes} bytes, expected {expected.size_bytes}" if got.type != expected.type else ""
                 ranges = list(_ranges(file.name, got, expected, file.content))
                 count = len(differing_blocks(got, expected))
@@ -200,7 +200,7 @@ class _Comparison:
 
 
 def _wrong(holders: list[_Holder], keys: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
-    """Places of those whose key is not what is expected, each with one that has that, and why it is expected."""
+    """Yield for each holder with an unexpected key: its index, the index of an expected holder, and the basis."""
     classes: dict[Hashable, list[int]] = {}
     for place, key in enumerate(keys):
         classes.setdefault(key, []).append(place)
@@ -215,13 +215,13 @@ def _wrong(holders: list[_Holder], keys: Sequence[Hashable]) -> Iterator[tuple[i
 
 
 def differing_blocks(got: TensorContent, expected: TensorContent) -> list[int]:
-    """Numbers of the blocks of two tensors that are not in both alike, ascending."""
+    """Numbers of the blocks in which two tensors differ, ascending."""
     count = max(len(got.blocks), len(expected.blocks)) // DIGEST_DIGITS
     return [number for number in range(count) if got.block(number) != expected.block(number)]
 
 
 def _ranges(file: str, got: TensorContent, expected: TensorContent, content: Content) -> Iterator[BlockRange]:
-    """Adjacent blocks that differ, as places in the file and in the tensor."""
+    """Runs of adjacent differing blocks, as byte ranges of the file and element ranges of the tensor."""
     runs: list[list[int]] = []
     for number in differing_blocks(got, expected):
         if runs and runs[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""What is compared of checkpoints, and what does a comparison say?"""
+"""Options, findings and report of a comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Options:
 
     Attributes:
         only: shell patterns of ``fqn`` or ``fqn/slot``; empty: everything.
-        ignore: the same; these are left out.
+        ignore: the same; these are not compared.
         weights_only: compare weights alone.
-        ulp: tensors whose elements are at most so many representable values apart count as the same.
-        rtol: the same for the relative difference.
+        ulp: tensors whose elements differ by at most this many representable values count as equal.
+        rtol: the same for the maximum relative difference.
     """
 
     only: tuple[str, ...] = ()
@@ -42,13 +42,17 @@ class Options:
         return (not self.only or hit(self.only)) and not hit(self.ignore)
 
     def tolerates(self, found: Measure) -> bool:
-        """Whether a difference is small enough."""
-        return (found.max_ulp is not None and found.max_ulp <= self.ulp) or (found.max_relative <= self.rtol)
+        """Whether a difference is small enough; without ``ulp`` and ``rtol`` none is.
+
+        Bits may differ where no distance does: +0 and -0, or integers that are one number in fp64.
+        """
+        near = self.ulp > 0 and found.max_ulp is not None and found.max_ulp <= self.ulp
+        return near or (self.rtol > 0 and found.max_relative <= self.rtol)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor or value of one checkpoint that is not what it should be.
+    """One tensor or value of one checkpoint that differs from the expected one.
 
     Attributes:
         fqn: its name.
@@ -56,12 +60,12 @@ class Finding:
         checkpoint: the one that differs.
         against: the one that it was compared with; itself, where its own copies differ.
         basis: why ``against`` is expected to be right; empty: either may be wrong.
-        pattern: what kind of difference.
-        detail: what is special about it.
-        measure: how far; None where values cannot be compared.
-        pieces: where it lies, and whose it was.
-        unchanged: files among them by name: whether they are as they were saved; None: not known.
-        covers_all: all that it lies in differs as a whole.
+        pattern: kind of the difference.
+        detail: description of this case.
+        measure: size of the difference; None where values cannot be compared.
+        pieces: where it lies, and which rank owns it.
+        unchanged: for each of their files, by name, whether it is as it was saved; None: not known.
+        covers_all: every piece differs as a whole.
     """
 
     fqn: str
@@ -83,11 +87,11 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """What usually makes such a difference."""
+        """The usual cause of such a difference."""
         return MEANINGS[self.pattern]
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON has."""
+        """The finding as JSON-compatible values."""
         found = None
         if self.measure is not None:
             found = dict(vars(self.measure))
@@ -123,11 +127,11 @@ class Report:
 
     Attributes:
         views: the checkpoints.
-        num_compared: tensors and values that at least two copies hold.
-        num_tolerated: tensors that differ within what is allowed.
+        num_compared: tensors and values of which there are at least two copies.
+        num_tolerated: tensors that differ within the tolerance.
         findings: in order of the checkpoints' tensors.
-        problems: what could not be read, so that it was not compared.
-        notes: what was left out because not all have it.
+        problems: what could not be read and was not compared.
+        notes: what was not compared because not all checkpoints have it.
     """
 
     views: list[View]
@@ -139,7 +143,7 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """Whether everything that was compared is equal, or within what is allowed."""
+        """Whether everything that was compared is equal or within the tolerance."""
         return not self.findings
 
     def add(
@@ -155,21 +159,21 @@ class Report:
         measure: Measure | None = None,
         covers_all: bool = False,
     ) -> None:
-        """Note a finding in ``view``; the arguments are its attributes. Reads its files once more, see ``changed``."""
+        """Add a finding in ``view``; the arguments are its attributes. Reads its files again, see ``View.changed``."""
         states = {one.piece.file: view.changed(one.piece.file) for one in pieces}
         unchanged = {file.name: None if state is None else not state for file, state in states.items()}
         names = (str(view.path), str(against.path))
         self.findings.append(Finding(fqn, slot, *names, basis, pattern, detail, measure, pieces, unchanged, covers_all))
 
     def merge(self, other: Report) -> None:
-        """Take over what was found of other tensors of the same checkpoints."""
+        """Add the results of other tensors of the same checkpoints."""
         self.num_compared += other.num_compared
         self.num_tolerated += other.num_tolerated
         self.findings += other.findings
         self.problems += other.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON has."""
+        """The report as JSON-compatible values."""
         return {
             "checkpoints": [{"path": str(v.path), "kind": v.kind, "layout": v.layout} for v in self.views],
             "same": self.same and not self.problems,

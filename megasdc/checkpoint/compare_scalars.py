@@ -1,4 +1,4 @@
-"""Do counters, rates and digests of generators agree, and if not: which checkpoint has another value?"""
+"""Comparison of counters, learning rates and digests of random generators between checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megasdc.checkpoint.pieces import Piece
 from megasdc.checkpoint.view import GLOBAL_GENERATORS, Scalar, View
 
 _RANKLESS = ("engine/", "optimizer/")
-"""Scalars that stand for those of all ranks; compared only where layouts differ."""
+"""Scalars that represent those of all ranks; compared only where layouts differ."""
 _OF_A_LAYOUT = ("rank", "loader/")
 """Scalars whose meaning depends on the layout; compared only where all have one layout."""
 
 
 def compare_scalars(report: Report, options: Options) -> None:
-    """Compare the scalars of all checkpoints that have some, and note in the report what differs."""
+    """Compare the scalars of all checkpoints that have some, and add differences to the report."""
     views = [view for view in report.views if "scalar" in view.slots]
     if len(views) < 2:
         return

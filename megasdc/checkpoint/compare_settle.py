@@ -1,4 +1,4 @@
-"""Which findings of a comparison belong together, and must say the same?"""
+"""Consistent patterns for findings of a comparison that have one cause."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _OF_ELEMENTS: tuple[Pattern, ...] = ("bit", "element", "run", "period", "scatter
 
 
 def settle(findings: list[Finding], num_tensors: Mapping[Slot, int]) -> list[Finding]:
-    """Let findings that belong together say the same.
+    """Give findings with one cause the same pattern.
 
-    What looks like damage of single elements is not, in a file of which most tensors hold another state: of bf16
-    weights one step changes few. And another state of most tensors of a slot is drift, not that of a shard.
+    In a file of which most tensors hold another state, few differing elements are not damage: one step changes few bf16
+    weights. If most tensors of a slot hold another state, the pattern is drift, not a shard's.
 
     Args:
         findings: of all tensors and values.
-        num_tensors: compared in each slot.
+        num_tensors: number of tensors compared in each slot.
 
     Returns:
-        As many, in the same order.
+        The findings in the same order, some with another pattern.
     """
     shards = Counter(file for one in findings if one.pattern == "shard" for file in one.files)
     all_of = Counter(file for one in findings if one.slot != "scalar" for file in one.files)

@@ -1,11 +1,11 @@
-"""Do tensors have the same bits in all checkpoints, and if not: which copy is wrong, and how?
+"""Bitwise comparison of tensors over all checkpoints: which copy is wrong, and how.
 
 Every copy is read once, range by range, and each range is reduced to a digest of its bits; only where digests differ
-are copies read again and measured. Ranges of all tensors are shared among threads, and each thread holds a buffer or
-two of a range's part: memory does not grow with tensors or checkpoints. Slots are read one after the other, so that
-files are read nearly from their beginning to their end.
+are copies read again and measured. Threads share the ranges of all tensors, and each holds one or two buffers for part
+of a range: memory does not grow with tensors or checkpoints. Slots are read one after the other, so that files are read
+nearly sequentially.
 
-Reading, XXH3 and torch let other Python threads run meanwhile, so that processes are not needed.
+Reading, XXH3 and torch release the GIL, so that threads suffice.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from megasdc.checkpoint.view import TENSOR_SLOTS, Entry, Slot, View
 from megasdc.errors import CheckpointError
 
 _MEASURED_BYTES = 1 << 18
-"""Measured at once: what is computed of them, in float64 among others, takes many times as much."""
+"""Bytes measured at once; intermediate results, partly in float64, take many times as much."""
 _WAITING = 4
-"""Tasks for each thread that are prepared."""
+"""Queued tasks per thread."""
 
 
 def compare_tensors(
     report: Report, options: Options, keys: Sequence[tuple[str, Slot]], jobs: int, progress: Callable[[int], None]
 ) -> None:
-    """Compare tensors, and note in the report what differs.
+    """Compare tensors, and add differences to the report.
 
     Args:
         report: of the checkpoints.
@@ -56,7 +56,7 @@ def compare_tensors(
         digester = RangeDigester(pool)
 
         def finish(limit_bytes: int) -> None:
-            """Wait until tensors that cost less than so many bytes are being read, with 0 for all."""
+            """Wait until reads in flight cost less than ``limit_bytes``; 0 waits for all."""
             nonlocal in_flight_bytes
             while reading and in_flight_bytes >= limit_bytes:
                 tensor = reading.popleft()
@@ -92,14 +92,14 @@ class _Part:
 
     @property
     def intact(self) -> bool | None:
-        """Whether its files are as they were saved; None: not known of all."""
+        """Whether all its files are as they were saved; None: not known of all."""
         return all_intact([self.view.changed(piece.file) for piece in self.copy.pieces])
 
 
 class _Tensor:
     """One tensor in all checkpoints whose format has its slot.
 
-    ``report`` is of it alone; ``cost_bytes`` is what reading it costs, 0 before ``start``.
+    ``report`` covers this tensor only; ``cost_bytes`` is what reading it costs, 0 before ``start``.
     """
 
     def __init__(self, views: list[View], options: Options, fqn: str, slot: Slot) -> None:
@@ -127,7 +127,7 @@ class _Tensor:
             self.report.problems.append(str(error))
 
     def start(self, digester: RangeDigester) -> None:
-        """Let all copies be read."""
+        """Submit the reads of all copies."""
         for part in self.parts:
             for start, stop in part.opened.ranges(BATCH_BYTES, 0, prod(part.shape)):
                 one = Range(part.opened, start, stop)
@@ -135,7 +135,7 @@ class _Tensor:
                 part.digests.append(digester.digest(id(part.view), one))
 
     def classes(self, progress: Callable[[int], None]) -> list[list[_Part]]:
-        """Wait until all copies were read; those of equal content together."""
+        """Wait until all copies are read; group those of equal content."""
         found: dict[tuple[torch.dtype, tuple[int, ...], bytes], list[_Part]] = {}
         for part in self.parts:
             try:
@@ -147,7 +147,7 @@ class _Tensor:
         return list(found.values())
 
     def judge(self, classes: list[list[_Part]]) -> None:
-        """Find out which copies are expected to be right, and what is wrong with the others."""
+        """Find the copies expected to be right, and describe how the others differ."""
         try:
             votes = [len({id(part.view) for part in parts}) for parts in classes]
             place, basis = find_expected(votes, [[part.intact for part in parts] for parts in classes])
@@ -182,7 +182,7 @@ class _Tensor:
 
 
 def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Place and elements of both, [n] each, one range after the other."""
+    """Yield offset and elements of both, [n] each, range by range."""
     with Reader() as reader:
         for start, stop in right.opened.ranges(_MEASURED_BYTES, 0, prod(right.shape)):
             pair = [torch.empty(stop - start, dtype=part.opened.dtype) for part in (right, other)]
@@ -192,7 +192,7 @@ def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _equal_but_for_rounding(right: _Part, other: _Part) -> bool:
-    """Whether values of different types are equal in one of these types."""
+    """Whether values of two data types are equal after rounding to one of them."""
     as_other, as_right = True, True
     for _, expected, got in _pairs(right, other):
         as_other = as_other and torch.equal(expected.to(got.dtype), got)
@@ -201,7 +201,7 @@ def _equal_but_for_rounding(right: _Part, other: _Part) -> bool:
 
 
 def _common_rows(entries: list[Entry]) -> int | None:
-    """Real rows of the vocabulary, where formats differ in whether they have its padding."""
+    """Vocabulary rows without padding, if formats differ in whether they store the padding."""
     shapes = {entry.copies[0].shape for entry in entries}
     rows = {entry.real_rows for entry in entries}
     return next(iter(rows)) if len(shapes) > 1 and len(rows) == 1 else None

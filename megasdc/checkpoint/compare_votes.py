@@ -1,4 +1,4 @@
-"""Which of several contents is expected to be right? None is trusted for being named first."""
+"""Vote on which of several contents is expected to be right; being named first gives no preference."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ INTACT = "what lies in files that are as they were saved, which the others are n
 
 
 def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> tuple[int, str]:
-    """Which of several classes of equal content is expected to be right.
+    """Find the class of equal content that is expected to be right.
 
     Args:
-        votes: checkpoints in each.
-        states: of each member of each, whether its files are as they were saved.
+        votes: number of checkpoints in each class.
+        states: for each member of each class, whether its files are as they were saved; None: not known.
 
     Returns:
-        The place of the class, the first where nothing tells, and why; empty: nothing tells.
+        The index of the class and the reason; 0 and an empty reason if it cannot be decided.
     """
     most = [place for place, count in enumerate(votes) if count == max(votes)]
     if len(most) == 1:
@@ -28,10 +28,10 @@ def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> 
 
 
 def all_intact(changed: Sequence[bool | None]) -> bool | None:
-    """Whether files are as they were saved; None: not known of all.
+    """Whether all files are as they were saved; None: not known of all.
 
     Args:
-        changed: of each what ``View.changed`` says.
+        changed: result of ``View.changed`` for each file.
     """
     if any(changed):
         return False

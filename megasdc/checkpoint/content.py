@@ -1,7 +1,7 @@
-"""What does a file hold, by tensor and by block of a tensor? Small enough to be copied where the file cannot be.
+"""Content of a file as digests: by tensor and by block of a tensor; small enough to copy where the file cannot be.
 
 A block is ``block_bytes`` of a tensor, counted from the tensor's start, so that the same tensor has the same blocks
-wherever it lies in a file. What is no tensor and no configuration is one digest, a few counters beside it by name.
+wherever it lies in a file. All other values but the configuration share one digest; a few counters are kept by name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class TensorContent(Record):
     """One tensor in a file.
 
     Attributes:
-        name: keys that lead to it, with slashes between; empty: the whole of a file whose tensors are not known.
-        type: data type and shape, such as ``float32[64, 64]``; ``strided`` after it where elements are not in order.
+        name: its keys joined by slashes; empty: a whole file whose tensors are not known.
+        type: data type and shape, such as ``float32[64, 64]``; followed by ``strided`` if not contiguous.
         offset: first byte in the file.
         size_bytes: from its first to its last element.
-        blocks: XXH3-128 of each block, the last may be shorter, one after the other in hexadecimal digits.
+        blocks: XXH3-128 of each block (the last may be shorter), concatenated hexadecimal digits.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TensorContent(Record):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Type of its elements; None where elements are not in order, or of a type that training does not write."""
+        """Its data type; None if it is not contiguous, or of a type that training does not write."""
         return None if self.type.endswith(" strided") else parse_type(self.type)[0]
 
     @property
@@ -68,11 +68,11 @@ class Content(Record):
 
     Attributes:
         block_bytes: size of a block.
-        tensors: in order of their places in the file.
+        tensors: in order of their offsets in the file.
         values: counters and rates by name, as text.
-        rest: XXH3-128 of all other values but the configuration and the global random generators; None: the file's form
-            is not known, its bytes count.
-        fragments: of an optimizer's shard, by group: first element and number of each parameter, such as ``128+64``.
+        rest: XXH3-128 of all other values but the configuration and the global random generators; None: the file's
+            format is not known, and its bytes are compared.
+        fragments: of an optimizer's shard, by group: offset and size of each parameter, such as ``128+64``.
     """
 
     block_bytes: int = Field(ge=1)
@@ -90,12 +90,12 @@ class Content(Record):
 
 
 def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    """Data type and shape of what ``type_text`` wrote; no data type for one that is named in a format's own way.
+    """Parse the text of ``type_text``; the data type is None for one that only the file's format names.
 
-    Such as ``I64 [2]``, with a space: a type of safetensors that training does not write.
+    For example ``I64 [2]``, with a space: a type of safetensors that training does not write.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is not of that form.
     """
     match = _TYPE.fullmatch(text)
     dtype = getattr(torch, match[1], None) if match and not match[2] else None
@@ -111,12 +111,12 @@ def type_text(tensor: torch.Tensor) -> str:
 
 
 def type_of_bytes(count: int) -> str:
-    """What stands for the type of a file of which only bytes are known."""
+    """The type text for a file of which only bytes are known."""
     return f"uint8[{count}]"
 
 
 def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tuple[str, str, int, int]]:
-    """Which parameters a tensor of a file holds.
+    """The parameters that a tensor of a file holds.
 
     Args:
         file: its name in the checkpoint.
@@ -125,7 +125,7 @@ def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tup
 
     Yields:
         Full name, slot, first element in the tensor and number of elements; the name in the file with slot ``weight``
-        where nothing says which parameter it is.
+        where the parameter is not known.
     """
     numel = prod(tensor.shape) if tensor.dtype is not None else 0
     if match := _LAYER.fullmatch(file):

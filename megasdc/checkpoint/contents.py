@@ -1,7 +1,7 @@
-"""Does what a checkpoint holds make sense? Shapes, copies that must be equal, weights and masters, numbers, counters.
+"""Checks of a checkpoint's content: shapes, replicated copies, weights against masters, finite values, counters.
 
-That files have the bytes that were saved (``verify``) does not say that these were right: a rank whose memory,
-arithmetic or link was wrong saves what it has. What is checked here needs every value once.
+``verify`` shows that files have the bytes that were saved, not that these were right: a rank with a fault in memory,
+arithmetic or link saves what it has. These checks read every value once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _COUNTERS = {
     "the optimizer's count of steps": re.compile(r"rank \d+/group \d+/step"),
     "the step": re.compile(r"rank of .*/global_steps|run/step"),
 }
-"""Values that must be one number in the whole checkpoint, by what they are."""
+"""Values that must be equal in the whole checkpoint, by description."""
 
 
 def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool = False) -> CheckpointReport:
-    """Check every file of one checkpoint, and where they are right, what they hold.
+    """Check every file of one checkpoint, and if all are right, their content.
 
     Args:
         path: folder of the checkpoint, universal or not.
@@ -69,7 +69,7 @@ def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool 
 
 
 def _why_apart(folder: Path) -> str | None:
-    """Why the tensors of a checkpoint cannot be put together here; None: they can."""
+    """Why the tensors of a checkpoint cannot be assembled here; None: they can."""
     if is_called_universal(folder):
         return None
     manifest = read_manifest(folder)
@@ -85,16 +85,16 @@ def _why_apart(folder: Path) -> str | None:
 def check_contents(view: View, progress: Callable[[int], None] | None = None) -> list[str]:
     """Check every tensor and counter of a checkpoint.
 
-    Shapes and types are those that its place asks for; copies that several ranks hold are equal in every bit; weights
-    are the master weights rounded to their type, which DeepSpeed makes them after every step; nothing is NaN or
-    infinite; every rank and every group of the optimizer has come to the same step.
+    Shapes and types match the layout; copies that several ranks hold are bitwise equal; weights are the master weights
+    rounded to their type, as DeepSpeed does after every step; no element is NaN or infinite; every rank and every group
+    of the optimizer is at the same step.
 
     Args:
         view: of the checkpoint.
         progress: called with the bytes of each tensor that was read.
 
     Returns:
-        What is wrong, one sentence an entry, with the tensor and the file; empty if nothing is.
+        The problems, one sentence an entry, with the tensor and the file; empty if there are none.
     """
     problems = list(view.problems)
     for fqn in dict.fromkeys(fqn for fqn, _ in view.entries):
@@ -112,7 +112,7 @@ def check_contents(view: View, progress: Callable[[int], None] | None = None) ->
 
 
 def _check_copies(fqn: str, slot: Slot, entry: Entry, problems: list[str]) -> Tensor | None:
-    """Read and compare every copy; the first that can be read is given back."""
+    """Read and compare every copy; return the first that can be read."""
     first: tuple[Copy, Tensor] | None = None
     for copy in entry.copies:
         try:
@@ -159,7 +159,7 @@ def _check_rounding(fqn: str, weight: Tensor, master: Tensor, entries: dict[Slot
 def _check_counters(view: View) -> list[str]:
     """Whether all ranks and groups of the optimizer are at one step, and all stages at that of the run.
 
-    The two may differ: a skipped step is none for the optimizer, and a momentum reset can begin its count anew.
+    The two may differ: the optimizer does not count a skipped step, and a momentum reset can restart its count.
     """
     problems = [
         f"{scalar.file.name} does not hold {name}" for name, scalar in view.scalars.items() if scalar.value is None
@@ -177,7 +177,7 @@ def _check_counters(view: View) -> list[str]:
 
 
 def _where(copy: Copy, wrong: Tensor) -> str:
-    """Files, with their owners, of the pieces that have some of the elements that ``wrong`` marks."""
+    """Files and owners of the pieces that have elements marked in ``wrong``."""
     names: dict[str, None] = {}
     for tp_rank, shard in enumerate(copy.shards):
         flat = take_shard(wrong, copy.split, len(copy.shards), tp_rank).reshape(-1)
@@ -192,7 +192,7 @@ def _count_different(a: Tensor, b: Tensor) -> int:
 
 
 def _count(tensor: Tensor, test: Callable[..., Tensor], *others: Tensor) -> int:
-    """In how many elements a test holds, block by block."""
+    """Number of elements for which a test holds, computed block by block."""
     flat: list[Any] = [one.reshape(-1) for one in (tensor, *others)]
     return sum(
         int(test(*(one[start : start + _BLOCK] for one in flat)).sum()) for start in range(0, tensor.numel(), _BLOCK)

@@ -1,9 +1,9 @@
-"""How does DeepSpeed's conversion run without outliving whoever asked for it? A process group that ends with them.
+"""Child process of DeepSpeed's conversion, in a process group that ends with its parent.
 
 ``python -P conversion_child.py ARGUMENTS``, started with a new session, is DeepSpeed's own ``ds_to_universal`` with
 these arguments. Its standard input is a pipe of which the parent holds the other end; when that is closed, also by the
-parent's death, the whole group is killed. DeepSpeed's worker processes would wait for ever otherwise. Nothing of
-megasdc is imported.
+parent's death, the whole group is killed. Otherwise DeepSpeed's worker processes would wait forever. It imports nothing
+from megasdc.
 """
 
 from __future__ import annotations

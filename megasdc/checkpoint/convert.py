@@ -1,8 +1,8 @@
-"""How does a checkpoint become one that a run of any layout can start from? Verified before, converted, verified after.
+"""Conversion to a universal checkpoint, which a run of any layout can start from; verified before and after.
 
 The conversion is DeepSpeed's own program ``deepspeed.checkpoint.ds_to_universal`` (0.19), unmodified, in a process
-group of its own, which ends with this process. What it writes is looked at before it gets its name: every parameter
-with its states and no other, and every pickle against the allow-list.
+group of its own, which ends with this process. Its output is checked before it gets its final name: exactly the
+expected parameters with their states, and every pickle against the allow-list.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.console import Console
 
 from megasdc.checkpoint.allowlist import check_pickle, load_checked
 from megasdc.checkpoint.checks import reading
-from megasdc.checkpoint.files import SHARED_STATE_FILE, commit_folder, remove_entry, sync_path
+from megasdc.checkpoint.files import SHARED_STATE_FILE, commit_folder, remove_entry
 from megasdc.checkpoint.kinds import is_universal
 from megasdc.checkpoint.manifest import describe_file, installed_versions
 from megasdc.checkpoint.sources import Source, read_source
@@ -44,31 +44,32 @@ from megasdc.checkpoint.universal import (
 )
 from megasdc.checkpoint.verify import find_folders
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.durable import sync_path
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.model.universal import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"
-"""Of the folder that is written into; not that of unfinished saves, which every start of a run removes."""
+"""Of the temporary folder; not the prefix of unfinished saves, which every start of a run removes."""
 _CHILD = Path(__file__).with_name("conversion_child.py")
 _INPUT, _OUTPUT = "source", "universal"
 _LOG = "conversion.log"
 _TAIL_LINES = 15
 _ASKED_BYTES = 8 << 20
 _END_S = 2.0
-"""How long the end of killed processes is waited for; where nobody reaps them they stay in the group."""
+"""How long to wait for killed processes to end; without a process that reaps them they stay in the group."""
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion came to.
+    """Result of a conversion.
 
     Attributes:
         source: the checkpoint that was converted.
         path: the universal checkpoint.
         step: optimizer step, first is 1.
         source_layout: layout that the source was saved with.
-        num_parameters: parameters, each in full with its states.
-        num_files: files written, the manifest left out.
+        num_parameters: number of parameters, each unsharded, with its states.
+        num_files: files written, without the manifest.
         size_bytes: their bytes.
         duration_s: wall-clock time.
         skipped: newer checkpoints that were passed over, each with its problems.
@@ -90,7 +91,7 @@ class ConversionReport:
 
     def render(self) -> str:
         """The same for people."""
-        lines = [f"{name} was passed over: {'; '.join(problems)}" for name, problems in self.skipped.items()]
+        lines = [f"{name} was skipped: {'; '.join(problems)}" for name, problems in self.skipped.items()]
         lines.append(
             f"{self.source} (step {self.step}, {self.source_layout}) is now {self.path}: {self.num_parameters} "
             f"parameters, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB, {self.duration_s:.1f} s"
@@ -110,15 +111,15 @@ def convert_to_universal(
     """Convert one checkpoint into a universal one.
 
     Args:
-        path: folder of a checkpoint, or of several: the newest whole one is taken.
+        path: folder of a checkpoint, or of several: the newest complete one is converted.
         out: folder to write; None: ``universal_step_NNNNNNNN`` beside the checkpoint.
-        force: replace an output folder that is there.
-        workers: processes that read and write; each holds one optimizer shard. None: one a CPU, at most 4.
+        force: replace an existing universal checkpoint.
+        workers: processes that read and write; each holds one optimizer shard. None: one per CPU, at most 4.
         progress: draw on standard error where it is a terminal.
 
     Raises:
-        CheckpointError: the source is damaged or not whole, was saved without the information that is needed, the
-            conversion failed, or the output exists; nothing is left behind.
+        CheckpointError: the source is damaged or incomplete, was saved without the required information, the conversion
+            failed, or the output exists; nothing stays on disk.
         StorageError: the output cannot be written.
     """
     started = time.monotonic()
@@ -157,7 +158,7 @@ def convert_to_universal(
 
 
 def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
-    """Look at what DeepSpeed has written, before anything loads it without care.
+    """Check DeepSpeed's output before anything loads it unrestricted.
 
     Args:
         folder: the output of ``ds_to_universal``.
@@ -167,7 +168,7 @@ def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
         Full shape of each parameter.
 
     Raises:
-        CheckpointError: a pickle is refused, or a parameter or one of its states is missing or too much.
+        CheckpointError: a pickle is refused, or a parameter or one of its states is missing or unexpected.
     """
     for file in sorted(folder.glob("*.pt")):
         check_pickle(file)
@@ -175,7 +176,7 @@ def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
     found = {entry.name: entry for entry in sorted((folder / PARAMETERS_FOLDER).iterdir()) if entry.is_dir()}
     if found.keys() != names:
         different = sorted(found.keys() ^ names)
-        raise CheckpointError(f"DeepSpeed's conversion left out or added parameters: {', '.join(different[:5])}")
+        raise CheckpointError(f"DeepSpeed's conversion dropped or added parameters: {', '.join(different[:5])}")
     shapes = {}
     for name, entry in found.items():
         states = {state: load_checked(entry / f"{state}.pt", mmap=True)["param"] for state in STATES}
@@ -188,11 +189,7 @@ def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
 
 
 def _choose(path: Path, progress: bool) -> tuple[Source, dict[str, list[str]]]:
-    """The newest whole checkpoint that a path means, and those passed over.
-
-    Raises:
-        CheckpointError: there is none; with the files that are at fault.
-    """
+    """The newest complete checkpoint at a path, and those passed over; CheckpointError if there is none."""
     if is_universal(path):
         raise CheckpointError(f"{path} is a universal checkpoint already: set megasdc.checkpoint.universal to it")
     skipped: dict[str, list[str]] = {}
@@ -222,11 +219,7 @@ def _check_output(final: Path, source: Source, force: bool) -> None:
 
 
 def _check_source(source: Source) -> dict[str, Any]:
-    """Return what our own code saved.
-
-    Raises:
-        CheckpointError: what the conversion needs was not saved.
-    """
+    """Load the shared state that megasdc saved; CheckpointError if what the conversion needs was not saved."""
     first = sorted(name for name in source.records if name.startswith("mp_rank_"))[0]
     if UNIVERSAL_INFO_KEY not in load_checked(source.path / first, mmap=True):
         raise CheckpointError(
@@ -248,13 +241,10 @@ def _saved_names(source: Source) -> set[str]:
 
 
 def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) -> None:
-    """Run DeepSpeed's program; its paths are short and plain because it builds patterns from them.
+    """Run DeepSpeed's program; CheckpointError with the end of its output if it failed, OSError if the disk is full.
 
-    The source has a plain name too, that of a link; in a path with brackets DeepSpeed would find no file.
-
-    Raises:
-        CheckpointError: it failed; with the end of what it printed.
-        OSError: it failed, and there is no room for another file.
+    Paths are short, relative and plain, because it builds glob patterns from them: in a path with brackets it would
+    find no file. The source gets a plain name through a link.
     """
     (temporary / _INPUT).symlink_to(source)
     command = [sys.executable, "-P", str(_CHILD), "--input_folder", _INPUT, "--output_folder", _OUTPUT]
@@ -286,9 +276,9 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Raise an OSError where a file of a size does not fit; torch does not say why a write failed, nor can a log there.
+    """Raise an OSError if a file of ``size`` bytes does not fit; torch does not say why a write failed.
 
-    A few megabytes are really asked for, which a quota may refuse.
+    A few megabytes are really allocated, because a quota may refuse them.
     """
     if shutil.disk_usage(folder).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -301,7 +291,7 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a conversion, DeepSpeed's workers too, so that nobody writes any more."""
+    """Kill the rest of the conversion, DeepSpeed's workers too, so that nothing writes any more."""
     deadline = time.monotonic() + _END_S
     with contextlib.suppress(ProcessLookupError):  # the group has ended
         os.killpg(process.pid, signal.SIGKILL)
@@ -322,7 +312,7 @@ def _tail(log: Path, count: int) -> str:
 
 @contextmanager
 def _spinner() -> Iterator[Any]:
-    """Show that something goes on, and the last line that it printed."""
+    """Show a spinner with the last line of the log."""
     with Console(stderr=True).status("starting DeepSpeed's conversion") as status:
         yield lambda line: status.update(f"converting: {line.strip()[:100]}" if line else "converting")
 

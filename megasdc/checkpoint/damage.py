@@ -1,7 +1,7 @@
-"""What kind of difference is it, and in which pieces? From two tensors that should hold the same bits.
+"""Classification of differences between two tensors that should be bitwise equal: the pattern, and the pieces affected.
 
-They come range by range, so that neither is held: of each piece it is kept how many elements differ, where the first
-and the last are, which bits, and at which distances.
+Tensors are passed range by range, so that neither is held in memory. For each piece the number of differing elements,
+the positions of the first and the last, the differing bits and their distances are kept.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ MEANINGS: dict[Pattern, str] = {
     "scattered": "elements here and there: a computation that is wrong now and then, or another step of a table whose "
     "rows are seldom used",
     "zeros": "a range of zeros: a write that did not reach the disk, or a block that was lost",
-    "tail": "everything from one place to the end of the piece: a torn write over an older file",
+    "tail": "everything from one offset to the end of the piece: a torn write over an older file",
     "shard": "a whole piece, others not: the file of another step, or a rank that computed another update",
     "swapped": "a whole piece holds what belongs to another place: files under each other's names",
     "drift": "nearly all elements of most tensors of a slot: another step, or another trajectory",
     "dtype": "another type of number: saved or converted with another precision",
     "shape": "another shape: of another model, layout or vocabulary",
     "missing": "not there: a file was not written or not copied",
-    "scalar": "another value: of another step, or a counter that went apart",
+    "scalar": "another value: of another step, or a counter that diverged",
 }
-"""What usually makes a pattern."""
+"""The usual cause of each pattern."""
 _DENSE = 0.9
-"""Share of the elements in a range that must differ for it to count as wholly different: some are equal by chance."""
+"""Share of the elements in a range that must differ for all to count as different: some are equal by chance."""
 _MANY, _WIDE = 0.1, 0.8
-"""Share of the elements that differ, and of the piece that they are spread over, from which on it is another state."""
+"""Minimum share of differing elements, and of the piece that they span, to call it another state."""
 _TAIL = 8
-"""Shortest range at the end of a piece that is called a tail."""
+"""Minimum number of differing elements at the end of a piece to call it a tail."""
 
 
 @dataclass(frozen=True)
 class PieceDamage:
-    """What is different in one piece.
+    """The differing elements of one piece.
 
     Attributes:
-        piece: where it lies, and whose it is.
+        piece: the piece, with its file and owner.
         num_different: elements that differ.
         first: index of the first in the logical tensor.
         last: index of the last.
-        offsets: place of the first and the last in the piece.
+        offsets: offset in the piece of the first and the last.
     """
 
     piece: Piece
@@ -68,7 +68,7 @@ class PieceDamage:
 
     @classmethod
     def whole(cls, piece: Piece) -> PieceDamage:
-        """All of a piece, where nothing tells which of its elements."""
+        """All of a piece, where single elements cannot be named."""
         return cls(piece, piece.numel, [], [], (0, piece.numel - 1))
 
 
@@ -84,9 +84,9 @@ class Damage:
 
 @dataclass
 class _Scan:
-    """What was seen of one piece, whose elements come in order; places are counted from its start.
+    """Running statistics of one piece, whose elements are passed in order; positions are offsets in the piece.
 
-    Elements that are not zero in both are alive: zeros are equal in any two states, so they say nothing.
+    Elements that are nonzero in either tensor are alive: zeros are equal in any two states and carry no information.
     """
 
     width: int = 0
@@ -95,22 +95,22 @@ class _Scan:
     last: int = 0
     alive: int = 0
     alive_before: int = 0
-    """Before the first element that differs."""
+    """Alive elements before the first that differs."""
     alive_through: int = 0
-    """Up to the last one."""
+    """Alive elements up to the last that differs."""
     set_before: int = 0
-    """Elements of the piece that are not zero, before the first that differs."""
+    """Nonzero elements of ``got`` before the first that differs."""
     set_through: int = 0
     step: int | None = 0
-    """Distance of neighbours that differ; None: distances differ too."""
+    """Distance between consecutive differing elements; None: not constant."""
     masks: set[int] = field(default_factory=set)
-    """Bits that differ in an element, two such patterns at most."""
+    """Distinct XOR masks of differing elements, at most three."""
     wanted: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     found: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     _set: int = 0
 
     def add(self, start: int, expected: Tensor, got: Tensor) -> None:
-        """Take elements from place ``start`` on, [n]."""
+        """Add the elements, [n], from offset ``start`` on."""
         self.width = element_bits(got.dtype)
         x, y = as_bits(expected), as_bits(got)
         for digest, bits in ((self.wanted, x), (self.found, y)):
@@ -145,11 +145,7 @@ class _Scan:
         self.step = step if bool((steps == step).all()) else None
 
     def pattern(self, numel: int) -> tuple[Pattern, str, bool]:
-        """Pattern, detail and whether all of the piece differs.
-
-        Args:
-            numel: elements of the piece.
-        """
+        """Pattern, detail and whether all of the piece's ``numel`` elements differ."""
         mask = min(self.masks)
         flipped = f"bit {mask.bit_length() - 1}" if len(self.masks) == 1 and mask.bit_count() == 1 else ""
         if self.count == 1:
@@ -174,10 +170,10 @@ class _Scan:
 
 
 class Classifying:
-    """Names the pattern of a difference between two tensors whose elements come in order.
+    """Names the pattern of a difference between two tensors that are passed range by range.
 
     Args:
-        copy: where the tensor that is not as expected lies; its shape may have more rows than come.
+        copy: storage of the unexpected tensor; its shape may have more rows than are passed.
     """
 
     def __init__(self, copy: Copy) -> None:
@@ -186,13 +182,13 @@ class Classifying:
         self.scans = [_Scan() for _ in self.pieces]
 
     def add(self, start: int, expected: Tensor, got: Tensor) -> None:
-        """Take the next elements of both, [n], from place ``start`` of the whole tensor on."""
+        """Add the next elements of both, [n], from index ``start`` of the whole tensor on."""
         cuts = (self.arrangement.cut(start, flat) for flat in (expected, got))
         for (number, first, x), (_, _, y) in zip(*cuts, strict=True):
             self.scans[number].add(first, x.reshape(-1), y.reshape(-1))
 
     def result(self) -> Damage:
-        """What all elements came to; some bit differs."""
+        """The damage after all elements; requires that some bit differs."""
         damaged: list[PieceDamage] = []
         kinds: dict[Pattern, int] = {}
         details: list[str] = []
@@ -214,7 +210,7 @@ class Classifying:
         return Damage(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
 
     def _belongs(self, piece: Piece, scan: _Scan) -> str:
-        """Whose elements a piece holds, if they are another's."""
+        """Which other piece's elements a piece holds; empty: none."""
         if piece.holds:
             return f"{piece.file.name} holds {piece.holds}"
         for other, like in zip(self.pieces, self.scans, strict=True):

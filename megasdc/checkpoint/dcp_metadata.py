@@ -1,7 +1,7 @@
-"""What does the ``.metadata`` of a folder of ``torch.distributed.checkpoint`` (DCP) say, without running what it names?
+"""Reader for the ``.metadata`` of ``torch.distributed.checkpoint`` (DCP) that runs nothing the pickle names.
 
-The file is a plain pickle. It is read with records of ours in the place of the few classes that DCP 2.4 to 2.13 writes
-there, so that nothing that the pickle names is created or called; any other name is refused.
+The file is a plain pickle. Placeholder records replace the few classes that DCP of torch 2.4 to 2.13 writes there, so
+that nothing that the pickle names is created or called; any other name is refused.
 
 Source: torch 2.13, ``torch/distributed/checkpoint/{metadata,filesystem}.py``.
 """
@@ -33,19 +33,19 @@ _RECORDS = frozenset(
     "pathlib.PurePosixPath",
     "pathlib.WindowsPath",
 }  # fmt: skip
-"""What may occur, besides sizes, types of numbers and dictionaries."""
+"""Names allowed besides ``torch.Size``, data types and ordered dictionaries."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor, or a whole value, and the bytes that it lies in.
+    """A block of a tensor, or a whole value, with its file and byte range.
 
     Attributes:
-        offsets: place of its first element in the tensor; empty for a value.
+        offsets: index of its first element in the tensor, by dimension; empty for a value.
         sizes: its shape; empty for a value.
         file: name of the file.
         start: first byte.
-        num_bytes: bytes, a file of ``torch.save`` by themselves.
+        num_bytes: number of bytes; they are a complete ``torch.save`` file.
     """
 
     offsets: tuple[int, ...]
@@ -60,10 +60,10 @@ class Item:
     """A tensor or a value.
 
     Attributes:
-        path: names of the dictionaries that it was in, and its own.
+        path: keys of the dictionaries that it was in, and its own.
         shape: of the whole tensor; None: a value that is no tensor.
         dtype: of the tensor.
-        chunks: that it was divided into; one for a value.
+        chunks: its blocks; one for a value.
     """
 
     path: tuple[str, ...]
@@ -73,7 +73,7 @@ class Item:
 
 
 class _Record:
-    """Stands for an object of any class in the pickle; ``state``: what the pickle says of it."""
+    """Placeholder for an object of any class in the pickle; ``state``: the state that the pickle sets."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -90,10 +90,10 @@ class _Record:
 
 
 def read_dcp_metadata(folder: Path) -> list[Item]:
-    """Everything that the folder holds, in the order in which it was saved.
+    """All items of the folder, in the order of saving.
 
     Raises:
-        CheckpointError: the file is missing or damaged, names what it must not, or blocks do not make up a tensor.
+        CheckpointError: the file is missing, damaged or unsafe, or blocks do not cover a tensor exactly.
     """
     path = folder / METADATA_FILE
     check_regular(path)
@@ -122,22 +122,18 @@ def _offset(key: _Record) -> tuple[int, ...]:
 
 
 def _unpickle(path: Path, file: BinaryIO) -> Any:
-    """The pickle's object.
-
-    Raises:
-        CheckpointError: it names something else than it may.
-    """
+    """The pickle's object; CheckpointError if it names a class that is not allowed."""
     kinds: dict[str, type] = {}  # new ones for every file: a pickle can set attributes of a class that it names
 
     def member(kind: Any, name: Any) -> _Record:
-        """Stands for a member of an enumeration."""
+        """Placeholder for an enum member."""
         if kind not in kinds.values() or not isinstance(name, str):
             raise refuse_classes(path, [MEMBER])
         return _Record(name)
 
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            """A stand-in for a class of DCP; called by the unpickler."""
+            """Placeholder for a class of DCP; called by the unpickler."""
             full = f"{module}.{name}"
             if full in _RECORDS:
                 return kinds.setdefault(full, type(name, (_Record,), {}))
@@ -158,11 +154,7 @@ def _unpickle(path: Path, file: BinaryIO) -> Any:
 
 
 def _item(path: Path, name: str, keys: tuple[str, ...], record: _Record, places: dict[Any, _Record]) -> Item:
-    """One entry of the metadata.
-
-    Raises:
-        CheckpointError: bytes are not said to be in a file of the folder, or blocks do not make up the tensor.
-    """
+    """One entry of the metadata; CheckpointError if a block's file is unknown, or blocks do not cover the tensor."""
     if type(record).__name__ == "BytesStorageMetadata":
         return Item(keys, None, None, (_chunk(path, name, (), (), places),))
     shape = tuple(record.size)
@@ -186,11 +178,7 @@ def _chunk(
 
 
 def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
-    """Whether blocks make up a tensor: all lie in it, none over another, and they have as many elements.
-
-    Raises:
-        CheckpointError: they do not.
-    """
+    """CheckpointError unless blocks cover a tensor: all inside it, none overlapping, with as many elements in total."""
     told = f"{path} divides {name} of shape {list(shape)} into blocks"
     order = sorted(chunks, key=lambda chunk: chunk.offsets)
     for place, one in enumerate(order):

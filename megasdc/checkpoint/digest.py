@@ -1,7 +1,7 @@
-"""What has this machine on its disk, in a form that is small enough to be sent? Digests of every file of a checkpoint.
+"""Digests of every file of a checkpoint on this machine: a manifest small enough to send.
 
-A manifest that ``megasdc manifest`` writes says what was read now; ``manifest.json`` of a checkpoint says the same of
-when it was saved, and both are compared alike.
+A manifest of ``megasdc manifest`` describes what was read now; a checkpoint's ``manifest.json`` describes what was
+saved. Both are compared in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from megasdc.checkpoint.checks import deleted_while_read
 from megasdc.checkpoint.content import BLOCK_BYTES, Content, TensorContent
 from megasdc.checkpoint.digest_file import digest_file
-from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, TEMPORARY_PREFIX, UNIVERSAL_FILE, list_steps
+from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, UNIVERSAL_FILE, list_steps
 from megasdc.checkpoint.files import step_folder as name_of_step
 from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, DATA, RUN, UNIVERSAL, explain_folder, kind_of
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
@@ -25,13 +25,14 @@ from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.marks import VERIFIED_FILE
 from megasdc.checkpoint.records import Count, Record, Time, Xxh3, read_record
 from megasdc.checkpoint.universal import read_universal_manifest
+from megasdc.durable import TEMPORARY_PREFIX
 from megasdc.errors import CheckpointError
 
 DIGEST_VERSION = 1
 DIGEST_SUFFIX = ".manifest"
 NEEDED = "a checkpoint, a folder of several, a universal checkpoint, a model, or one file"
 _NOT_CONTENT = {MANIFEST_FILE, MARKER_FILE, UNIVERSAL_FILE, VERIFIED_FILE}
-"""Files that say something of a checkpoint: they differ between two saves of equal content."""
+"""Metadata files of a checkpoint: they differ between two saves of equal content."""
 
 
 class FileContent(Record):
@@ -41,11 +42,11 @@ class FileContent(Record):
         name: path relative to its checkpoint.
         size_bytes: its size.
         xxh3_128: of its bytes.
-        saved: what its manifest says that this was when it was saved; None: no manifest says.
+        saved: its XXH3-128 when saved, from the checkpoint's manifest; None: not in a manifest.
         rank: global rank that wrote it; None: not known.
-        node: node that this rank was on.
-        content: its tensors and blocks; None: saved by a version that did not know them.
-        problem: why it cannot be opened, though its bytes can be read; None: it can.
+        node: node of this rank.
+        content: its tensors and blocks; None: saved by a version that did not record them.
+        problem: why it cannot be parsed, though its bytes can be read; None: it can.
     """
 
     name: str
@@ -64,10 +65,10 @@ class FileContent(Record):
 
 
 class CheckpointContent(Record):
-    """One checkpoint, or what else was read.
+    """One checkpoint, or another folder or file that was read.
 
     Attributes:
-        name: of its folder, where it was read with others; else empty.
+        name: of its folder, if it was read with others; else empty.
         step: optimizer step; None: it has none.
         save_id: see ``Manifest``; None: it has none.
         per_node: whether each node has files of its own in it.
@@ -82,14 +83,14 @@ class CheckpointContent(Record):
 
 
 class Digest(Record):
-    """Everything that was read of a path.
+    """The content of all checkpoints at a path.
 
     Attributes:
         host: where it was read.
         path: what was read.
         time: when, in seconds since the epoch.
-        as_saved: whether it says what was written, as ``manifest.json`` does, instead of what was read.
-        checkpoints: one, or those of a folder of several in order of step.
+        as_saved: whether it describes what was written (``manifest.json``) instead of what was read.
+        checkpoints: one, or those of a folder in order of step.
     """
 
     format_version: int
@@ -101,7 +102,7 @@ class Digest(Record):
 
     @property
     def label(self) -> str:
-        """What it is called in a comparison."""
+        """Its name in a comparison: host and path."""
         return f"{self.host}:{self.path}"
 
     @property
@@ -116,7 +117,7 @@ class Digest(Record):
 
 
 def is_digest(path: Path) -> bool:
-    """Whether a path is a manifest and not what one is made of."""
+    """Whether a path is a manifest, not something to make one of."""
     return path.is_file() and (path.suffix == DIGEST_SUFFIX or path.name == MANIFEST_FILE)
 
 
@@ -155,17 +156,16 @@ def digest_path(
     block_bytes: int = BLOCK_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> Digest:
-    """Read everything that belongs to a path, once.
+    """Read all files at a path once and digest them.
 
     Args:
         path: a checkpoint of any layout, a folder of several, a universal checkpoint, a folder of a model, or a file.
-        jobs: threads that read; None: one a core that this process may use. Digests are computed outside the
-            interpreter's lock.
+        jobs: threads that read; None: one per core that this process may use. Digests are computed without the GIL.
         block_bytes: size of a block of a tensor.
         progress: called with the number of bytes of each piece read.
 
     Raises:
-        CheckpointError: it is nothing of these, or a file of it cannot be read.
+        CheckpointError: the path is none of these, or a file of it cannot be read.
     """
     folders = {name: path / name if name else path for name in _names(path)}
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
@@ -175,7 +175,7 @@ def digest_path(
                 found.append(_digest_one(name, folder, pool, block_bytes, progress))
             except CheckpointError:
                 if len(folders) == 1 or folder.exists():
-                    raise  # else a run that goes on has deleted an old one meanwhile
+                    raise  # else a running job has deleted an old one meanwhile
     return Digest(
         format_version=DIGEST_VERSION,
         host=socket.gethostname(),
@@ -264,7 +264,7 @@ def _describe(name: str, saved: Any, files: list[FileContent]) -> CheckpointCont
 
 
 def _saved(folder: Path) -> Any:
-    """The manifest of a checkpoint, with the records of other nodes that are here; None where there is none."""
+    """The manifest of a checkpoint, with the records of other nodes found here; None if there is none."""
     kind = kind_of(folder) if folder.is_dir() else None
     if kind == UNIVERSAL:
         return read_universal_manifest(folder)

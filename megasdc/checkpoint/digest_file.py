@@ -1,4 +1,4 @@
-"""What are the digests of a file, of its tensors and of their blocks? Each byte is read once."""
+"""Digests of a file, of its tensors and of their blocks; each byte is read once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What was read of one file.
+    """The digests of one file.
 
     Attributes:
         size_bytes: its size.
         xxh3_128: of all its bytes.
         content: its tensors and their blocks.
-        problem: why it cannot be opened; None: it can.
+        problem: why it cannot be parsed; None: it can.
     """
 
     size_bytes: int
@@ -44,7 +44,7 @@ def digest_file(
         progress: called with the number of bytes of each piece read.
 
     Raises:
-        CheckpointError: it got shorter while it was read.
+        CheckpointError: it became shorter while it was read.
         OSError: it cannot be read.
     """
     structure = read_structure(path)
@@ -76,7 +76,7 @@ def digest_file(
 def _segments(
     spans: list[tuple[int, int]], size: int, block_bytes: int
 ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Cut a file where a tensor or a block begins or ends; of each segment its ends and the tensors that it is in."""
+    """Cut a file where a tensor or block begins or ends; yields each segment's ends and the tensors that contain it."""
     cuts = {0, size}.union(*(range(start, stop, block_bytes) for start, stop in spans), (stop for _, stop in spans))
     waiting, inside = spans[::-1], list[tuple[int, int]]()
     for place, end in pairwise(sorted(cuts)):

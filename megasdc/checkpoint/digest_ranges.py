@@ -1,6 +1,6 @@
-"""Which ranges of tensors does a thread read and digest in one go? A large one, or many small ones of one checkpoint.
+"""Batching of ranges for digest threads: one large range, or many small ones of one checkpoint, per task.
 
-Opening a file, asking whether it is still as it was and handing over a task cost as much as reading a million bytes.
+Opening a file, checking that it is unchanged and submitting a task cost as much as reading a million bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megasdc.checkpoint.open_copy import OpenCopy
 from megasdc.errors import CheckpointError
 
 BATCH_BYTES = 1 << 24
-"""Of one task of a thread."""
+"""Cost at which a task is submitted."""
 _RANGE_COST_BYTES = 1 << 20
-"""What a range costs beside being read, as bytes that could be read meanwhile."""
+"""Fixed cost of a range, in bytes that could be read in that time."""
 _READ_BYTES = 1 << 21
-"""Read at once: large beside what a step in Python costs, small enough for the caches, where the digest finds it."""
+"""Bytes of one read: large against Python's overhead, small enough to stay in the CPU caches for the digest."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Range:
     Attributes:
         opened: the copy.
         start: the first.
-        stop: the first that is not of them any more.
+        stop: one past the last.
     """
 
     opened: OpenCopy
@@ -41,7 +41,7 @@ class Range:
 
     @property
     def cost_bytes(self) -> int:
-        """What reading it costs."""
+        """Cost of reading it, in bytes."""
         return (self.stop - self.start) * self.opened.dtype.itemsize + _RANGE_COST_BYTES
 
     @property
@@ -56,7 +56,7 @@ Digest = bytes | CheckpointError
 
 @dataclass
 class _Batch:
-    """Ranges that are read by one task, which begins once there are enough or one of them is asked for."""
+    """Ranges read by one task, which is submitted once it is full or a result is requested."""
 
     pool: ThreadPoolExecutor
     ranges: list[Range] = field(default_factory=list)
@@ -86,7 +86,7 @@ class PendingDigest:
         """Wait for it.
 
         Raises:
-            CheckpointError: a file cannot be read, or is not as it was.
+            CheckpointError: a file cannot be read, or has changed.
         """
         found = self.batch.start().result()[self.place]
         if isinstance(found, CheckpointError):
@@ -95,10 +95,10 @@ class PendingDigest:
 
 
 class RangeDigester:
-    """Has ranges digested by threads.
+    """Digests ranges in threads.
 
     Args:
-        pool: the threads.
+        pool: pool of the threads.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -106,7 +106,7 @@ class RangeDigester:
         self._filling: dict[Hashable, _Batch] = {}
 
     def digest(self, group: Hashable, one: Range) -> PendingDigest:
-        """Let a range be digested.
+        """Queue a range to be digested.
 
         Args:
             group: ranges of the same group are read by the same task, such as those of a checkpoint.
@@ -120,7 +120,7 @@ class RangeDigester:
 
 
 def _digest_ranges(ranges: list[Range]) -> list[Digest]:
-    """Digest ranges one after the other; those of files that changed meanwhile count as not read."""
+    """Digest ranges one after the other; those of files that changed meanwhile become errors."""
     buffer = torch.empty(_READ_BYTES, dtype=torch.uint8)
     reader = Reader()
     try:

@@ -1,4 +1,4 @@
-"""What does a comparison of manifests say?"""
+"""Report of a comparison of manifests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHATS: dict[What, str] = {
     "value": "another counter or rate",
     "values": "other values that are no tensors, such as the loader's position",
 }
-"""What kinds of differences there are."""
+"""Kinds of differences."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class BlockRange:
 
     Attributes:
         bytes: first and last byte in the file.
-        elements: first and last element of the tensor; None where its elements are not in order.
-        parameters: what lies there, as ``fqn/slot``.
+        elements: first and last element of the tensor; None if the tensor is not contiguous or not known.
+        parameters: parameters in these blocks, as ``fqn/slot``.
     """
 
     bytes: tuple[int, int]
@@ -37,22 +37,22 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something in one file of one checkpoint that is not what it should be.
+    """A difference in one file of one checkpoint.
 
     Attributes:
-        checkpoint: name of the checkpoint, where a folder of several was read; else empty.
+        checkpoint: name of the checkpoint, if a folder of several was read; else empty.
         file: its name.
         name: tensor or value in the file; empty: the file.
         what: see ``WHATS``.
         digest: label of the one that differs.
         against: label of the one that it was compared with.
         basis: why ``against`` is expected to be right; empty: either may be wrong.
-        detail: what is special about it.
+        detail: description of this case.
         rank: global rank that wrote the file; None: not known.
-        node: node that this rank was on.
+        node: node of this rank.
         unchanged: whether the file is as it was saved; None: not known.
         num_blocks: blocks that differ.
-        ranges: the same, adjacent ones together.
+        ranges: the same, adjacent blocks merged.
     """
 
     checkpoint: str
@@ -72,14 +72,14 @@ class Difference:
 
 @dataclass
 class DigestReport:
-    """What a comparison found.
+    """Result of a comparison of manifests.
 
     Attributes:
-        digests: what was compared.
-        labels: what each is called: host and path.
-        num_files: files that at least two have.
+        digests: the manifests.
+        labels: name of each: host and path.
+        num_files: files that are in at least two of them.
         differences: in order of checkpoints and files.
-        checkpoints: whether each that at least two have is the same, in order of step.
+        checkpoints: for each checkpoint in at least two of them, whether it is the same, in order of step.
         notes: what was not compared.
     """
 
@@ -102,12 +102,12 @@ class DigestReport:
 
     @property
     def odd(self) -> list[str]:
-        """Labels of those that differ from what is expected; empty where nothing tells what is."""
+        """Labels of manifests that differ from the expected content; empty if it is not known which is expected."""
         named = {one.digest for one in self.differences if one.basis}
         return [label for label in self.labels if label in named]
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON has."""
+        """The report as JSON-compatible values."""
         return {
             "manifests": [
                 {"label": label, "host": one.host, "path": one.path, "time": one.time, "as_saved": one.as_saved}

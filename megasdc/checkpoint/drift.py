@@ -1,9 +1,9 @@
-"""How far apart are the parameters of runs, step by step? Over the checkpoints that they keep, at any layouts.
+"""Parameter drift between runs, step by step, from the checkpoints that they keep; layouts may differ.
 
 Ma, Pei, Lausen, Karypis 2025, Understanding Silent Data Corruption in LLM Training (arXiv 2502.12340), follow the
 parameter difference of a model on an unhealthy node from that on a healthy one over a training period:
-||theta - theta_ref|| / ||theta_ref||, Euclidean. Theirs is of whole models; here it is of each submodule too, and what
-is equal in every bit is told apart from what is merely close. The first run is the reference.
+||theta - theta_ref|| / ||theta_ref||, Euclidean. Theirs is of whole models; here it is computed for each submodule too,
+and bitwise equality is reported separately. The first run is the reference.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megasdc.tensors.distance import Distance, distance
 def measure_drift(
     folders: Sequence[Path], options: Options | None = None, progress: Callable[[int], None] | None = None
 ) -> DriftReport:
-    """Compare the parameters of runs at every step that the first run and another both keep.
+    """Compare the parameters of runs at every step that the first run and another run both keep.
 
-    What is compared is the first of weights, master weights and moments that both checkpoints have and ``options``
-    leave. One tensor of each is held at a time.
+    Compared is the first of weights, master weights and moments that both checkpoints have and ``options`` select. One
+    tensor of each checkpoint is in memory at a time.
 
     Args:
         folders: checkpoint folders; the first is the reference.
-        options: ``only``, ``ignore`` and ``weights_only`` count; None: everything.
+        options: only ``only``, ``ignore`` and ``weights_only`` are used; None: everything.
         progress: called with the bytes of each tensor that was read.
 
     Returns:
@@ -64,7 +64,7 @@ def measure_drift(
             except (CheckpointError, PieceError) as error:
                 report.problems.append(f"step {step} of {folder}: {error}")
     if slots := sorted({one.slot for one in report.steps if one.slot != "weight"}):
-        report.notes.append(f"compared are {' and '.join(slots)} where not both have weights or they are left out")
+        report.notes.append(f"compared are {' and '.join(slots)} where not both have weights or these are skipped")
     return report
 
 

@@ -1,4 +1,4 @@
-"""What did runs come to, compared with a reference at each step that both keep?"""
+"""Report of parameter drift: runs against a reference at each step that both keep."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OTHER = "other"
 
 @dataclass
 class StepDrift:
-    """One run at one step.
+    """Drift of one run at one step.
 
     Attributes:
         run: its checkpoint folder.
         step: optimizer step, first is 1.
         slot: what was compared.
         submodules: by full name, in order of the pipeline.
-        torn: tensors of which copies in one of the checkpoints differ; the first copy was taken.
+        torn: tensors whose copies within one of the checkpoints differ; the first copy was used.
     """
 
     run: str
@@ -34,18 +34,18 @@ class StepDrift:
 
     @property
     def whole(self) -> Distance:
-        """Of all parameters."""
+        """Distance over all parameters."""
         return self._sum(lambda _: True)
 
     @property
     def groups(self) -> dict[str, Distance]:
-        """Of all submodules of a kind: embedding, attention, mlp, norm, head."""
+        """Distance by kind of submodule: embedding, attention, mlp, norm, head, other."""
         names = dict.fromkeys(map(group_of, self.submodules))
         return {name: self._sum(lambda fqn, name=name: group_of(fqn) == name) for name in names}  # type: ignore[misc]
 
     @property
     def equal(self) -> bool:
-        """Whether every bit is equal, in all copies."""
+        """Whether all copies are bitwise equal."""
         return self.whole.equal and not self.torn
 
     def _sum(self, wanted: Callable[[str], bool]) -> Distance:
@@ -56,7 +56,7 @@ class StepDrift:
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON has."""
+        """The result as JSON-compatible values."""
         return {
             "run": self.run,
             "step": self.step,
@@ -71,15 +71,15 @@ class StepDrift:
 
 @dataclass
 class DriftReport:
-    """What runs came to.
+    """Drift of all runs.
 
     Attributes:
         reference: checkpoint folder of the first run.
-        runs: of the others.
-        steps: compared, by run and then in ascending order.
-        lacking: by folder, steps that others keep and it does not.
-        problems: what could not be read, so that its step was not compared.
-        notes: what else has to be known.
+        runs: checkpoint folders of the others.
+        steps: steps compared, by run and then ascending.
+        lacking: by folder, steps that others keep and this one does not.
+        problems: steps that could not be read and were not compared.
+        notes: further remarks.
     """
 
     reference: str
@@ -90,25 +90,25 @@ class DriftReport:
     notes: list[str] = field(default_factory=list)
 
     def of(self, run: str) -> list[StepDrift]:
-        """The steps of one run."""
+        """The compared steps of one run."""
         return [one for one in self.steps if one.run == run]
 
     def first_divergent(self, run: str) -> StepDrift | None:
-        """The first step that is not equal in every bit; None where all are."""
+        """The first step that is not bitwise equal; None if all are."""
         return next((one for one in self.of(run) if not one.equal), None)
 
     def last_equal_before(self, run: str) -> int | None:
-        """The last step before that; None where the first one differs already."""
+        """The last equal step before it, or of all if none differs; None if the first one differs."""
         first = self.first_divergent(run)
         return max((one.step for one in self.of(run) if first is None or one.step < first.step), default=None)
 
     @property
     def same(self) -> bool:
-        """Whether all that was compared is equal in every bit."""
+        """Whether everything that was compared is bitwise equal."""
         return all(one.equal for one in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON has."""
+        """The report as JSON-compatible values."""
         runs = []
         for run in self.runs:
             first = self.first_divergent(run)
@@ -132,18 +132,18 @@ class DriftReport:
 
 
 def divergent(one: StepDrift) -> list[str]:
-    """Submodules that are not equal in every bit, in order of the pipeline."""
+    """Submodules that are not bitwise equal, in order of the pipeline."""
     torn = {submodule_of(name) for name in one.torn}
     return [fqn for fqn, distance in one.submodules.items() if not distance.equal or fqn in torn]
 
 
 def submodule_of(fqn: str) -> str:
-    """The submodule that a parameter belongs to: its name without the last part."""
+    """The submodule of a parameter: its name without the last part."""
     return fqn.rpartition(".")[0] or fqn
 
 
 def group_of(submodule: str) -> str:
-    """The kind of a submodule, coarsely: embedding, attention, mlp, norm or head; of names that are not ours, other."""
+    """The kind of a submodule: embedding, attention, mlp, norm or head; ``other`` for unknown names."""
     if "self_attention.linear" in submodule:
         return "attention"
     if ".mlp." in submodule:

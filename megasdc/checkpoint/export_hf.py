@@ -1,4 +1,4 @@
-"""How does a checkpoint become a folder that ``transformers`` loads? Without GPUs, one layer in memory at a time."""
+"""Export of a checkpoint as a folder that ``transformers`` loads, without GPUs, with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.export_tokenizer import PROBES, export_tokenizer
-from megasdc.checkpoint.files import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
+from megasdc.checkpoint.files import commit_folder, remove_entry
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.logical import WeightSource, open_weights
 from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
+from megasdc.durable import TEMPORARY_PREFIX, write_durably
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
 
 DataType = Literal["fp32", "bf16", "as-saved"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EXPORTED_BY = "Exported by megasdc"
-"""In the README.md of every export: a folder without it is not replaced."""
+"""Text in the README.md of every export: a folder without it is not replaced."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was exported.
+    """Result of an export.
 
     Attributes:
         source: the folder that was read.
@@ -41,7 +42,7 @@ class ExportResult:
         path: the folder that was written.
         architecture: the class of ``transformers``.
         dtype: type of the tensors.
-        num_parameters: real ones, tied ones once.
+        num_parameters: without padding, tied ones counted once.
         files: safetensors files.
         size_bytes: their bytes.
         tokenizer: ``auto``: AutoTokenizer loads it with the same ids; ``model file``: see ``note``.
@@ -60,7 +61,7 @@ class ExportResult:
     note: str | None
 
     def render(self) -> str:
-        """The same for people."""
+        """The result as text."""
         of = "initial weights" if self.step is None else f"step {self.step}"
         lines = [
             f"{self.path}: {self.architecture}, {self.num_parameters:,} parameters, {self.dtype}, "
@@ -74,7 +75,7 @@ def parse_size(text: str) -> int:
     """Bytes of a text such as ``2GB`` (10^9), ``500MiB`` or ``1000000``.
 
     Raises:
-        ConfigError: it is none, or 0.
+        ConfigError: it is no size, or 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
@@ -85,14 +86,14 @@ def parse_size(text: str) -> int:
 def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> Tokenizer:
     """The tokenizer that weights were trained with.
 
-    Of initial weights the files were verified with the others; of another tokenizer than theirs the ids are compared.
+    Initial weights come with a tokenizer, already verified; if another is given, their ids are compared.
 
     Args:
-        weights: a checkpoint, whose prepared data are asked, or initial weights, which bring theirs.
+        weights: a checkpoint, with the tokenizer in its prepared data, or initial weights, with their own.
         given: a folder or file to use instead.
 
     Raises:
-        DataError: it is not there, or is another one than the weights were trained with.
+        DataError: it is missing, or not the one that the weights were trained with.
     """
     if weights.config is None:
         own = weights.path / TOKENIZER_FOLDER
@@ -118,7 +119,7 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
         if given is not None and weights.manifest.tokenizer_vocab_size is not None:
             _compare_ids(tokenizer, folder, own)
         return tokenizer
-    # Of a Hugging Face tokenizer there are many files with the same meaning; their vocabulary alone is compared.
+    # Different files can define the same Hugging Face tokenizer, so only vocabularies are compared.
     if tokenizer.kind == "sentencepiece":
         same = weights.tokenizer_checksum in (None, tokenizer.checksum)
     else:
@@ -132,11 +133,7 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
 
 
 def _compare_ids(tokenizer: Tokenizer, folder: Path, own: Path) -> None:
-    """Compare a tokenizer with the one that came with imported weights, whatever their files are called.
-
-    Raises:
-        DataError: they give different ids.
-    """
+    """DataError unless a tokenizer gives the same ids as the one of the imported weights; file names do not matter."""
     theirs = load_tokenizer(kind_of_files(own), own)
     for text in PROBES:
         if (given := tokenizer.encode([text])) != (needed := theirs.encode([text])):
@@ -147,17 +144,17 @@ def _compare_ids(tokenizer: Tokenizer, folder: Path, own: Path) -> None:
 
 
 def check_out(out: Path, force: bool, sign: str, text: str, source: Path | str) -> None:
-    """Refuse to write over what is there.
+    """Refuse to overwrite an existing output.
 
     Args:
         out: the folder to write.
-        force: replace it, if it is empty or was made by such a command.
-        sign: a file that such a folder holds.
-        text: what that file contains.
-        source: what is read; it must not lie in ``out``.
+        force: replace it if the same command made it; an empty folder needs no force.
+        sign: a file that the command writes into its folder.
+        text: a text in that file.
+        source: path that is read; it must not lie in ``out``.
 
     Raises:
-        ConfigError: it is there, and may not be replaced.
+        ConfigError: it exists and may not be replaced.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -185,12 +182,12 @@ def export_hf(
 ) -> ExportResult:
     """Write a model as ``GPT2LMHeadModel`` or ``LlamaForCausalLM`` with its tokenizer.
 
-    The folder is written under a temporary name and renamed when it is whole. In memory are one whole layer and its
+    The folder is written under a temporary name and renamed when complete. Memory holds one unsharded layer and its
     converted form, whatever the size of the model (peak resident memory while exporting 536 MB of weights in 40 layers:
     18 MB above what the interpreter with its modules had); the vocabulary's padding is cut off.
 
     Args:
-        source: a checkpoint of any layout, a folder of checkpoints (newest whole one), or imported initial weights.
+        source: a checkpoint of any layout, a folder of checkpoints (newest complete one), or imported initial weights.
         out: the folder to write.
         dtype: type of the tensors; ``as-saved``: the type that the model was trained in. Of a bf16 run the values are
             those of the bf16 weights, not of the optimizer's fp32 copies.
@@ -200,9 +197,9 @@ def export_hf(
         progress: draw bars on standard error where it is a terminal.
 
     Raises:
-        ConfigError: no class of ``transformers`` can express the model, a bad argument, or ``out`` is there.
-        CheckpointError: no usable checkpoint; damaged files are named.
-        DataError: the tokenizer is missing or another one.
+        ConfigError: no class of ``transformers`` can express the model, a bad argument, or ``out`` exists.
+        CheckpointError: no usable checkpoint; names the damaged files.
+        DataError: the tokenizer is missing or a different one.
         StorageError: ``out`` cannot be written.
     """
     target, limit = Path(out).absolute(), parse_size(max_shard_size)
@@ -241,10 +238,10 @@ def export_hf(
 
 
 class writing_folder:
-    """Makes a folder under a temporary name; at the end of the block it gets its own, after an error it is removed.
+    """Context that creates a folder under a temporary name, renames it at the end, and removes it after an error.
 
     Args:
-        target: the folder's own name.
+        target: the folder's final name.
 
     Raises:
         StorageError: it cannot be written.
@@ -280,14 +277,14 @@ class writing_folder:
 
 
 def divide(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
-    """Divide tensors into files of at most so many bytes, in order; one that is larger gets a file of its own.
+    """Divide tensors into files of at most ``limit`` bytes, in order; a larger tensor gets a file of its own.
 
     Args:
         tensors: meta tensors by name.
         limit: bytes.
 
     Returns:
-        Names of files as ``transformers`` expects them, and what is in each.
+        The tensors of each file, by file name as ``transformers`` expects it.
     """
     groups: list[dict[str, Tensor]] = []
     size = 0
@@ -326,7 +323,7 @@ def _stream(
 def _write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], stream: Iterator[tuple[str, Tensor]]) -> None:
     for file, plan in shards.items():
         write_tensors(folder / file, plan, (next(stream) for _ in range(len(plan))))
-    next(stream, None)  # the last layer is done
+    next(stream, None)  # lets the generator finish, which advances the progress bar of the last layer
     if len(shards) > 1:
         total = sum(num_bytes(tensor) for plan in shards.values() for tensor in plan.values())
         index = {

@@ -1,7 +1,7 @@
-"""How does a tokenizer of ours become one that ``transformers.AutoTokenizer`` loads, with the same ids?
+"""Export of a tokenizer to one that ``transformers.AutoTokenizer`` loads, with the same ids.
 
-A Hugging Face tokenizer's files are copied. A SentencePiece model is written as a ``tokenizers`` model; whether it
-gives the same ids is tried on real text before it is kept. Where it does not, only the ``.model`` file is given.
+A Hugging Face tokenizer's files are copied. A SentencePiece model is written as a ``tokenizers`` model; it is kept only
+if it gives the same ids on test texts. Otherwise only the ``.model`` file is written.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
     """Write a tokenizer's files for ``transformers`` into a folder.
 
     Args:
-        tokenizer: what the data were prepared with.
+        tokenizer: the one that the data were prepared with.
         folder: the exported model's folder.
 
     Returns:
-        None: ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
+        None if ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
 
     Raises:
         OSError: the folder cannot be written.
@@ -52,7 +52,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
         try:
             _convert(tokenizer.model_file, Path(scratch), tokenizer.end_of_document)
             reason = _first_difference(tokenizer, Path(scratch))
-        except Exception as error:  # a foreign model may hold anything; then the .model file is given
+        except Exception as error:  # a foreign model may hold anything; then only the .model file is written
             reason = f"{type(error).__name__}: {error}"
         if reason is None:
             for file in sorted(Path(scratch).iterdir()):
@@ -107,11 +107,11 @@ def _convert(model_file: Path, folder: Path, end_of_document: int) -> None:
 
 _NORMAL, _USER_DEFINED = 1, 4  # of SentencePiece's ModelProto.SentencePiece.Type
 _NEVER = -1e6
-"""Log probability of a piece that must not be found in text."""
+"""Log probability of a piece that must never be chosen in text."""
 
 
 def _bpe(proto: Any) -> Any:
-    """SentencePiece merges the pair whose joined piece has the best score; every division of a piece is such a pair."""
+    """BPE model: SentencePiece merges the pair whose joined piece scores best; every split of a piece is a pair."""
     from tokenizers import models
 
     vocab = {piece.piece: index for index, piece in enumerate(proto.pieces)}
@@ -130,7 +130,7 @@ def _bpe(proto: Any) -> Any:
 
 
 def _unigram(proto: Any) -> Any:
-    """SentencePiece never finds control and byte pieces in text; there they are only very unlikely."""
+    """Unigram model; control and byte pieces, which SentencePiece never finds in text, get a very low score."""
     from tokenizers import models
 
     usable = (_NORMAL, _USER_DEFINED)
@@ -139,7 +139,7 @@ def _unigram(proto: Any) -> Any:
 
 
 def _first_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """Compare ids on the probes and on source code of the standard library; None if all are the same."""
+    """Compare ids on probes, standard library sources and a range of characters; None if all are equal."""
     import argparse
     import tarfile
     import unicodedata

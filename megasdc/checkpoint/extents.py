@@ -1,7 +1,7 @@
-"""Where in a file does a tensor lie, and how are its elements read? Into buffers: nothing is mapped into memory.
+"""Reading tensors from their byte ranges in files into buffers; nothing is memory-mapped.
 
-A mapped file that somebody makes shorter kills the process that touches it. Read, it is an error that names the file;
-so is one that is replaced or written to while it is being compared.
+Access to a mapped file that was truncated kills the process (SIGBUS). With reads it is an error that names the file; so
+is a file that is replaced or written to during a comparison.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from megasdc.errors import CheckpointError
 
 _OPEN_FILES = 8
-"""Files that a reader keeps open; as many times the number of threads stays under the usual limit of 1024."""
+"""Files that a reader keeps open; times the number of threads, it stays under the usual limit of 1024."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells one state of a file from another.
+    """Identity of one state of a file.
 
     Attributes:
         device: of the file system.
@@ -40,10 +40,10 @@ class Stamp:
 
     @classmethod
     def of(cls, file: Path | int) -> Stamp:
-        """That of a file, by its path or descriptor.
+        """The stamp of a file, by its path or descriptor.
 
         Raises:
-            OSError: it is not there.
+            OSError: it does not exist.
         """
         found = os.stat(file)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
@@ -55,7 +55,7 @@ class Extent:
 
     Attributes:
         file: the file.
-        stamp: of the file when it was found out what lies where.
+        stamp: of the file when its offsets were determined.
         offset: byte of the first element.
         dtype: type of the elements.
         shape: of the tensor, whose elements are in row-major order.
@@ -72,12 +72,12 @@ class Extent:
         return prod(self.shape)
 
     def run(self, start: int, numel: int) -> Extent:
-        """Some of its elements, flat."""
+        """The range of ``numel`` elements from ``start`` on, flat."""
         return replace(self, offset=self.offset + start * self.dtype.itemsize, shape=(numel,))
 
 
 class Reader:
-    """Reads extents; of one thread. A context, at whose end files must be as they were."""
+    """Reads extents; for use by one thread. As a context manager it raises at the end if a file has changed."""
 
     def __init__(self) -> None:
         self._open: dict[Path, tuple[int, Stamp]] = {}
@@ -97,7 +97,7 @@ class Reader:
         """Close all files.
 
         Returns:
-            What to say of those that are not as they were.
+            The error for each file that has changed.
         """
         for file in list(self._open):
             self._close(file)
@@ -107,12 +107,12 @@ class Reader:
         """Read elements of an extent.
 
         Args:
-            extent: where they lie.
+            extent: the extent.
             start: the first.
-            out: [n], of its type, contiguous; is filled.
+            out: [n], of the extent's type, contiguous; receives the elements.
 
         Raises:
-            CheckpointError: the file cannot be read, or is not as it was.
+            CheckpointError: the file cannot be read, or has changed.
         """
         target = memoryview(out.view(torch.uint8).numpy().data)
         place, done = extent.offset + start * extent.dtype.itemsize, 0
@@ -128,7 +128,7 @@ class Reader:
             raise CheckpointError(f"{extent.file} cannot be read at byte {place + done}: {error}") from error
 
     def _descriptor(self, extent: Extent) -> int:
-        """The file, opened; the one that was opened first is closed where there are too many."""
+        """The open file's descriptor; if too many are open, the oldest is closed."""
         if extent.file not in self._open:
             if len(self._open) == _OPEN_FILES:
                 self._close(next(iter(self._open)))
@@ -151,7 +151,7 @@ class Reader:
 
 
 def changed_error(file: Path, before: Stamp, now: Stamp) -> CheckpointError:
-    """What to say of a file that is not as it was."""
+    """The error for a file that has changed."""
     sizes = f"{before.num_bytes} bytes before, {now.num_bytes} bytes now"
     what = "replaced by another" if now.inode != before.inode else "written to"
     return CheckpointError(
@@ -160,10 +160,10 @@ def changed_error(file: Path, before: Stamp, now: Stamp) -> CheckpointError:
 
 
 def place_in_file(value: Tensor) -> tuple[int, int]:
-    """Where a tensor of a file that was loaded onto ``meta`` lies in it.
+    """Offset in the file of a tensor that was loaded onto ``meta``.
 
     Returns:
-        Byte of its first element; elements from there to its last, with those in the gaps between them.
+        Byte of its first element; number of stored elements from its first to its last, gaps included.
     """
     stored: Any = value.untyped_storage()  # torch.load notes the place in the file on it (2.13)
     offset = int(stored._checkpoint_offset) + int(value.storage_offset()) * value.element_size()
@@ -172,7 +172,7 @@ def place_in_file(value: Tensor) -> tuple[int, int]:
 
 
 def read_whole(extent: Extent) -> Tensor:
-    """All elements, in its shape.
+    """Read all elements, in the extent's shape.
 
     Raises:
         CheckpointError: see ``Reader.read``.

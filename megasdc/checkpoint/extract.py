@@ -1,7 +1,7 @@
-"""How do the blocks that differ travel to where the other side is? One small file: an index, then the blocks.
+"""Extracts: the differing blocks of a checkpoint in one small file, an index followed by the blocks.
 
-The index has the digests of all blocks of each tensor of which some differ. So it is known which blocks must be equal
-elsewhere, and a comparison there is one of whole tensors, though only blocks were sent.
+For each tensor with differing blocks the index has the digests of all blocks. So the receiver knows which blocks must
+be equal, and compares whole tensors though only blocks were sent.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megasdc.errors import CheckpointError, StorageError
 EXTRACT_SUFFIX = ".extract"
 EXTRACT_VERSION = 1
 Key = tuple[str, str, str]
-"""Checkpoint in a folder of several, file, and tensor in the file; the first two empty where there is one alone."""
+"""Checkpoint in a folder of several, file, and tensor in the file; checkpoint or file is empty if there is only one."""
 
 
 class ExtractedTensor(Record):
-    """A tensor of which blocks are in an extract.
+    """A tensor with blocks in an extract.
 
     Attributes:
         checkpoint: see ``Key``.
         file: see ``Key``.
         rank: global rank that wrote the file; None: not known.
-        node: node that this rank was on.
-        content: of the file, this tensor alone, with the digests of all its blocks.
-        blocks: numbers of those that are here, ascending.
+        node: node of this rank.
+        content: of the file, reduced to this tensor, with the digests of all its blocks.
+        blocks: numbers of the blocks in the extract, ascending.
     """
 
     checkpoint: str
@@ -67,7 +67,7 @@ class ExtractedTensor(Record):
 
     @property
     def key(self) -> Key:
-        """What it is found by."""
+        """Its key in the extract."""
         return self.checkpoint, self.file, self.tensor.name
 
     def extent(self, number: int) -> tuple[int, int]:
@@ -80,9 +80,9 @@ class ExtractIndex(Record):
     """The first line of an extract; the blocks follow in the same order.
 
     Attributes:
-        host: where the blocks were read.
-        path: of what.
-        tensors: those with blocks that differ.
+        host: host where the blocks were read.
+        path: path that was read.
+        tensors: tensors with differing blocks.
     """
 
     format_version: int
@@ -98,7 +98,7 @@ class Extract:
     Attributes:
         path: the file.
         index: its first line.
-        start: first byte after that.
+        start: offset of the first block.
     """
 
     path: Path
@@ -109,7 +109,7 @@ class Extract:
         """One block.
 
         Raises:
-            CheckpointError: it is not what it was when it was extracted, or cannot be read.
+            CheckpointError: the block is not in the extract, has changed, or cannot be read.
         """
         if (key, number) not in self._places:
             raise CheckpointError(
@@ -120,7 +120,7 @@ class Extract:
 
     @cached_property
     def _places(self) -> dict[tuple[Key, int], tuple[int, int, str]]:
-        """Of each block its first byte, its size and its digest."""
+        """First byte, size and digest of each block."""
         places, place = {}, self.start
         for one in self.index.tensors:
             for number in one.blocks:
@@ -148,7 +148,7 @@ def read_block(path: Path, place: int, size: int, digest: str) -> bytes:
 
 
 def read_extract(path: Path) -> Extract:
-    """Open an extract; the blocks are read when they are asked for.
+    """Open an extract; blocks are read on demand.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another version.
@@ -163,18 +163,18 @@ def read_extract(path: Path) -> Extract:
 
 
 def write_extracts(report: DigestReport, paths: dict[int, Path], folder: Path) -> list[Path]:
-    """Write the blocks that differ, of each side that is here.
+    """Write the differing blocks of each side that is on this machine.
 
     Args:
         report: of the comparison.
-        paths: by place in ``report.digests``, where that side lies on this machine.
-        folder: where to; created if absent.
+        paths: by index in ``report.digests``, the path of that side on this machine.
+        folder: output folder; created if absent.
 
     Returns:
-        The files, one a side.
+        The files, one per side.
 
     Raises:
-        CheckpointError: no blocks differ, or what lies at a path has changed since it was read.
+        CheckpointError: no blocks differ, or a file has changed since it was read.
         StorageError: they cannot be written.
     """
     wanted = _wanted(report)
@@ -212,12 +212,12 @@ def _write(file: BinaryIO, index: ExtractIndex, path: Path) -> None:
 
 
 def locate(path: Path, checkpoint: str, file: str) -> Path:
-    """Where a file of a key lies under a path."""
+    """The path of a key's file."""
     return path if path.is_file() else path / checkpoint / file
 
 
 def _wanted(report: DigestReport) -> dict[Key, set[int]]:
-    """Numbers of the blocks of each tensor that are not the same in all manifests."""
+    """Numbers of the blocks of each tensor that differ between manifests."""
     wanted: dict[Key, set[int]] = {}
     for one in report.differences:
         if one.what == "blocks":

@@ -1,7 +1,7 @@
-"""What is in the blocks of an extract, beside the folder or the extract of the other side? Views to be compared.
+"""Views of the blocks of an extract, for comparison with the folder or the extract of the other side.
 
-A tensor of which some blocks are here is put together: blocks that differ from each side, the others, which are equal,
-from a folder, or as zeros where there is none.
+Each tensor is assembled: differing blocks from each side, the others, which are equal, from a folder, or zeros if there
+is no folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_extract(path: Path) -> bool:
 
 @dataclass
 class _Side:
-    """Where blocks of one side come from: an extract, or a folder that has all."""
+    """Source of the blocks of one side: an extract, or a folder that has all."""
 
     path: Path
     extract: Extract | None
@@ -47,13 +47,13 @@ class _Side:
 
 
 def open_extract_views(paths: Sequence[Path]) -> list[View]:
-    """Open extracts, and what they are compared with, as views of the tensors that are in the extracts.
+    """Open extracts, and what they are compared with, as views of the tensors in the extracts.
 
     Args:
-        paths: at least one extract; the others are extracts, or folders or files as the extracts were made against.
+        paths: at least one extract; the others are extracts, folders or files of the other side.
 
     Raises:
-        CheckpointError: one is damaged, or holds fewer blocks than differ.
+        CheckpointError: one is damaged, or tensors differ in type or size.
     """
     sides = [_Side(path, read_extract(path) if is_extract(path) else None) for path in paths]
     of_extracts: dict[Key, ExtractedTensor] = {}
@@ -71,7 +71,7 @@ def open_extract_views(paths: Sequence[Path]) -> list[View]:
 
 
 def _read_sides_tensors(path: Path, wanted: dict[Key, ExtractedTensor]) -> dict[Key, ExtractedTensor]:
-    """The digests of the tensors of a folder that are in an extract; only their files are read."""
+    """Digest the tensors of a folder that are in an extract; only their files are read."""
     found = {}
     for key, like in wanted.items():
         file = locate(path, key[0], key[1])
@@ -129,7 +129,7 @@ def _add_parts(view: View, one: ExtractedTensor, file: Path, stored: partial[Ten
 
 
 def _assemble(side: _Side, base: _Side | None, key: Key, different: set[int]) -> Tensor:
-    """A whole tensor of one side."""
+    """Assemble a whole tensor of one side."""
     one = side.tensors[key]
     content = bytearray(one.tensor.size_bytes)
     count = -(-one.tensor.size_bytes // one.content.block_bytes)

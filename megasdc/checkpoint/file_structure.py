@@ -1,7 +1,7 @@
-"""Where in a file do its tensors lie, and what else does it hold? From headers and pickles; no tensor is read.
+"""Structure of a file: offsets of its tensors and its other values, from headers and pickles; no tensor is read.
 
-A pickle goes through the allow-list and the restricted unpickler, with storages on ``meta``: torch (2.13) notes the
-place of each in the file, which ``torch.save`` stores uncompressed.
+A pickle goes through the allow-list and the restricted unpickler, with storages on ``meta``: torch (2.13) records the
+file offset of each, which ``torch.save`` stores uncompressed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megasdc.errors import CheckpointError
 
 PICKLED = (".pt", ".pth", ".bin")
 _NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last_batch_iteration", "tokens", "samples")
-"""Values that are kept by name: those that a comparison should show."""
+"""Values that are kept by name, because a comparison should show them."""
 _OF_A_RUN = ("ds_config", "ds_version", "rng")
-"""What differs between two runs of equal content: paths, a version, global generators that training does not use."""
+"""Keys that differ between runs of equal content: paths, a version, global generators that training does not use."""
 _SHARED = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 _unpickling = threading.Lock()
-"""torch's list of allowed classes is one for all threads."""
+"""torch's list of allowed classes is shared by all threads."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A tensor's place in a file: see ``TensorContent``."""
+    """Offset of a tensor in a file: see ``TensorContent``."""
 
     name: str
     type: str
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass
 class Structure:
-    """What ``Content`` says, but for the blocks; ``problem``: why the file cannot be opened, its bytes can be read."""
+    """``Content`` without the blocks; ``problem``: why the file cannot be parsed though its bytes can be read."""
 
     spans: list[Span] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class Structure:
 
 
 def read_structure(path: Path) -> Structure:
-    """Find the tensors of a file.
+    """Find the tensors and values of a file.
 
     Args:
-        path: a file of ``torch.save``, of safetensors, ``megasdc.json``, or any other, which is taken as bytes.
+        path: a file of ``torch.save``, of safetensors, ``megasdc.json``, or any other, which is treated as bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -78,7 +78,7 @@ def read_structure(path: Path) -> Structure:
     except CheckpointError as error:
         return Structure(whole, problem=str(error))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Structure(whole, problem=f"{path} cannot be understood: {error!r}")
+        return Structure(whole, problem=f"{path} cannot be parsed: {error!r}")
     return Structure(whole)
 
 
@@ -95,7 +95,7 @@ def _read_pickled(path: Path) -> Structure:
 
 
 def _with_values(found: Structure, state: Any, path: Path | None = None) -> Structure:
-    """Sort the leaves of a state into tensors, named values, and the digest of the rest."""
+    """Split the leaves of a state into tensors, named values, and the digest of the rest."""
     rest = xxhash.xxh3_128()
     for name, leaf in leaves("", state):
         value = leaf
@@ -121,7 +121,7 @@ def _span(name: str, tensor: Tensor) -> Span:
 
 
 def _read_number(path: Path, span: Span, dtype: torch.dtype) -> Any:
-    """A tensor without dimensions, such as an optimizer's counter, as a number."""
+    """Read a zero-dimensional tensor, such as an optimizer's counter, as a number."""
     with open(path, "rb") as file:
         file.seek(span.offset)
         content = bytearray(file.read(span.size_bytes))
@@ -131,7 +131,7 @@ def _read_number(path: Path, span: Span, dtype: torch.dtype) -> Any:
 
 
 def _read_safetensors(path: Path, size: int) -> Structure:
-    """Names and places from the header.
+    """Names and offsets from the header.
 
     Source: the format, https://huggingface.co/docs/safetensors/index#format.
     """
@@ -155,7 +155,7 @@ def _read_safetensors(path: Path, size: int) -> Structure:
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, lists and objects, each with its path; such as have the same text in every process.
+    """Yield the leaves of nested dicts, lists and objects, each with its path; their repr is equal in every process.
 
     Args:
         name: path of ``value``; empty: the root.

@@ -1,4 +1,4 @@
-"""How do bytes reach the disk for good? Durable writes, checksums, and the names in a checkpoint folder."""
+"""Files of a checkpoint folder: names, durable writes, atomic renames, checksums."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import xxhash
 
+from megasdc.durable import TEMPORARY_PREFIX, sync_path
+
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete"
@@ -20,7 +22,6 @@ SHARED_STATE_FILE = "megasdc.json"
 UNIVERSAL_FILE = "universal.json"
 UNIVERSAL_STEP = "universal_step_"
 WEIGHTS_FILE = "weights.json"
-TEMPORARY_PREFIX = ".tmp_"
 REPLACED_PREFIX = ".tmp_replaced_"
 _CHUNK_BYTES = 1 << 22
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
@@ -37,7 +38,7 @@ def rank_state_file(rank: int) -> str:
 
 
 def list_steps(folder: Path | str) -> list[int]:
-    """Steps that have a committed folder, in ascending order; complete or not. Empty if the folder is not there."""
+    """Steps that have a committed folder, in ascending order; complete or not. Empty if the folder does not exist."""
     path = Path(folder)
     if not path.is_dir():
         return []
@@ -46,7 +47,7 @@ def list_steps(folder: Path | str) -> list[int]:
 
 
 def list_replaced(folder: Path | str) -> list[int]:
-    """Steps whose checkpoint a save that was killed had moved aside; ``remove_leftovers`` brings them back."""
+    """Steps whose checkpoint a killed save had moved aside; ``remove_leftovers`` restores them."""
     names = (entry.name.removeprefix(REPLACED_PREFIX) for entry in Path(folder).glob(f"{REPLACED_PREFIX}*"))
     return sorted(int(match.group(1)) for match in map(_STEP_FOLDER.fullmatch, names) if match)
 
@@ -69,10 +70,10 @@ def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -
 
 @contextmanager
 def plain_path(folder: Path) -> Iterator[Path]:
-    """A path of a folder that means itself as a pattern too; DeepSpeed (0.19.8) finds its files by patterns.
+    """Yield a path of a folder without glob characters; DeepSpeed (0.19.8) finds its files by glob patterns.
 
     Args:
-        folder: the folder; where its path has brackets, stars or question marks, a link to it is yielded.
+        folder: the folder; if its path has brackets, stars or question marks, a temporary link to it is yielded.
     """
     if glob.escape(str(folder)) == str(folder):
         yield folder
@@ -83,38 +84,14 @@ def plain_path(folder: Path) -> Iterator[Path]:
         yield link
 
 
-def sync_path(path: Path | str) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace a text file so that after a crash it has either all of the old or all of the new text."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
-
-
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Give a written folder its name by one rename.
+    """Rename a written folder to its final name.
 
-    A folder that has the name already is moved aside first and deleted afterwards; ``remove_leftovers`` brings it back
-    if the process dies in between. Of a link that has the name, only the link is.
+    An existing folder of that name is moved aside first and deleted afterwards; ``remove_leftovers`` restores it if the
+    process dies in between. Of an existing link, only the link is replaced.
 
     Raises:
-        OSError: it could not be; every name is again what it was.
+        OSError: the rename failed; all names are restored.
     """
     aside = final.with_name(f"{REPLACED_PREFIX}{final.name}")
     replaces = os.path.lexists(final)
@@ -123,7 +100,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
         os.rename(final, aside)
     try:
         os.rename(temporary, final)
-        sync_path(final.parent)
+        sync_path(final.parent)  # makes the rename durable
     except OSError:
         if not os.path.lexists(temporary):
             os.rename(final, temporary)
@@ -134,9 +111,9 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def remove_entry(path: Path) -> None:
-    """Remove a folder with all that is in it, a file, or a link, whose target stays; nothing if it is not there.
+    """Remove a folder with its content, a file, or a link but not its target; does nothing if it does not exist.
 
-    What of a folder cannot be removed is left.
+    Errors while removing a folder are ignored.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -145,7 +122,7 @@ def remove_entry(path: Path) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint; it loses its name first, so that a half-deleted one is never taken for a checkpoint."""
+    """Delete a checkpoint; it is renamed first, so that a half-deleted one is never taken for a checkpoint."""
     aside = folder.with_name(f"{TEMPORARY_PREFIX}delete_{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
@@ -153,15 +130,15 @@ def delete_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path | str) -> list[str]:
-    """Remove what killed saves have left in a checkpoint folder.
+    """Remove what killed saves left in a checkpoint folder.
 
-    A checkpoint that had been moved aside for a newer one of the same step which never came gets its name back.
+    A checkpoint that was moved aside for a newer one of the same step is restored if the newer one was not committed.
 
     Args:
-        folder: the checkpoint folder; nothing happens if it is not there.
+        folder: the checkpoint folder; need not exist.
 
     Returns:
-        What was done, one line an entry.
+        The actions taken, one line an entry.
     """
     path = Path(folder)
     done: list[str] = []

@@ -1,6 +1,6 @@
-"""How does a Hugging Face model become initial weights that training can start from at any layout?
+"""Import of a Hugging Face model as initial weights for training at any layout.
 
-Safetensors alone are read, so that no pickle is opened; one pipeline layer is in memory at a time.
+Only safetensors are read, so that no pickle is opened; one pipeline layer is in memory at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.export_hf import check_out, writing_folder
 from megasdc.checkpoint.extents import Extent
-from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file, write_durably
+from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
 from megasdc.checkpoint.initial import (
     FORMAT_VERSION,
     MODEL_FILE,
@@ -29,6 +29,7 @@ from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import DTYPES, locate_tensors, open_tensors, write_tensors
 from megasdc.config import ModelSection
 from megasdc.data.tokenizer import kind_of_files, load_tokenizer
+from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
 from megasdc.program import why_unreadable
@@ -36,22 +37,22 @@ from megasdc.program import why_unreadable
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
 _TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Besides those whose name begins with ``tokenizer``."""
+"""Besides files whose name begins with ``tokenizer``."""
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Tensors of older files that are no parameters."""
+"""Tensors in older files that are not parameters."""
 
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What was imported.
+    """Result of an import.
 
     Attributes:
         source: folder or name that was read.
         path: the folder that was written.
-        architecture: class of ``transformers`` it was.
-        num_parameters: tied ones once.
+        architecture: its class in ``transformers``.
+        num_parameters: tied ones counted once.
         vocab_size: rows of the word embedding.
-        tokenizer_vocab_size: entries of its tokenizer; None: none came with it.
+        tokenizer_vocab_size: entries of its tokenizer; None: it has none that can be used.
         model: the ``model`` section to put into a configuration.
         note: what to know about the tokenizer; None: nothing.
     """
@@ -67,7 +68,7 @@ class ImportResult:
 
 
 def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progress: bool = False) -> ImportResult:
-    """Write a folder of initial weights.
+    """Import a Hugging Face model into a folder of initial weights.
 
     Args:
         source: a local folder, or a name on the hub.
@@ -76,7 +77,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         progress: draw a bar on standard error where it is a terminal.
 
     Raises:
-        ConfigError: the architecture is not supported, or ``out`` is there.
+        ConfigError: the architecture is not supported, or ``out`` exists.
         CheckpointError: files are missing or damaged.
         StorageError: ``out`` cannot be written.
     """
@@ -120,13 +121,13 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
 
 
 class HfShards:
-    """The safetensors files of a model, by tensor.
+    """The safetensors files of a model, with an index by tensor name.
 
     Args:
         folder: of the model.
 
     Raises:
-        CheckpointError: there are none, or one that the index names is missing.
+        CheckpointError: there are none, or one in the index is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -156,14 +157,14 @@ class HfShards:
         self.prefix = ""
 
     def check(self, model: ModelSection, wanted: dict[str, list[int]]) -> None:
-        """Find out whether names lack their first part, as in files of the bare model; compare all names and shapes.
+        """Detect whether names lack their prefix, as in files of the bare model; compare all names and shapes.
 
         Args:
-            model: the section that ``config.json`` means.
+            model: the section made from ``config.json``.
             wanted: shape of each tensor that such a model has.
 
         Raises:
-            ConfigError: tensors that the architecture has not, such as norms of queries; missing ones; other shapes.
+            ConfigError: unknown tensors, such as norms of queries; missing tensors; other shapes.
         """
         first = "transformer." if model.position_embedding == "learned" else "model."
         if not any(name.startswith(first) for name in self.file_of):
@@ -183,14 +184,14 @@ class HfShards:
             raise ConfigError([f"{problem}." for problem in problems], f"the tensors of {self.folder}")
 
     def name_in_file(self, name: str) -> str:
-        """The name that a tensor has here, from its full name."""
+        """The name of a tensor in the files, from its full name."""
         return name.removeprefix(self.prefix)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Read tensors by their full names.
 
         Raises:
-            ConfigError: a tensor is not of floating point.
+            ConfigError: a tensor's type is not supported.
         """
         found: dict[str, Tensor] = {}
         for file in sorted({self.file_of[self.name_in_file(name)] for name in names}):
@@ -205,12 +206,7 @@ class HfShards:
 
 
 def _local(source: Path | str) -> Path:
-    """The local folder of a model; one on the hub is downloaded, without pickles.
-
-    Raises:
-        CheckpointError: a path that is no folder, or may not be read.
-        ConfigError: there is neither such a folder nor such a name.
-    """
+    """The local folder of a model; one on the hub is downloaded, without pickles."""
     folder = Path(source)
     if problem := why_unreadable(folder):
         raise CheckpointError(f"MODEL: {source} {problem}")
@@ -233,13 +229,13 @@ def _local(source: Path | str) -> Path:
 
 
 def section_of(fields: dict[str, Any]) -> ModelSection:
-    """The model section that the fields of a ``config.json`` make.
+    """The model section for the fields of a ``config.json``.
 
     Args:
         fields: as ``megasdc.model.hf.model_fields`` returns them.
 
     Raises:
-        ConfigError: each field that is not allowed.
+        ConfigError: fields are invalid; each is listed.
     """
     try:
         return ModelSection.model_validate(fields)
@@ -252,7 +248,7 @@ def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None,
     """Copy the files of a tokenizer, if there are any.
 
     Returns:
-        Its entries, its end-of-document id, and what is wrong with it; None where nothing is known, or wrong.
+        Number of entries, end-of-document id (both None if unknown), and the problem (None if there is none).
     """
     names = [
         path

@@ -1,8 +1,8 @@
-"""What may a run start from besides random weights? A folder of whole tensors that fits every layout.
+"""Initial weights: a folder of unsharded tensors from which a run of any layout can start.
 
-``megasdc import-hf`` makes it: one safetensors file a pipeline layer under our names, the vocabulary without padding,
-``model.json`` (the ``model`` section that describes the weights) and ``weights.json`` with size and checksum of every
-file. A tokenizer that came with the weights is in ``tokenizer``.
+``megasdc import-hf`` writes it: one safetensors file per pipeline layer under megasdc's names, the vocabulary without
+padding, ``model.json`` (the ``model`` section that describes the weights) and ``weights.json`` with size and checksum
+of every file. A tokenizer that came with the weights is in ``tokenizer``.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class FileRecord(_Record):
 
 
 class WeightsManifest(_Record):
-    """What a folder of initial weights holds.
+    """Manifest of a folder of initial weights.
 
     Attributes:
-        kind: tells it from a checkpoint.
+        kind: distinguishes it from a checkpoint's manifest.
         source: what it was imported from.
         vocab_size: rows of the word embedding.
-        tokenizer_vocab_size: entries of the tokenizer that came with it; None: none came.
-        end_of_document: id of the tokenizer's, or what the imported configuration says.
-        files: by name, those of the tokenizer too.
+        tokenizer_vocab_size: entries of its tokenizer; None: no usable one came with it.
+        end_of_document: id from the tokenizer, or from the imported configuration; None: unknown.
+        files: by name, including the tokenizer's.
     """
 
     format_version: int
@@ -68,7 +68,7 @@ def layer_file(index: int) -> str:
 
 
 class InitialWeights:
-    """A folder of initial weights, read layer by layer; each file's checksum is compared before it is used.
+    """A folder of initial weights, read layer by layer; each file's checksum is verified before use.
 
     Args:
         path: the folder.
@@ -108,11 +108,11 @@ class InitialWeights:
         self._verified: set[str] = set()
 
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
-        """Whole parameters of one pipeline layer, without the layer's number; the vocabulary without padding.
+        """Unsharded parameters of one pipeline layer, by names without the layer's number; vocabulary without padding.
 
         Args:
-            index: place of the layer in the pipeline.
-            device: ``cpu``, or ``meta`` for types and shapes alone.
+            index: index of the layer in the pipeline.
+            device: ``cpu``, or ``meta`` for types and shapes only, without verification.
 
         Raises:
             CheckpointError: the file is missing or changed.
@@ -131,7 +131,7 @@ class InitialWeights:
         """Compare every file with its record.
 
         Raises:
-            CheckpointError: a file is missing or changed; it is named.
+            CheckpointError: a file is missing or changed; names it.
         """
         for name in self.manifest.files:
             self._verify(name)
@@ -159,14 +159,14 @@ def _meta(file: Any, key: str) -> Tensor:
 
 
 def check_fits(weights: InitialWeights, model: ModelSection) -> None:
-    """Compare a run's model with the one that the weights are of.
+    """Compare a run's model with the model of the weights.
 
     Args:
         weights: the folder.
         model: the run's section.
 
     Raises:
-        ConfigError: every field that differs, with both values.
+        ConfigError: fields differ; each is listed with both values.
     """
     have, want = _identity(weights.model), _identity(model)
     problems = [
@@ -180,9 +180,9 @@ def check_fits(weights: InitialWeights, model: ModelSection) -> None:
 
 
 def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) -> None:
-    """Compare the tokenizer of prepared data with what the weights were trained with.
+    """Compare the tokenizer of prepared data with that of the weights.
 
-    Rows of the embedding beyond the tokenizer's vocabulary, which some models have, are left out.
+    Embedding rows beyond the tokenizer's vocabulary, which some models have, are allowed.
 
     Args:
         weights: the folder.
@@ -190,7 +190,7 @@ def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) ->
         where: folder of the prepared data.
 
     Raises:
-        ConfigError: another number of entries, or another tokenizer.
+        ConfigError: the number of entries or the tokenizer differs.
     """
     rows, own, wanted = weights.vocab_size, weights.manifest.tokenizer_vocab_size, data.tokenizer.vocab_size
     remedy = (
@@ -210,7 +210,7 @@ def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) ->
 
 
 def same_tokenizer(kind: str, one: Path, other: Path) -> bool:
-    """Whether two tokenizers are the same, as far as their files can be compared; true where they cannot."""
+    """Whether two tokenizers are the same, as far as their files can be compared; true if they cannot."""
     if kind == "sentencepiece":
         if not (one / "tokenizer.model").is_file() or not (other / "tokenizer.model").is_file():
             return True
@@ -224,7 +224,7 @@ def same_tokenizer(kind: str, one: Path, other: Path) -> bool:
 
 
 def _identity(model: ModelSection) -> dict[str, Any]:
-    """The fields that decide what the weights mean, with defaults that depend on others filled in."""
+    """The fields that define the meaning of the weights, with derived defaults filled in."""
     found: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -251,7 +251,7 @@ def _identity(model: ModelSection) -> dict[str, Any]:
 
 
 def pad_vocabulary(rows: Tensor, padded: int) -> Tensor:
-    """Cut a vocabulary's rows [v, h] to a padded size, or fill it up with zeros; no real token uses what is added."""
+    """Truncate or zero-pad a vocabulary's rows [v, h] to a padded size; no real token uses the added rows."""
     if rows.shape[0] >= padded:
         return rows[:padded]
     return torch.cat((rows, torch.zeros(padded - rows.shape[0], *rows.shape[1:], dtype=rows.dtype)))

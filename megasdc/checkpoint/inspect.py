@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any format? Its model, tensors, states, writers and marks; no tensor is read."""
+"""Summary of a checkpoint of any format: model, tensors, states, writers and marks; no tensor is read."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ OTHER = "other"
 
 
 def find_inspectable(path: Path) -> list[Path]:
-    """What a path means: all checkpoints in it, newest first, or itself, whatever its format.
+    """The checkpoints at a path: all in it, newest first, or the path itself, of any format.
 
     Raises:
-        CheckpointError: there is nothing in it that can be looked at; the message says what it is.
+        CheckpointError: it holds nothing to inspect; the message says what kind of folder it is.
     """
     if path.is_file() or (path.is_dir() and kinds.kind_of(path) == kinds.MODEL):
         return [path]
@@ -43,17 +43,17 @@ def find_inspectable(path: Path) -> list[Path]:
 
 
 def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
-    """What a checkpoint holds, from its manifest and from what its files say of their tensors.
+    """Summary of a checkpoint, from its manifest and the metadata of its files.
 
     Args:
         path: folder of the checkpoint, or one file.
 
     Returns:
-        Plain values: format, step, time, age, layout, nodes, engine, versions, files by kind, who wrote what, model,
-        tensors by slot and kind of submodule, states, what audits have said of it, and what could not be read.
+        JSON-compatible values: format, step, time, age, layout, nodes, engine, versions, files by kind and by writer,
+        model, tensors by slot and kind of submodule, states, results of audits, and what could not be read.
 
     Raises:
-        CheckpointError: it is no checkpoint, or neither its manifest nor its tensors can be read.
+        CheckpointError: it is no checkpoint, its manifest is damaged, or without one its tensors cannot be read.
     """
     folder = Path(path)
     found: dict[str, Any] = {"path": str(path)}
@@ -79,9 +79,9 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
 
 
 def describe_slots(view: View) -> dict[Slot, dict[str, Any]]:
-    """Of each slot: tensors, parameters, bytes as stored over all copies, and the same by type and kind of submodule.
+    """For each slot: tensors, parameters, bytes stored over all copies, and the same by type and kind of submodule.
 
-    The vocabulary's padding counts where the format has it.
+    The vocabulary's padding is counted if the format stores it.
     """
     slots: dict[Slot, dict[str, Any]] = {}
     for slot in TENSOR_SLOTS:
@@ -107,7 +107,7 @@ def describe_slots(view: View) -> dict[Slot, dict[str, Any]]:
 
 
 def _from_manifest(folder: Path, manifest: Manifest | UniversalManifest | None, view: View | None) -> dict[str, Any]:
-    """What is known without opening the files of tensors; None and empty where the format has no manifest."""
+    """Values known without opening the files of tensors; None or empty if the format has no manifest."""
     files: Iterable[FileRecord] = () if manifest is None else manifest.files
     found: dict[str, Any] = {
         "format": "unknown" if view is None else view.kind,
@@ -159,21 +159,21 @@ def _from_manifest(folder: Path, manifest: Manifest | UniversalManifest | None, 
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    """Sizes of the model; empty where the format does not say."""
+    """Sizes of the model; empty if the format does not store them."""
     try:
         if (folder / "config.json").is_file():
             model: ModelSection = section_of(model_fields(json.loads((folder / "config.json").read_text("utf-8"))))
         else:
             model = model_of(shared_scalars(folder)[1], folder)
     except (CheckpointError, ConfigError, OSError, ValueError):
-        return {}  # said by the view, where the format needs it
+        return {}  # the view reports it, if the format needs it
     fields = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
     forms = ("normalization", "position_embedding", "gated_mlp", "tie_embeddings")
     return {name: value for name in (*fields, *forms) if (value := getattr(model, name)) is not None}
 
 
 def _states(view: View) -> dict[str, Any]:
-    """Counters, rates, the loader's position, and how many ranks have random generators."""
+    """Counters, learning rates, the loader's position, and how many ranks have random generators."""
     random = [scalar for name, scalar in view.scalars.items() if name.endswith(GLOBAL_GENERATORS)]
     steps = {scalar.value for name, scalar in view.scalars.items() if name.endswith("/step") and "/group " in name}
     found: dict[str, Any] = {
@@ -194,7 +194,7 @@ def _states(view: View) -> dict[str, Any]:
 
 
 def _sizes_by_kind(files: Iterable[FileRecord]) -> dict[str, int]:
-    """Bytes of weights, optimizer shards, stages and states of ranks, or of a universal form's parameters."""
+    """Bytes by kind of file: layers, optimizer, stages, ranks, parameters of a universal checkpoint, other."""
     sizes: dict[str, int] = {}
     for record in files:
         if record.name.startswith("layer_"):
@@ -228,7 +228,7 @@ def _size(path: Path) -> int:
 
 
 def _kind(fqn: str) -> str:
-    """Kind of the submodule that a parameter belongs to; of names that are not ours, other."""
+    """Kind of the submodule of a parameter; ``other`` for unknown names."""
     name = fqn.replace("tied_modules.embedding.", "0.")
     try:
         return kind_of(name.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""What is this folder? For messages about a folder of another kind than the one that a command needs."""
+"""Kinds of folders, for messages about a folder of another kind than the one that a command needs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ZERO = "a checkpoint of DeepSpeed without a manifest of megasdc"
 ZEROS = "a folder of checkpoints of DeepSpeed"
 DCP = "a folder of torch.distributed.checkpoint"
 STAGE_FILE = "mp_rank_00_model_states.pt"
-"""In every checkpoint of DeepSpeed but those of ZeRO-3; of a plain engine the only one of its kind."""
+"""In every checkpoint of DeepSpeed but those of ZeRO-3; a plain engine has only this one."""
 RUN = "a run folder"
 
 
 def is_universal(folder: Path | str) -> bool:
-    """Whether a folder holds a universal checkpoint, whole or not."""
+    """Whether a folder is a universal checkpoint, complete or not."""
     return (Path(folder) / UNIVERSAL_FILE).exists()
 
 
 def list_universal(folder: Path | str) -> list[Path]:
-    """Universal checkpoints in a folder, whole or not, in order of name; empty if the folder is not there."""
+    """Universal checkpoints in a folder, complete or not, in order of name; empty if the folder does not exist."""
     path = Path(folder)
     if not path.is_dir():
         return []
@@ -65,7 +65,7 @@ _REMEDIES_FOR_UNIVERSAL = {
     CHECKPOINTS: "convert the newest in it with megasdc convert-checkpoint {path} --to universal",
     RUN: "convert the newest of its checkpoints with megasdc convert-checkpoint {path}/checkpoints --to universal",
 }
-"""Where a universal checkpoint is needed."""
+"""Remedies where a universal checkpoint is needed."""
 _SIGNS: dict[str, Callable[[Path], Any]] = {
     UNIVERSAL: is_universal,
     INITIAL: is_initial_weights,
@@ -79,23 +79,23 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
     DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
     RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
 }
-"""In the order in which they are looked for."""
+"""Tests of each kind; the first that holds decides."""
 
 
 def kind_of(path: Path | str) -> str | None:
-    """What a folder is, by the files that only such a folder holds; None where nothing tells."""
+    """Kind of a folder, by the files that only such a folder holds; None: unknown."""
     return next((kind for kind, sign in _SIGNS.items() if sign(Path(path))), None)
 
 
 def explain_folder(path: Path | str, needed: str) -> str | None:
-    """Say what a folder is, for a message that it is not what a command needs.
+    """Message that a folder is of another kind than a command needs.
 
     Args:
         path: the folder.
-        needed: what is.
+        needed: the kind that the command needs.
 
     Returns:
-        A sentence with a remedy; None where nothing tells what the folder is.
+        A sentence with a remedy; None if the kind is unknown.
     """
     kind = kind_of(path)
     if kind is None:
@@ -108,7 +108,7 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file; empty where there is none that can be read."""
+    """The object in a small JSON file; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

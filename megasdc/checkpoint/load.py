@@ -1,9 +1,8 @@
-"""How does an engine get a checkpoint's state, on all ranks or on none?
+"""Loading a checkpoint into an engine of the same layout: on all ranks or on none.
 
 DeepSpeed's load (0.19.8) is not collective: a rank that cannot read its file raises after its parameters were changed
-while the others go on. So everything that can be known before is compared before - names, layout, data types, shapes,
-classes of the optimizer - and every file is opened once on trial; the ranks agree; only then is the engine touched, and
-they agree again.
+while the others go on. So names, layout, data types, shapes and optimizer classes are compared first, and every file is
+opened once as a test; the ranks agree; only then is the engine changed, and they agree again.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from megasdc.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What was saved beside the engine's own state.
+    """State saved beside the engine's own.
 
     Attributes:
-        shared_state: the same on all ranks.
-        rank_state: of this rank.
+        shared_state: state that is the same on all ranks.
+        rank_state: state of this rank.
         step: optimizer step after which it was saved, first is 1.
         client_state: further top-level keys of DeepSpeed's file of this stage.
     """
@@ -59,15 +58,15 @@ def load_checkpoint(
     Args:
         engine: the PipelineEngine.
         chosen: what ``find_checkpoint`` returned.
-        dims: layout and place of this rank.
-        check: given what was saved for all ranks before anything else is compared; raises CheckpointError to refuse it.
-        events: where the load is reported, by rank 0.
+        dims: layout and this rank's position in it.
+        check: called with ``shared_state`` before anything else is compared; raises CheckpointError to refuse it.
+        events: log that rank 0 writes to.
         node: name of this rank's node; None means the host's name.
         group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
-            on all ranks, and unless the message says so before any parameter was changed.
+            on all ranks, and before any parameter was changed unless the message says otherwise.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -89,6 +88,7 @@ def load_checkpoint(
         problem = Problem(str(error), storage=False)
     except OSError as error:
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
+    # No rank changes its engine unless all can load.
     raise_together(problem, place, what, group)
     client_state = _load_engine(engine, chosen, place, group)
     if events is not None and place.rank == 0:
@@ -105,7 +105,7 @@ def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, 
         rank: global rank of this process.
 
     Returns:
-        For a layer's file the data type and shape of each tensor that the engine has there; None for other files.
+        For a layer's file the data type and shape of each of the engine's tensors; None for other files.
     """
     module = engine.module
     files: dict[str, dict[str, str] | None] = {
@@ -120,11 +120,7 @@ def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, 
 
 
 def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str, dict[str, str] | None]) -> None:
-    """Compare the engine with the manifest.
-
-    Raises:
-        CheckpointError: they differ; the message holds both values.
-    """
+    """Compare the engine with the manifest; CheckpointError with both values if they differ."""
     manifest = chosen.manifest
     saved = manifest.layout
     if (saved.tensor, saved.pipeline, saved.data) != (dims.tensor, dims.pipeline, dims.data):
@@ -146,7 +142,7 @@ def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str
 
 
 def _first_difference(here: dict[str, str], saved: dict[str, str] | None) -> str:
-    """The first tensor by name that two layers do not have alike."""
+    """The first tensor by name that differs between two layers."""
     saved = saved or {}
     for name in sorted(here.keys() | saved.keys()):
         if here.get(name) != saved.get(name):
@@ -155,7 +151,7 @@ def _first_difference(here: dict[str, str], saved: dict[str, str] | None) -> str
 
 
 class CheckedReader:
-    """Stands in for DeepSpeed's checkpoint engine during one load: every file goes through the allow-list."""
+    """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -171,7 +167,7 @@ class CheckedReader:
 
 
 def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Let DeepSpeed load, and raise on all ranks if it failed on one."""
+    """Load with DeepSpeed, and raise on all ranks if it failed on one."""
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
@@ -184,7 +180,7 @@ def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessG
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)
         elif engine.global_steps != steps:
             problem = Problem(f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False)
-    except Exception as error:  # every rank must hear of it: the others would go on
+    except Exception as error:  # reported to every rank: the others would go on
         problem = replace(describe_error(error, f"load {reader.last or chosen.path} into the engine"), storage=False)
     finally:
         engine.checkpoint_engine = inner

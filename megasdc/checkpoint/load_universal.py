@@ -1,8 +1,8 @@
-"""How does an engine of any layout start from a universal checkpoint, on all ranks or on none?
+"""Loading a universal checkpoint into an engine of any layout: on all ranks or on none.
 
-As with a checkpoint of the same layout, everything that can be known is compared before the engine is touched.
+As with a checkpoint of the same layout, everything that can be known is compared before the engine is changed.
 DeepSpeed's load (0.19) ends with a collective, which a rank that failed would never reach while the others wait; so
-that part is held back until all ranks have said that they are well.
+that part is deferred until all ranks have reported success.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megasdc.parallel.collectives import gather_objects
 
 @dataclass(frozen=True)
 class OpenUniversal:
-    """A universal checkpoint that was found whole.
+    """A universal checkpoint that was verified.
 
     Attributes:
         path: its folder.
-        manifest: what is in it.
-        shared_state: what our own code saved in the checkpoint that it was made from.
+        manifest: its manifest.
+        shared_state: the shared state of the checkpoint that it was made from.
         place: which ranks share the folder.
     """
 
@@ -52,12 +52,12 @@ def open_universal(
     node: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> OpenUniversal:
-    """Check a universal checkpoint; the ranks that share the folder divide the files.
+    """Verify a universal checkpoint; the ranks that share the folder divide the files among them.
 
     Args:
         folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
         storage: whether all ranks see one folder, or the ranks of each node one.
-        verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
+        verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
         node: name of this rank's node; None means the host's name.
         group: group of all ranks, on the host; None means the default group.
 
@@ -86,7 +86,7 @@ def open_universal(
         everybody.append("the nodes hold different conversions of it")
     if everybody:
         shown = "\n".join(f"  - {line}" for line in everybody[:10])
-        # Without a manifest it may be another folder altogether, and the problem says what that is.
+        # Without a manifest it may be another kind of folder, which the problem names.
         remedy = "\nMake it again with megasdc convert-checkpoint." if any(made for made, _ in answers) else ""
         raise CheckpointError(f"{path} cannot be used, nothing was changed:\n{shown}{remedy}")
     assert manifest is not None, "a checkpoint without problems has a manifest"
@@ -96,7 +96,7 @@ def open_universal(
 def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGroup | None = None) -> None:
     """Load weights, moments, learning rate schedule and counters into an engine of the same model.
 
-    Saving and loading afterwards are those of the engine's own layout.
+    Later saves and loads use the engine's own layout.
 
     Args:
         engine: the TrainingEngine, of any layout.
@@ -104,8 +104,8 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
         group: group of all ranks, on the host; None means the default group.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, optimizer or unfit precision, or cannot be loaded; on all
-            ranks, and unless the message says so before any parameter was changed.
+        CheckpointError: the checkpoint is of another model, optimizer or an incompatible precision, or cannot be
+            loaded; on all ranks, and before any parameter was changed unless the message says otherwise.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -126,23 +126,23 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
             elif engine.global_steps != found.manifest.engine["global_steps"]:
                 steps = found.manifest.engine["global_steps"]
                 problem = Problem(f"the engine is at step {engine.global_steps}, saved was {steps}", storage=False)
-        except Exception as error:  # every rank must hear of it: the others would go on
+        except Exception as error:  # reported to every rank: the others would wait in the collective
             what = f"load {reader.last or found.path} into the engine"
             problem = replace(describe_error(error, what), storage=False)
         what = f"{found.path} was loaded in part, the engine must not be used"
         raise_together(problem, found.place, what, group)
         place_steps(engine.optimizer.optimizer)
-        finish()
+        finish()  # a collective; all ranks reach it, since all agreed above
 
 
 @contextmanager
 def _universal_load(engine: Any) -> Iterator[tuple[CheckedReader, Any]]:
-    """Switch DeepSpeed to universal checkpoints for one load, its last collective held back.
+    """Switch DeepSpeed to universal checkpoints for one load, with its last collective deferred.
 
-    ``load_universal_checkpoint`` reads the switch from the configuration whenever it is asked.
+    ``load_universal_checkpoint`` reads the switch from the configuration at every call.
 
     Returns:
-        What reads the files of the stages, and the collective that copies master weights into the model.
+        The reader of the stages' files, and the collective that copies master weights into the model.
     """
     inner, settings, optimizer = engine.checkpoint_engine, engine._config, engine.optimizer
     before, finish = settings.load_universal_checkpoint, optimizer.update_lp_params
@@ -153,11 +153,11 @@ def _universal_load(engine: Any) -> Iterator[tuple[CheckedReader, Any]]:
         yield reader, finish
     finally:
         engine.checkpoint_engine, settings.load_universal_checkpoint = inner, before
-        del optimizer.update_lp_params
+        del optimizer.update_lp_params  # uncovers the method of the class
 
 
 def place_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Put step counters where torch's fused and capturable optimizers want them, as their own load does."""
+    """Move step counters to the device for torch's fused and capturable optimizers, as their own load does."""
     for group in optimizer.param_groups:
         if not (group.get("fused") or group.get("capturable")):
             continue
@@ -168,10 +168,9 @@ def place_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _compare(engine: Any, manifest: UniversalManifest, group: dist.ProcessGroup | None) -> None:
-    """Compare the engine with the manifest; the same on all ranks but for this rank's own parameters.
+    """Compare the engine with the manifest; CheckpointError with both values if they differ.
 
-    Raises:
-        CheckpointError: they differ; the message holds both values.
+    All ranks find the same, except for this rank's own parameters.
 
     Collective: the group.
     """
@@ -198,7 +197,7 @@ def _compare(engine: Any, manifest: UniversalManifest, group: dist.ProcessGroup 
 
 
 def full_shapes(engine: Any) -> dict[str, list[int]]:
-    """Shapes of this stage's parameters with all tensor ranks' shards together, by name."""
+    """Unsharded shapes of this stage's parameters, by name."""
     shapes = {}
     for name, parameter in engine.module.named_parameters():
         shape = list(parameter.shape)
@@ -209,7 +208,7 @@ def full_shapes(engine: Any) -> dict[str, list[int]]:
 
 
 def _check_partitions(optimizer: Any) -> None:
-    """DeepSpeed 0.19 cannot load a replica that owns nothing but padding of a parameter group."""
+    """Refuse a replica that owns only padding of a parameter group, which DeepSpeed 0.19 cannot load."""
     groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
     for index, parameters in enumerate(groups):
         if all(parameter._hp_mapping is None for parameter in parameters):

@@ -1,7 +1,6 @@
-"""What is a checkpoint's model, whatever layout wrote it? Whole tensors, one pipeline layer at a time.
+"""Unsharded weights of a checkpoint of any layout, one pipeline layer at a time.
 
-Without an engine, a process group or a GPU. Only the weights' files are opened, mapped into memory: no more than one
-layer is held.
+Needs no engine, process group or GPU. Only the weights' files are opened, memory-mapped: at most one layer is held.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Whole weights of a model: a checkpoint of any layout, or a folder of initial weights.
+    """Unsharded weights of a model: a checkpoint of any layout, or a folder of initial weights.
 
     Attributes:
         path: the folder.
@@ -52,7 +51,7 @@ class WeightSource(Protocol):
     config: dict[str, Any] | None
 
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
-        """Whole parameters of one pipeline layer, without its number; the vocabulary without padding."""
+        """Unsharded parameters of one pipeline layer, by names without its number; the vocabulary without padding."""
         ...
 
 
@@ -64,7 +63,7 @@ class CheckpointWeights:
 
     Raises:
         CheckpointError: manifest or shared state cannot be read, or a layer's file is not in the manifest.
-        DataError: an older checkpoint that does not name its vocabulary, and its prepared data are gone.
+        DataError: an older checkpoint does not store its vocabulary size, and its prepared data cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,18 +106,18 @@ class CheckpointWeights:
             raise CheckpointError(f"{self.path} does not hold {', '.join(missing[:4])}{where}")
 
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
-        """Whole parameters of one pipeline layer, by the names of backend ``torch`` without the layer's number.
+        """Unsharded parameters of one pipeline layer, by the names of backend ``torch`` without the layer's number.
 
         Args:
-            index: place of the layer in the pipeline.
-            device: ``cpu``, or ``meta`` for types and shapes alone.
+            index: index of the layer in the pipeline.
+            device: ``cpu``, or ``meta`` for types and shapes only.
 
         Returns:
-            In the types that were saved; the vocabulary without its padding. Empty for a layer without parameters.
+            Tensors in their saved types; the vocabulary without its padding. Empty for a layer without parameters.
 
         Raises:
-            CheckpointError: a file cannot be loaded, does not hold the parameters of this model, or copies that must
-                be equal differ; the file is named.
+            CheckpointError: a file cannot be loaded, does not hold the parameters of this model, or copies that must be
+                equal differ; names the file.
         """
         splits = self._splits.get(index)
         if splits is None:
@@ -136,7 +135,7 @@ class CheckpointWeights:
         whole = {}
         for name, split in splits.items():
             shards = [state[name].detach() for state in states]
-            if device == "meta":  # what lies in the file is mapped, not read
+            if device == "meta":  # the file is memory-mapped, so nothing is read
                 shards = [shard.to("meta") for shard in shards]
             if device == "meta" and split is Split.REPLICATED:
                 shards = shards[:1]
@@ -151,11 +150,11 @@ class CheckpointWeights:
 def open_weights(
     path: Path | str, *, progress: bool = False, accept: Callable[[ModelSection], Any] | None = None
 ) -> Any:
-    """Open and verify the weights that a path means.
+    """Open and verify the weights at a path.
 
     Args:
-        path: a checkpoint, a folder of checkpoints (the newest whole one is taken; what is passed over is logged), or
-            a folder made by ``megasdc import-hf``.
+        path: a checkpoint, a folder of checkpoints (the newest valid one is used; those passed over are logged), or a
+            folder made by ``megasdc import-hf``.
         progress: draw a bar on standard error where it is a terminal.
         accept: called with the model before the files are read, to refuse it early.
 
@@ -163,7 +162,7 @@ def open_weights(
         A ``WeightSource``.
 
     Raises:
-        CheckpointError: nothing usable there; every damaged file is named.
+        CheckpointError: there are no usable weights; names every damaged file.
     """
     if is_initial_weights(path):
         weights = InitialWeights(path)
@@ -179,7 +178,7 @@ def open_weights(
         report = verify_checkpoint(folder, progress=progress)
         if report.ok:
             for line in reasons:
-                logger.warning("passed over: %s", line)
+                logger.warning("skipped: %s", line)
             found = CheckpointWeights(folder)
             if accept is not None:
                 accept(found.model)
@@ -197,18 +196,18 @@ def load_weights(
     tensor: int = 1,
     tp_rank: int = 0,
 ) -> None:
-    """Put whole weights into the parameters of one rank, each layer's file read once.
+    """Copy unsharded weights into the parameters of one rank; each layer is read once.
 
     Args:
-        weights: where they come from.
+        weights: their source.
         parameters: (name in the pipeline, parameter) of this rank.
         model: the section that the parameters were built from.
         vocab_size: real entries of the vocabulary.
         tensor: number of tensor ranks.
-        tp_rank: this one.
+        tp_rank: tensor rank of this process.
 
     Raises:
-        CheckpointError: a parameter is not there, or has another shape.
+        CheckpointError: a parameter is missing, or has another shape.
 
     Collective: none; each rank reads what it holds.
     """
@@ -236,7 +235,7 @@ def load_weights(
 
 
 def _vocabulary_of_data(config: dict[str, Any], path: Path) -> int:
-    """Vocabulary of the prepared data, for checkpoints that do not name it."""
+    """Vocabulary size of the prepared data, for checkpoints that do not store it."""
     folder = config["megasdc"]["data"]["path"]
     try:
         return DataManifest.load(folder).tokenizer.vocab_size

@@ -1,7 +1,7 @@
-"""What belongs to a checkpoint, and is it unchanged? The manifest: every file with its size, checksum and writer.
+"""Manifest of a checkpoint: every file with its size, checksum and writer.
 
-A manifest names its own checksum too, so that a changed byte anywhere in the folder is found. Where each node has a
-folder of its own there is a manifest on each node; they share ``save_id``, which is new for every save.
+A manifest includes its own checksum, so that a changed byte anywhere in the folder is found. With node-local storage
+each node has its own manifest; they share ``save_id``, which is new for every save.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from megasdc.checkpoint.content import Content, parse_type
 from megasdc.checkpoint.digest_file import digest_file
-from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, write_durably
+from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE
 from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
+from megasdc.durable import write_durably
 
 FORMAT_VERSION = 1
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
@@ -36,9 +37,9 @@ class FileRecord(Record):
         size_bytes: its size.
         xxh3_128: checksum of its bytes.
         rank: global rank that wrote it.
-        node: node that rank was on.
+        node: node of this rank.
         tensors: for a layer's file, data type and shape of each tensor, such as ``float32[64, 64]``; else None.
-        content: its tensors and their blocks; None: saved by a version that did not know them.
+        content: its tensors and their blocks; None: saved by a version that did not record them.
     """
 
     name: Inside
@@ -72,11 +73,11 @@ class Manifest(Record):
     """Everything known about one checkpoint without opening its files.
 
     Attributes:
-        state: always ``complete``: a manifest is written last.
+        state: always ``complete``, because a manifest is written last.
         step: optimizer step, first is 1.
-        save_id: the same in all manifests of one save, and in no other save's.
+        save_id: common to all manifests of one save, unique to it.
         time: when it was written, in seconds since the epoch.
-        storage: ``shared``: the folder holds all files; ``node_local``: those of this node.
+        storage: ``shared``: the folder holds all files; ``node_local``: only those of this node.
         nodes: global ranks of each node.
         node: the node whose files these are; None with shared storage.
         engine: names of the optimizer classes and the number of steps taken, compared before loading.
@@ -114,7 +115,7 @@ class Manifest(Record):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files, the manifest not counted."""
+        """Bytes of all files, without the manifest."""
         return sum(record.size_bytes for record in self.files)
 
     def by_name(self) -> dict[str, FileRecord]:
@@ -123,7 +124,7 @@ class Manifest(Record):
 
 
 def check_once(files: Iterable[FileRecord]) -> None:
-    """Raise a ValueError where a file is named twice."""
+    """Raise a ValueError if a file is listed twice."""
     if twice := [name for name, count in Counter(record.name for record in files).items() if count > 1]:
         raise ValueError(f"{twice[0]} is there twice")
 
@@ -131,7 +132,7 @@ def check_once(files: Iterable[FileRecord]) -> None:
 def describe_file(
     folder: Path, name: str, *, rank: int, node: str, tensors: dict[str, str] | None = None
 ) -> FileRecord:
-    """Measure a file that this rank has written; it is read once.
+    """Make the record of a file that this rank has written; the file is read once.
 
     Args:
         folder: folder of the checkpoint.
@@ -180,7 +181,7 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
 
     Args:
         folder: folder of the checkpoint.
-        name: its file, where another node's manifest was put beside this one's.
+        name: name of the manifest's file; another node's may lie beside this node's.
 
     Raises:
         CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
@@ -189,7 +190,7 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
 
 
 def write_marker(folder: Path, manifest: Manifest) -> None:
-    """Say on this node that every node has committed the save.
+    """Write the marker, on this node, that every node has committed the save.
 
     Raises:
         OSError: it cannot be written.
@@ -198,7 +199,7 @@ def write_marker(folder: Path, manifest: Manifest) -> None:
 
 
 def has_marker(folder: Path, manifest: Manifest) -> bool:
-    """Whether the marker of this very save is there; shared storage needs none."""
+    """Whether the marker of this save exists; shared storage needs none."""
     if manifest.storage == "shared":
         return True
     try:

@@ -1,9 +1,9 @@
-"""Which checkpoints may be trusted? Marks that audits leave on them, and the mark of a run that found corruption.
+"""Marks on checkpoints: verified by an audit, and the corruption mark of a run that found corruption.
 
-A checkpoint is a candidate until an audit of a later step agrees on all ranks, then verified: the ranks that made it
-computed the same afterwards. It says so in a file in its own folder, which names the save that it is of, so that a new
-save of the same step is a candidate again. A run that ends because of corruption leaves a mark beside the checkpoints.
-Neither mark is a file of the checkpoint: the manifest does not name them.
+A checkpoint is a candidate until an audit of a later step agrees on all ranks; then it is verified: the ranks that
+saved it still computed the same. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new save
+of the same step is a candidate again. A run that ends because of corruption writes ``corruption.json`` beside the
+checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class VerifiedMark(Record):
-    """An audit has agreed after this checkpoint.
+    """Mark of a verified checkpoint: a later audit agreed.
 
     Attributes:
-        save_id: of the save that it is about; see ``Manifest``.
+        save_id: of the checkpoint's save; see ``Manifest``.
         step: optimizer step of the checkpoint, first is 1.
         audit_step: step of the audit.
         time: when the mark was written, in seconds since the epoch.
@@ -47,10 +47,10 @@ class VerifiedMark(Record):
 
 
 class CorruptionMark(Record):
-    """A run has ended because of corruption, and none has gone on from a verified checkpoint since.
+    """Mark of a run that ended because of corruption; kept until a resume from a verified checkpoint.
 
     Attributes:
-        step: optimizer step in which it was found.
+        step: optimizer step in which corruption was found.
         incident: path of the incident report.
         time: when the mark was written, in seconds since the epoch.
     """
@@ -66,9 +66,9 @@ class Standing:
     """Whether a checkpoint is verified, in a folder where audits are in use.
 
     Attributes:
-        verified: an audit after it has agreed.
+        verified: whether a later audit agreed.
         audit_step: step of that audit; None for a candidate.
-        problem: why its mark does not count, though there is one; else None.
+        problem: why its mark is not valid; None: valid, or no mark.
     """
 
     verified: bool
@@ -106,13 +106,13 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
 
 
 def find_standing(folder: Path | str) -> Standing | None:
-    """Tell whether a checkpoint is verified.
+    """Find out whether a checkpoint is verified.
 
     Args:
         folder: of the checkpoint.
 
     Returns:
-        None where no audits are in use: neither it nor any checkpoint beside it is marked, nor is corruption.
+        None if no audits are in use: no mark on it or on any checkpoint beside it, and no corruption mark.
     """
     path = Path(folder)
     try:
@@ -125,14 +125,14 @@ def find_standing(folder: Path | str) -> Standing | None:
 
 
 def list_verified(folder: Path | str) -> list[int]:
-    """Steps of a folder's verified checkpoints, in ascending order; a mark that does not count is a warning."""
+    """Steps of a folder's verified checkpoints, in ascending order; logs a warning for an invalid mark."""
     found = []
     for step in list_steps(folder):
         try:
             if read_mark(Path(folder) / step_folder(step)) is not None:
                 found.append(step)
         except CheckpointError as error:
-            logger.warning("the checkpoint of step %d is taken for a candidate: %s", step, error)
+            logger.warning("the checkpoint of step %d is treated as a candidate: %s", step, error)
     return found
 
 
@@ -145,20 +145,20 @@ def mark_verified(
     passed_over: Collection[int] = (),
     events: EventLog | None = None,
 ) -> list[int]:
-    """Mark a run's checkpoints as verified after an audit on which all ranks have agreed.
+    """Mark a run's checkpoints as verified after an audit in which all ranks agreed.
 
-    A mark that cannot be written is a warning: the checkpoint stays a candidate until the next audit.
+    A mark that cannot be written is logged as a warning: the checkpoint stays a candidate until the next audit.
 
     Args:
         folder: the checkpoint folder.
-        up_to_step: last step whose state the audit has used: the one before it.
+        up_to_step: last step whose state the audit used: the one before it.
         audit_step: step of the audit.
         place: of this rank; the leader of each folder writes, the others do nothing.
-        passed_over: steps whose checkpoints are not of this run's past: the resume left them out.
-        events: where it is reported, by the rank that writes.
+        passed_over: steps whose checkpoints the resume passed over; they are not part of this run's history.
+        events: log of the rank that writes.
 
     Returns:
-        The steps that were marked now; empty on ranks that do not write.
+        The steps marked by this call; empty on ranks that do not write.
     """
     if not place.leader:
         return []
@@ -195,18 +195,18 @@ def mark_verified(
 
 
 def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: Place) -> None:
-    """Leave word beside the checkpoints that a run ends because of corruption.
+    """Write ``corruption.json`` beside the checkpoints of a run that ends because of corruption.
 
-    It calls no collective, so that it can be called while ranks are missing. An earlier mark is replaced.
+    It calls no collective, so that it works while ranks are missing. An earlier mark is replaced.
 
     Args:
         folder: the checkpoint folder; created if absent.
         step: optimizer step in which corruption was found.
-        incident: the incident report.
+        incident: path of the incident report.
         place: of this rank; the leader of each folder writes, the others do nothing.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the mark cannot be written.
     """
     if not place.leader:
         return
@@ -223,9 +223,9 @@ def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: 
 
 
 def find_corruption(folder: Path | str) -> str | None:
-    """What the corruption mark of a checkpoint folder says, in words; None if there is none.
+    """Text of a checkpoint folder's corruption mark; None if there is none.
 
-    A mark that cannot be read counts too.
+    An unreadable mark counts as a mark.
     """
     path = Path(folder) / CORRUPTION_FILE
     if not path.exists():
@@ -253,7 +253,7 @@ def clear_corruption(folder: Path | str) -> bool:
 
 
 def _is_marked(folder: Path) -> bool:
-    """Whether a checkpoint has a mark that counts; one that does not is written anew."""
+    """Whether a checkpoint has a valid mark; an invalid one is overwritten."""
     try:
         return read_mark(folder) is not None
     except CheckpointError:
@@ -262,5 +262,5 @@ def _is_marked(folder: Path) -> bool:
 
 def _audits_in_use(folder: Path) -> bool:
     marks = (folder / step_folder(step) / VERIFIED_FILE for step in list_steps(folder))
-    # A checkpoint beside this one that may not be read tells nothing, and is no reason to fail.
+    # An unreadable checkpoint beside this one is ignored; os.path.exists does not raise.
     return any(map(os.path.exists, (folder / CORRUPTION_FILE, *marks)))

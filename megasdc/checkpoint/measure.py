@@ -1,4 +1,4 @@
-"""How far are two tensors apart that should hold the same bits? Range by range; neither is held."""
+"""Size of the difference between two tensors, accumulated range by range, so that neither is held in memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megasdc.tensors.bits import as_bits, count_flips, ulp_distance
 
 @dataclass(frozen=True)
 class Measure:
-    """How far two tensors of one type and shape are apart.
+    """Difference between two tensors of one data type and shape.
 
     Attributes:
         num_different: elements that differ in some bit.
-        numel: all.
+        numel: number of elements.
         first: index of the first that differs.
         last: index of the last.
         max_ulp: largest distance in representable values; None: not a floating-point type, or a NaN against another
             value.
         max_relative: largest |a - b| / max(|a|, |b|) over finite pairs; infinite if some pair is not finite.
         mean_relative: mean of the same over the finite pairs that differ.
-        norms: Euclidean, of what was expected and what was got.
-        num_nan: in both.
-        num_inf: in both.
-        dtype: of both, such as ``float32``.
-        flips: in how many elements each bit differs, the lowest bit first.
+        norms: Euclidean norms of the expected and the found tensor.
+        num_nan: NaN elements in each.
+        num_inf: infinite elements in each.
+        dtype: data type of both, such as ``float32``.
+        flips: number of elements in which each bit differs, lowest bit first.
     """
 
     num_different: int
@@ -47,10 +47,10 @@ class Measure:
 
 @dataclass
 class Measuring:
-    """Measures two tensors of one type and shape, whose elements come in order.
+    """Accumulates a ``Measure`` of two tensors that are passed range by range.
 
     Attributes:
-        shape: of both.
+        shape: shape of both.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Measuring:
     _dtype: torch.dtype | None = None
 
     def add(self, expected: Tensor, got: Tensor) -> None:
-        """Take the next elements of both, [n]."""
+        """Add the next elements of both, [n]."""
         wide = (expected.to(torch.float64), got.to(torch.float64))
         for side, values in enumerate(wide):
             self._squares[side] += float(values.square().sum())
@@ -97,7 +97,7 @@ class Measuring:
             self._largest = math.inf
 
     def result(self) -> Measure:
-        """What all elements came to; at least one differs."""
+        """The measure after all elements; requires that at least one differs."""
         first, last = (unravel(end, self.shape) for end in self._ends)
         return Measure(
             num_different=self._count,
@@ -116,7 +116,7 @@ class Measuring:
 
 
 def unravel(place: int, shape: tuple[int, ...]) -> list[int]:
-    """The index of an element, from its place in row-major order."""
+    """Multi-dimensional index of an element, from its flat row-major index."""
     index = []
     for size in reversed(shape):
         place, rest = divmod(place, size)

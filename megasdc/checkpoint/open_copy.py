@@ -1,7 +1,7 @@
-"""Which elements does a copy of a tensor hold from one place to another? Read from the pieces that they lie in.
+"""Range-wise access to a copy of a tensor, read from the pieces in which it is stored.
 
-Places are those of the whole tensor in row-major order, so that copies of any layouts are compared range by range, and
-no tensor has to be put together.
+Places are flat row-major indices of the whole tensor, so that copies of any layouts are compared range by range and no
+tensor has to be assembled.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Part = tuple[int, int, Tensor]
 
 
 class Places(Protocol):
-    """Says which element lies in which piece; see ``Arrangement``."""
+    """Maps elements to pieces; see ``Arrangement``."""
 
     def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
-        """Cut a range of the whole tensor into what pieces hold, of each piece in order."""
+        """Cut a range of the whole tensor at piece boundaries; parts of a piece come in order."""
 
     def place(self, piece: int, element: int) -> int:
-        """Place in the whole tensor of an element of a piece; ascends with ``element``."""
+        """Flat index in the whole tensor of an element of a piece; ascends with ``element``."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Which element lies in which piece.
+    """Maps elements to pieces.
 
-    Shards take turns: the whole tensor is [periods, shards, width], and shard s has [:, s] of it. So are rows of a
-    tensor that is divided by columns, and the halves of one whose halves are divided.
+    Shards are interleaved: the whole tensor is [periods, shards, width], and shard s has [:, s] of it. This covers
+    tensors split by columns, and gated ones whose halves are split.
 
     Attributes:
         numel: elements of the whole tensor.
@@ -52,12 +52,12 @@ class Arrangement:
 
     @property
     def period(self) -> int:
-        """Elements after which the first shard has its turn again."""
+        """Elements of one period, over all shards."""
         return self.width * len(self.pieces)
 
     @cached_property
     def _starts(self) -> list[list[int]]:
-        """First element of each piece in its shard, and the end of the last."""
+        """Offset of each piece in its shard, and the end of the last."""
         return [[0, *accumulate(shard)] for shard in self.pieces]
 
     @cached_property
@@ -66,7 +66,7 @@ class Arrangement:
         return [0, *accumulate(map(len, self.pieces))]
 
     def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
-        """Cut a range of the whole tensor into what pieces hold, of each piece in order.
+        """Cut a range of the whole tensor at piece boundaries; parts of a piece come in order.
 
         Args:
             start: place of its first element.
@@ -88,7 +88,7 @@ class Arrangement:
                 place += run.numel()
 
     def _of_shard(self, shard: int, first: int, rows: Tensor) -> Iterator[Part]:
-        """Cut consecutive elements of a shard [rows, columns] at the ends of pieces."""
+        """Cut consecutive elements of a shard, [rows, columns], at the ends of pieces."""
         starts, place, end = self._starts[shard], first, first + rows.numel()
         number = bisect_right(starts, first) - 1
         while place < end:
@@ -99,14 +99,14 @@ class Arrangement:
             number += 1
 
     def place(self, piece: int, element: int) -> int:
-        """Place in the whole tensor of an element of a piece; ascends with ``element``."""
+        """Flat index in the whole tensor of an element of a piece; ascends with ``element``."""
         shard = bisect_right(self._numbers, piece) - 1
         turn, inside = divmod(self._starts[shard][piece - self._numbers[shard]] + element, self.width)
         return turn * self.period + shard * self.width + inside
 
 
 def _runs(rows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-    """Elements from one place to another of [rows, columns] in row-major order, as views."""
+    """Yield elements ``start`` to ``stop`` of [rows, columns] in row-major order, as views."""
     columns = rows.shape[1]
     while start < stop:
         row, column = divmod(start, columns)
@@ -120,12 +120,12 @@ def _runs(rows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class OpenCopy:
-    """A copy whose pieces were found and are what their places ask for.
+    """A copy whose pieces were located and have the expected shapes and types.
 
     Attributes:
         shape: of the whole tensor.
         dtype: of its elements.
-        arrangement: which element lies in which piece.
+        arrangement: maps elements to pieces.
         sources: the elements of each piece, flat.
     """
 
@@ -135,12 +135,12 @@ class OpenCopy:
     sources: Sequence[Extent | Tensor]
 
     def ranges(self, num_bytes: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Cut elements into ranges of at most so many bytes, at the ends of rows if a row is shorter.
+        """Cut elements into ranges of at most ``num_bytes``, at row ends if a row fits.
 
         Args:
-            num_bytes: at least those of an element.
+            num_bytes: limit; at least the size of an element.
             start: the first element.
-            stop: the first that is not of them any more.
+            stop: one past the last element.
         """
         row = max(1, prod(self.shape[1:]))
         size = num_bytes // self.dtype.itemsize
@@ -153,7 +153,7 @@ class OpenCopy:
 
         Args:
             start: place of its first element.
-            out: [n], contiguous; is filled.
+            out: [n], contiguous; receives the elements.
             reader: of this thread.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Which format has a checkpoint, and what is in it? For tools that look at checkpoints without an engine."""
+"""Opening a checkpoint of any format as a view, without an engine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _OPENERS = {
 
 
 def open_view(path: Path) -> View:
-    """Find out what a path is, and where its tensors lie; tensors are not read, and nothing is written.
+    """Detect the format at a path and locate its tensors; tensors are not read, and nothing is written.
 
-    Links that lead out of a folder are followed, as caches of models need it, and told in ``notes``.
+    Links that lead out of a folder are followed, which model caches require, and reported in ``notes``.
 
     Args:
         path: a checkpoint of any layout, a universal checkpoint, a folder of a Hugging Face model, of DeepSpeed with
             ZeRO-1 or 2 or of ``torch.distributed.checkpoint``, or one file.
 
     Raises:
-        CheckpointError: it is nothing of these, or what says where tensors lie cannot be read.
+        CheckpointError: the path is none of these, or its metadata cannot be read.
     """
     try:
         if path.is_file():
@@ -54,7 +54,7 @@ def open_view(path: Path) -> View:
 
 
 def _links_out(folder: Path) -> list[str]:
-    """What to say of links in a folder that lead out of it."""
+    """The note on links in a folder that lead out of it; empty if there are none."""
     root = folder.resolve()
     links = [file for file in sorted(folder.rglob("*")) if file.is_symlink()]
     out = [file for file in links if not file.resolve().is_relative_to(root)]

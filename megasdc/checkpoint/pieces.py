@@ -1,4 +1,4 @@
-"""Where do the elements of a logical tensor lie, and who wrote them? Pieces in files, put together as copies."""
+"""Pieces and copies of a logical tensor: where its elements are stored, and which rank wrote them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Owner:
     """The rank that wrote a piece.
 
     Attributes:
-        rank: global rank; None where the format does not say, as the others.
-        dp: its replica.
-        pp: its stage.
-        tp: its tensor rank.
-        host: the node that it was on.
+        rank: global rank; None, like the other fields, if the format does not store it.
+        dp: its dp rank.
+        pp: its pp rank.
+        tp: its tp rank.
+        host: its node.
     """
 
     rank: int | None = None
@@ -42,12 +42,12 @@ class Owner:
 
 
 class PieceError(Exception):
-    """A piece is not what its place asks for; a difference, not a failure to compare.
+    """A piece is missing, or its shape or type is unexpected; a difference, not a failure to compare.
 
     Args:
-        kind: missing, or of another shape or type.
-        text: what was found.
-        pieces: those that are concerned.
+        kind: what is wrong.
+        text: the message.
+        pieces: the pieces affected.
     """
 
     def __init__(self, kind: Literal["missing", "shape", "dtype"], text: str, pieces: list[Piece]) -> None:
@@ -58,17 +58,17 @@ class PieceError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements that lies in one file.
+    """A run of contiguous elements in one file.
 
     Attributes:
         file: the file.
-        owner: who wrote it.
-        numel: elements that its place asks for.
-        stored: finds the tensor that it is in: where it lies in the file, or itself.
-        start: its first element in there.
-        shape: what ``stored`` must have; None: any that is long enough.
-        dtype: what ``stored`` must have; None: any.
-        holds: whose piece the file says it is, where that is another; else empty.
+        owner: rank that wrote it.
+        numel: number of elements expected.
+        stored: returns the stored tensor that contains it: its extent in the file, or its values.
+        start: its first element in the stored tensor.
+        shape: shape that ``stored`` must have; None: any with enough elements.
+        dtype: type that ``stored`` must have; None: any.
+        holds: the other piece that the file claims to hold; empty: none.
     """
 
     file: Path
@@ -81,10 +81,10 @@ class Piece:
     holds: str = ""
 
     def find(self) -> Extent | Tensor:
-        """Its elements, flat.
+        """Locate its elements, flat.
 
         Raises:
-            PieceError: it is missing, or has another shape or type.
+            PieceError: it is missing, or its shape or type is unexpected.
             CheckpointError: the file cannot be read.
         """
         try:
@@ -111,9 +111,9 @@ class Copy:
     """One copy of a whole logical tensor.
 
     Attributes:
-        shape: of the whole tensor, the vocabulary with its padding where the format has it.
-        shards: the pieces of each tensor rank that it is divided over, in order.
-        split: how tensor ranks divide it.
+        shape: of the whole tensor; the vocabulary with its padding if the format stores it.
+        shards: for each tensor rank that it is split over, its pieces in order.
+        split: how it is split over tensor ranks.
     """
 
     shape: tuple[int, ...]
@@ -127,22 +127,22 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        """Of all pieces, those of a type that is not known with 4 bytes an element; for progress."""
+        """Bytes of all pieces, for progress; 4 bytes per element where the type is not known."""
         return sum(piece.numel * (4 if piece.dtype is None else piece.dtype.itemsize) for piece in self.pieces)
 
     @property
     def arrangement(self) -> Places:
-        """Which element lies in which piece."""
+        """Maps elements to pieces."""
         periods = {Split.ROW: self.shape[0] if self.shape else 1, Split.GATED: 2}.get(self.split, 1)
         shards = tuple(tuple(piece.numel for piece in shard) for shard in self.shards)
         numel = prod(self.shape)
         return Arrangement(numel, numel // (periods * len(shards)), shards)
 
     def open(self) -> OpenCopy:
-        """Find all pieces.
+        """Locate all pieces.
 
         Raises:
-            PieceError: pieces are missing, or have another shape or type; the first kind that is met, with all of it.
+            PieceError: pieces are missing or unexpected; lists all with the first kind of problem.
             CheckpointError: a file cannot be read.
         """
         sources: list[Extent | Tensor] = []
@@ -162,7 +162,7 @@ class Copy:
         return OpenCopy(self.shape, sources[0].dtype, self.arrangement, sources)
 
     def read(self) -> Tensor:
-        """The whole tensor.
+        """Read the whole tensor.
 
         Raises:
             PieceError, CheckpointError: as ``open``.
@@ -175,7 +175,7 @@ class Copy:
 
 
 def whole_shape(local: tuple[int, ...], split: Split, tensor: int) -> tuple[int, ...]:
-    """The shape of a parameter whose shards have the shape ``local``."""
+    """The unsharded shape of a parameter whose shards have the shape ``local``."""
     if split is Split.REPLICATED:
         return local
     dim = 1 if split is Split.ROW else 0

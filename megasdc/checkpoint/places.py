@@ -1,4 +1,4 @@
-"""Which ranks share a checkpoint folder, who speaks for it, and how do all ranks agree that something went wrong?"""
+"""Ranks that share a checkpoint folder, their leader, and agreement of all ranks on errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place:
         node: name of this rank's node.
         nodes: global ranks of each node.
         ranks: global ranks that see the same folder, ascending.
-        save_id: new for every call of ``find_place``, the same on all ranks.
+        save_id: unique to each call of ``find_place``, the same on all ranks.
     """
 
     rank: int
@@ -37,17 +37,17 @@ class Place:
 
     @property
     def leader(self) -> bool:
-        """Whether this rank writes what is written once a folder."""
+        """Whether this rank writes what is written once per folder."""
         return self.rank == self.ranks[0]
 
     def share(self, count: int) -> range:
-        """Which of ``count`` things this rank does when the ranks of the folder divide them."""
+        """Indices out of ``count`` items that this rank processes when the ranks of the folder divide them."""
         return range(self.ranks.index(self.rank), count, len(self.ranks))
 
     def writes_model(self, dims: ParallelDims) -> bool:
         """Whether this rank writes the weights of its pipeline stage and tensor rank into the folder.
 
-        Of all ranks that hold the same weights and see the same folder it is the first.
+        It is the first of all ranks that hold the same weights and see the same folder.
         """
         peers = (replace(dims, rank=rank) for rank in self.ranks)
         same = [peer.rank for peer in peers if (peer.pp_rank, peer.tp_rank) == (dims.pp_rank, dims.tp_rank)]
@@ -55,10 +55,10 @@ class Place:
 
 
 def find_place(storage: Storage, node: str | None, group: dist.ProcessGroup | None) -> Place:
-    """Learn which ranks share this rank's checkpoint folder.
+    """Find the ranks that share this rank's checkpoint folder.
 
     Args:
-        storage: ``shared``: all ranks see one folder; ``node_local``: the ranks of a node do.
+        storage: ``shared``: all ranks see one folder; ``node_local``: the ranks of a node see one folder.
         node: this rank's node; None means the host's name.
         group: group of all ranks, on the host; None means the default group.
 
@@ -76,18 +76,18 @@ def find_place(storage: Storage, node: str | None, group: dist.ProcessGroup | No
 
 @dataclass(frozen=True)
 class Problem:
-    """What went wrong on one rank; ``storage`` says that the disk is to blame and not the checkpoint."""
+    """An error on one rank; ``storage``: whether the disk caused it, not the checkpoint."""
 
     text: str
     storage: bool
 
 
 def describe_error(error: BaseException, doing: str) -> Problem:
-    """Turn an exception into a problem that can be sent to the other ranks.
+    """Convert an exception into a problem that can be sent to the other ranks.
 
     Args:
         error: the exception.
-        doing: what was attempted, such as ``write /data/x.pt``.
+        doing: the action that failed, such as ``write /data/x.pt``.
     """
     # torch's file writer reports every failed write as a RuntimeError of inline_container.cc, without an errno.
     failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
@@ -104,12 +104,12 @@ def raise_together(problem: Problem | None, place: Place, what: str, group: dist
     Args:
         problem: this rank's; None means none.
         place: this rank's place.
-        what: how the message starts.
+        what: start of the message.
         group: group of all ranks.
 
     Raises:
-        StorageError: a disk is to blame, on all ranks.
-        CheckpointError: something else is, on all ranks.
+        StorageError: a storage problem on any rank; on all ranks.
+        CheckpointError: any other problem; on all ranks.
 
     Collective: the group.
     """
@@ -120,7 +120,7 @@ def raise_together(problem: Problem | None, place: Place, what: str, group: dist
     rank, node, first = min(failed, key=lambda entry: (not entry[2].storage, entry[0]))
     kind = StorageError if first.storage else CheckpointError
     alike = len(failed) == len(answers) and all(found == first for _, _, found in failed)
-    if alike and not first.storage:  # no rank is to blame
+    if alike and not first.storage:  # all ranks have the same problem
         raise kind(f"{what}: {first.text}")
     others = f"; {len(failed) - 1} other ranks failed too" if len(failed) > 1 else ""
     raise kind(f"{what}: rank {rank} on {node}: {first.text}{others}")

@@ -1,4 +1,4 @@
-"""How far is work that goes layer by layer, or byte by byte? A bar on standard error."""
+"""Progress bars on standard error, by part or by byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callable[[], None]]:
-    """Draw a bar with the time left where standard error is a terminal.
+    """Draw a bar with the remaining time if standard error is a terminal.
 
     Args:
         description: what is done.
@@ -16,7 +16,7 @@ def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callab
         enabled: false: nothing is drawn.
 
     Returns:
-        Called after each part.
+        A function to call after each part.
     """
     if not enabled:
         yield lambda: None
@@ -40,7 +40,7 @@ def bytes_bar(description: str, total: int, *, quiet: bool) -> Iterator[Callable
         quiet: draw nothing.
 
     Returns:
-        Called with the bytes of each part.
+        A function to call with the bytes of each part.
     """
     if quiet:
         yield lambda count: None

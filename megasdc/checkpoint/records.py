@@ -1,4 +1,4 @@
-"""How are small facts kept on the disk so that a changed byte is noticed? JSON with a checksum of its own content."""
+"""Small records on disk as JSON with a checksum of their own content, so that a changed byte is noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from megasdc.checkpoint.files import write_durably
+from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError
 
 R = TypeVar("R", bound=BaseModel)
@@ -27,11 +27,11 @@ Time = Annotated[float, Field(ge=0, lt=253_402_300_800)]
 """Seconds since the epoch, up to the year 9999."""
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Inside = Annotated[str, Field(min_length=1), AfterValidator(_is_inside)]
-"""Path of a file relative to the folder that it is in."""
+"""Path of a file relative to its folder, without ``..``."""
 
 
 class Record(BaseModel):
-    """Base of what is kept: frozen, no unknown keys."""
+    """Base of records: frozen, strict types, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -41,7 +41,7 @@ def record_text(record: BaseModel, indent: int | None = 1) -> str:
 
     Args:
         record: the record.
-        indent: spaces a level; None: all in one line.
+        indent: spaces per level; None: all in one line.
     """
     content = record.model_dump(mode="json")
     separators = None if indent is not None else (",", ":")
@@ -53,13 +53,13 @@ def write_record(path: Path, record: BaseModel) -> None:
     """Write a record as JSON, with a checksum of its own content.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_durably(path, record_text(record))
 
 
 def read_record(path: Path, kind: type[R], version: int) -> R:
-    """Read and check what ``write_record`` wrote.
+    """Read and check a record of ``write_record``.
 
     Args:
         path: the file.
@@ -67,7 +67,7 @@ def read_record(path: Path, kind: type[R], version: int) -> R:
         version: the version that this code reads.
 
     Raises:
-        CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
+        CheckpointError: the file is missing, unreadable, changed since it was written, or of another version.
     """
     try:
         return read_text(path, path.read_text(encoding="utf-8"), kind, version)
@@ -78,10 +78,10 @@ def read_record(path: Path, kind: type[R], version: int) -> R:
 
 
 def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
-    """Check what ``record_text`` made.
+    """Parse and check a text of ``record_text``.
 
     Args:
-        path: where it was read, for messages.
+        path: its file, for messages.
         text: all of it.
         kind: class of the record; it has a field ``format_version``.
         version: the version that this code reads.
@@ -97,7 +97,7 @@ def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if (found := _digest(content)) != claimed:
-        raise CheckpointError(f"{path} was changed: its content has checksum {found}, it says {claimed}")
+        raise CheckpointError(f"{path} was changed: its content has checksum {found}, recorded is {claimed}")
     if content.get("format_version") != version:
         raise CheckpointError(
             f"{path} has format version {content.get('format_version')}, this megasdc reads {version}"
@@ -105,11 +105,11 @@ def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path} says what no checkpoint is: {_explain(error)}") from error
+        raise CheckpointError(f"{path} has content that no checkpoint has: {_explain(error)}") from error
 
 
 def _explain(error: ValidationError) -> str:
-    """The first problems, each with its place and the value."""
+    """The first problems, each with its location and value."""
     told = [
         f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {one['msg']}"
         + (f", got {one['input']!r:.60}" if one["loc"] else "")

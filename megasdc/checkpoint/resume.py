@@ -1,10 +1,10 @@
-"""Which checkpoint does a run go on from? The newest that is whole on every node; all ranks agree on it.
+"""Choice of the checkpoint to resume from: the newest that is complete on every node; all ranks agree on it.
 
 After corruption only verified ones count; see ``megasdc.checkpoint.marks``.
 
 Every rank reads the manifest in the folder that it sees and checks a share of the files; the answers are gathered, so
-that all ranks come to the same verdict. DeepSpeed itself would load some damaged checkpoints without a word, and others
-on some ranks only.
+that all ranks make the same choice. DeepSpeed itself would load some damaged checkpoints silently, and others on some
+ranks only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Chosen:
         path: its folder, as this rank sees it.
         step: optimizer step, first is 1.
         manifest: of the folder that this rank sees.
-        skipped: newer checkpoints by step, each with the reasons why it cannot be used.
-        candidates: those of ``skipped`` that are not verified, where only verified ones count.
+        skipped: newer checkpoints by step, each with the reasons for skipping it.
+        candidates: those of ``skipped`` that are not verified, if only verified ones count.
         verified_only: whether only verified ones counted.
     """
 
@@ -69,20 +69,18 @@ def find_checkpoint(
 ) -> Chosen | None:
     """Choose the newest checkpoint that is complete and unchanged on every node.
 
-    What killed saves have left is removed first, but not where ``resume`` refuses what is there. Each checkpoint passed
-    over is an event of rank 0 with its reasons.
+    Leftovers of killed saves are removed first, unless ``resume`` is ``never`` and checkpoints exist. Rank 0 emits an
+    event with the reasons for each checkpoint passed over.
 
     Args:
         folder: the checkpoint folder.
-        dims: layout and place of this rank.
+        dims: layout and this rank's position in it.
         storage: whether all ranks see one folder, or the ranks of each node one.
-        verify: compare checksums; otherwise the list of files, their sizes and their pickles alone.
+        verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
         resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
-        require_verified: whether candidates are passed over; auto: where a run has ended because of corruption, by the
-            mark on any node.
-        at_most: newer ones are passed over, because another run that goes on together with this one lacks them; 0: all
-            are; None: none.
-        events: where skipped checkpoints are reported, by rank 0.
+        require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
+        at_most: newer ones are passed over, because another replica of the study lacks them; 0: all are; None: none.
+        events: log that rank 0 writes to.
         node: name of this rank's node; None means the host's name.
         group: group of all ranks, on the host; None means the default group.
 
@@ -134,7 +132,7 @@ def find_checkpoint(
 
 
 def _tell_corruption(found: _Found, require_verified: RequireVerified, events: EventLog | None) -> None:
-    """Log and event of what follows from a corruption mark; nothing where there is none."""
+    """Log and emit the consequence of a corruption mark, if there is one."""
     if found.corruption is None or not found.steps:
         return
     ignored = require_verified == "never"
@@ -145,13 +143,13 @@ def _tell_corruption(found: _Found, require_verified: RequireVerified, events: E
 
 
 def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[int], corruption: str | None) -> str:
-    """Say why no checkpoint can be used, and what to do."""
+    """The message why no checkpoint can be used, and what to do."""
     reasons = "\n".join(f"  - step {step}: {'; '.join(problems)}" for step, problems in skipped.items())
     why = f"{corruption}, so that only verified ones count; " if corruption else ""
     remedy = "Restore one of them, or start in another folder."
     if candidates:
         remedy = (
-            "Start in another folder, restore an earlier checkpoint that is verified, or go on from a candidate with "
+            "Start in another folder, restore an earlier checkpoint that is verified, or resume from a candidate with "
             "megasdc.checkpoint.require_verified=never."
         )
     return f"{why}none of the {len(skipped)} checkpoints in {path} can be used:\n{reasons}\n{remedy}"
@@ -159,12 +157,12 @@ def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[in
 
 @dataclass(frozen=True)
 class _Found:
-    """What lies in the checkpoint folders of all nodes.
+    """Content of the checkpoint folders of all nodes.
 
     Attributes:
         steps: found on any node, newest first.
-        verified: those with a mark on any node; it is of the save, and written only after all ranks have agreed.
-        corruption: what the corruption mark of the first node that has one says; None if none has.
+        verified: those with a mark on any node; a mark is written only after all ranks agreed.
+        corruption: text of the corruption mark of the first node that has one; None: no node has one.
     """
 
     steps: list[int]
@@ -175,7 +173,7 @@ class _Found:
 def _look_together(
     path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None, *, clean: bool = True
 ) -> _Found:
-    """Learn what is in the folders of all nodes; clean them before, or count also what cleaning would bring back."""
+    """List the folders of all nodes; clean them first, or include what cleaning would restore."""
     cleaned: list[str] = []
     mine = _Found([], set(), None)
     problem: Problem | None = None
@@ -207,10 +205,10 @@ def _examine(
     verify: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Check a checkpoint with all ranks; return this rank's manifest and everybody's problems.
+    """Check a checkpoint with all ranks; return this rank's manifest and the problems of all ranks.
 
     Raises:
-        CheckpointError: the checkpoint is whole but of another layout; on all ranks.
+        CheckpointError: the checkpoint is complete but of another layout; on all ranks.
     """
     manifest: Manifest | None = None
     try:
@@ -218,11 +216,12 @@ def _examine(
         problems = _check_share(folder, manifest, place, storage, verify)
     except CheckpointError as error:
         problems = [str(error)]
+    # Problems are gathered, not raised: every rank must reach this collective.
     found = (manifest.save_id, manifest.layout) if manifest else None
     answers = gather_objects((place.node, found, problems), group)
     prefix = storage == "node_local"
     everybody = [f"{name}: {line}" if prefix else line for name, _, lines in answers for line in lines]
-    problems = list(dict.fromkeys(everybody))  # ranks that read the same manifest say the same
+    problems = list(dict.fromkeys(everybody))  # ranks that read the same manifest report the same problems
     identities = {identity[0] for _, identity, _ in answers if identity}
     if len(identities) > 1:
         problems.append(f"the nodes hold files of {len(identities)} different saves of this step")
@@ -239,7 +238,7 @@ def _examine(
 
 
 def _check_share(folder: Path, manifest: Manifest, place: Place, storage: Storage, verify: bool) -> list[str]:
-    """Check what every rank checks, and this rank's share of the files."""
+    """Do the checks of every rank, and check this rank's share of the files."""
     problems = check_identity(folder, manifest)
     if manifest.storage != storage:
         problems.append(f"manifest.json is of {manifest.storage} storage, megasdc.checkpoint.storage is {storage}")

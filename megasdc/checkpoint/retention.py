@@ -1,4 +1,4 @@
-"""Which checkpoints are kept? The newest few, every k-th step, and the newest verified one."""
+"""Retention of checkpoints: the newest few, every k-th step, and the newest verified one are kept."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def plan_retention(
     """Choose the checkpoints to delete.
 
     Args:
-        steps: complete checkpoints.
-        newest: the one just saved; never chosen, nor is any of a later step.
-        keep_last: how many are kept, ``newest`` among them; 0: all.
+        steps: steps of complete checkpoints.
+        newest: the step just saved; it and later ones are never deleted.
+        keep_last: number kept, including ``newest``; 0: all.
         keep_every: checkpoints whose step is a multiple are kept too; 0: none.
         verified: steps of verified checkpoints; the newest of them is kept too.
 
@@ -35,17 +35,17 @@ def plan_retention(
 def apply_retention(
     folder: Path, newest: int, keep_last: int, keep_every: int, verified: Collection[int] = ()
 ) -> tuple[list[int], list[str]]:
-    """Delete the checkpoints that need not be kept; those that are not complete are neither counted nor touched.
+    """Delete the checkpoints that need not be kept; incomplete ones are neither counted nor deleted.
 
     Args:
         folder: the checkpoint folder.
         newest: see ``plan_retention``, as are the other arguments.
         keep_last: see ``plan_retention``.
         keep_every: see ``plan_retention``.
-        verified: see ``plan_retention``; by the marks of all nodes, so that all keep the same.
+        verified: see ``plan_retention``; from the marks of all nodes, so that all keep the same.
 
     Returns:
-        The steps deleted, and one line for each that could not be.
+        The steps deleted, and one line for each that could not be deleted.
     """
     if keep_last == 0:
         return [], []

@@ -1,9 +1,9 @@
-"""How is a checkpoint written so that it is either whole or not there?
+"""Saving a checkpoint so that it is either complete or absent.
 
-All files go into a folder with a temporary name. When every rank has said that its files are on the disk, the
-manifest is written and one rename gives the folder its name; only then does ``latest`` move and are old checkpoints
-deleted. With a folder on every node, each node renames its own, and after all have, each gets a marker: a checkpoint
-without it does not count. Any failure is told to all ranks and removes the temporary folder.
+All files go into a folder with a temporary name. When every rank has reported that its files are on the disk, the
+manifest is written and one rename gives the folder its final name; only then is ``latest`` updated and are old
+checkpoints deleted. With node-local storage each node renames its own folder, and after all have, each gets a marker: a
+checkpoint without it does not count. Any failure is reported to all ranks and removes the temporary folder.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import (
     LATEST_FILE,
     SHARED_STATE_FILE,
-    TEMPORARY_PREFIX,
     commit_folder,
     delete_folder,
     rank_state_file,
     step_folder,
-    write_durably,
 )
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -47,6 +45,7 @@ from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.retention import apply_retention
 from megasdc.checkpoint.writer import wrapped_writer
+from megasdc.durable import TEMPORARY_PREFIX, write_durably
 from megasdc.errors import CheckpointError, MegasdcError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
@@ -55,7 +54,7 @@ from megasdc.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What a save came to, the same on all ranks except for ``path``.
+    """Result of a save, the same on all ranks except for ``path``.
 
     Attributes:
         path: folder of the checkpoint.
@@ -94,12 +93,12 @@ def save_checkpoint(
         engine: the PipelineEngine.
         folder: the checkpoint folder; created if absent.
         step: optimizer step, first is 1. A checkpoint of the same step is replaced.
-        dims: layout and place of this rank.
+        dims: layout and this rank's position in it.
         storage: whether all ranks see one folder, or the ranks of each node one.
-        shared_state: plain values for JSON, the same on all ranks.
+        shared_state: JSON-compatible values, the same on all ranks.
         rank_state: plain values and tensors of this rank.
         client_state: further top-level keys of DeepSpeed's file of each stage, the same on all ranks.
-        events: where the save is reported, by rank 0.
+        events: log that rank 0 writes to.
         keep_last: newest checkpoints kept, and the newest verified one; 0: all.
         keep_every: checkpoints whose step is a multiple are kept too; 0: none.
         node: name of this rank's node; None means the host's name.
@@ -107,7 +106,7 @@ def save_checkpoint(
 
     Raises:
         StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.
-        CheckpointError: the states cannot be saved, or could not be loaded again, on all ranks.
+        CheckpointError: the states cannot be saved, or their pickles would be refused when loaded, on all ranks.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -151,7 +150,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class _Job:
-    """One save: where it goes and who takes part."""
+    """One save: its paths and ranks."""
 
     engine: Any
     folder: Path
@@ -163,18 +162,18 @@ class _Job:
 
     @property
     def temporary(self) -> Path:
-        """Folder that is written into."""
+        """Folder under the temporary name."""
         return self.folder / f"{TEMPORARY_PREFIX}{step_folder(self.step)}"
 
     @property
     def final(self) -> Path:
-        """The name that the folder gets."""
+        """Folder under its final name."""
         return self.folder / step_folder(self.step)
 
     def write(
         self, shared_state: dict[str, Any], rank_state: dict[str, Any], client_state: dict[str, Any]
     ) -> list[FileRecord]:
-        """Write every rank's files under the temporary name; return all ranks' records."""
+        """Write this rank's files under the temporary name; return the records of all ranks."""
         if self.engine.checkpoint_engine.is_decoupled():
             raise CheckpointError(
                 "DeepSpeed's key checkpoint.writer asks for files written in the background, but a checkpoint is "
@@ -201,8 +200,9 @@ class _Job:
         return sorted_records(record for answer in gather_objects(records, self.group) for record in answer)
 
     def commit(self, records: list[FileRecord]) -> None:
-        """Make the written folder the checkpoint of its step, on all nodes."""
+        """Rename the written folder to the checkpoint of its step, on all nodes."""
         manifest = self._manifest(records)
+        # Order: renames on all nodes, then markers, then `latest`; all ranks agree after each step.
         self._agree(_attempt(self._rename, manifest) if self.place.leader else None)
         if self.storage == "node_local":
             self._agree(_attempt(self._mark, manifest) if self.place.leader else None)
@@ -250,12 +250,7 @@ class _Job:
         write_durably(self.folder / LATEST_FILE, self.final.name + "\n")
 
     def _agree(self, problem: Problem | None, *, saved: bool = False) -> None:
-        """Go on if no rank has a problem; else clean up and raise on all ranks.
-
-        Args:
-            problem: of this rank.
-            saved: the checkpoint is whole already and stays.
-        """
+        """Continue if no rank has a problem, else clean up and raise on all ranks; ``saved``: the checkpoint stays."""
         what = f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
         if saved:
             what = (
@@ -267,21 +262,21 @@ class _Job:
         except MegasdcError:
             if self.place.leader:
                 self._clean_up()
-            gather_objects(None, self.group)  # nobody leaves before the folders are clean
+            gather_objects(None, self.group)  # no rank raises before the folders are clean
             raise
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
         if self.storage == "shared":
             return
-        with contextlib.suppress(CheckpointError, OSError):  # a node that renamed while another failed
+        with contextlib.suppress(CheckpointError, OSError):  # this node has renamed, but another failed
             manifest = read_manifest(self.final)
             if manifest.save_id == self.place.save_id and not has_marker(self.final, manifest):
                 delete_folder(self.final)
 
 
 def _attempt(action: Callable[[Manifest], None], manifest: Manifest) -> Problem | None:
-    """Do something on the disk and return what went wrong."""
+    """Run an action on the disk and return its problem, if any."""
     try:
         action(manifest)
     except OSError as error:
@@ -290,7 +285,7 @@ def _attempt(action: Callable[[Manifest], None], manifest: Manifest) -> Problem 
 
 
 def describe_engine(engine: Any) -> dict[str, Any]:
-    """What must be equal in the engine that saves and the engine that loads, and the steps taken."""
+    """Properties that must be equal in the saving and the loading engine, and the number of steps."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return {
         "optimizer": type(engine.optimizer).__name__,

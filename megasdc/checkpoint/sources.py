@@ -1,7 +1,7 @@
-"""Is all of a checkpoint in this one folder, also where each node had saved its own part?
+"""Completeness of a checkpoint in one folder, also if each node saved its own part.
 
 With ``checkpoint.storage = "node_local"`` a node's folder lacks the files of ranks on other nodes. They can be copied
-into one folder, if each node's ``manifest.json`` comes along as ``manifest.NODE.json``.
+into one folder, with each node's ``manifest.json`` as ``manifest.NODE.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Source:
     Attributes:
         path: its folder.
         manifest: of this node, or of shared storage.
-        records: all files by name, of all nodes whose manifests are here.
+        records: all files by name, of all nodes whose manifests are in the folder.
     """
 
     path: Path
@@ -32,14 +32,14 @@ class Source:
 
 
 def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None, list[str]]:
-    """Check every file of a checkpoint and whether all ranks' files are there.
+    """Check every file of a checkpoint, and that the files of all ranks are present.
 
     Args:
         folder: folder of the checkpoint.
         progress: draw a bar.
 
     Returns:
-        The checkpoint, None if its manifest cannot be read; and what is wrong, one sentence an entry.
+        The checkpoint, None if a manifest cannot be read; and the problems, one sentence an entry.
     """
     report: CheckpointReport = verify_checkpoint(folder, progress=progress)
     try:
@@ -63,7 +63,7 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None,
 
 
 def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
-    """Ranks whose shards no manifest here names, as what has to be copied from which node.
+    """Problems: ranks whose files are in no manifest of the folder, with what to copy from which node.
 
     Args:
         folder: folder of the checkpoint.

@@ -1,4 +1,4 @@
-"""Where do the tensors of files of ``torch.save`` lie? Found without reading or mapping them."""
+"""Lazy access to files of ``torch.save``: tensors are located without reading or mapping them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasdc.checkpoint.extents import Extent, Stamp, changed_error, place_in_fi
 from megasdc.errors import CheckpointError
 
 _SMALL_BYTES = 1 << 12
-"""Tensors up to this size are read with what says where tensors lie: counters among them."""
+"""Tensors up to this size, such as counters, are read when the file is loaded."""
 
 
 class StateFiles:
@@ -27,7 +27,7 @@ class StateFiles:
         """The content of a file, with tensors of more than 4 KiB on ``meta``.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: it does not exist.
             CheckpointError: it is unsafe or damaged.
         """
         if path not in self._states:
@@ -45,7 +45,7 @@ class StateFiles:
         return state
 
     def tensor(self, path: Path, *keys: Any) -> Extent | Tensor:
-        """Where a tensor lies in a file; itself, if it is small.
+        """Extent of a tensor in a file; the tensor itself if it is small.
 
         Raises:
             KeyError: there is none under these keys.
@@ -61,7 +61,7 @@ class StateFiles:
         return self.place(path, value)
 
     def place(self, path: Path, value: Tensor) -> Extent | Tensor:
-        """Where a tensor of ``load`` lies in its file; itself, if it is small or has gaps between its elements.
+        """Extent of a tensor of ``load`` in its file; the tensor itself if it is small or not contiguous.
 
         Raises:
             CheckpointError: its elements cannot be read.
@@ -88,7 +88,7 @@ class StateFiles:
         return read_whole(found) if isinstance(found, Extent) else found
 
     def _with_small(self, path: Path, value: Any) -> Any:
-        """The same with its small tensors read."""
+        """The same value with its small tensors read."""
         if isinstance(value, Tensor) and value.layout is torch.strided and value.nbytes <= _SMALL_BYTES:
             return self.read(path, value)
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""How are large sets of tensors written without holding them, and found without reading them? Safetensors files.
+"""Safetensors files: written without holding all tensors in memory, located without reading them.
 
-The library's own writer needs all tensors of a file in memory; names, types and shapes are enough to write the header
-first.
+The library's own writer needs all tensors of a file in memory; the header needs only names, types and shapes, and is
+written first.
 
 Source: the format, https://huggingface.co/docs/safetensors/index#format.
 """
@@ -39,11 +39,11 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
 
     Args:
         path: the file to make.
-        plan: what it holds, in order; only type and shape are read, so that meta tensors will do.
-        tensors: the values, in the same order; each may be forgotten when the next is asked for.
+        plan: its tensors, in order; only type and shape are used, so meta tensors suffice.
+        tensors: the values, in the same order; each may be freed when the next is requested.
 
     Raises:
-        ValueError: a tensor is not what the plan says.
+        ValueError: a tensor differs from the plan, or is missing.
         OSError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -57,7 +57,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data start at a multiple of 8
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     expected = iter(plan.items())
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -71,7 +71,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
                 )
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         if (missing := next(expected, None)) is not None:
-            raise ValueError(f"{path}: {missing[0]} did not come")
+            raise ValueError(f"{path}: {missing[0]} was not written")
         file.flush()
         os.fsync(file.fileno())
 
@@ -81,14 +81,14 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file; ``keys()`` and ``get_tensor(name)`` of the result read it.
 
     Raises:
-        CheckpointError: it is missing, may not be read, or is damaged.
+        CheckpointError: it is missing, not readable, or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
-    except FileNotFoundError as error:  # also where it may not be read
+    except FileNotFoundError as error:  # safetensors also raises it without read permission
         if path.exists():
             raise CheckpointError(f"{path} cannot be read: Permission denied; ask its owner") from error
         raise CheckpointError(f"{path} is missing; copy the folder again") from error
@@ -97,12 +97,12 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def locate_tensors(path: Path) -> dict[str, Extent]:
-    """Where the tensors of a safetensors file lie, by name.
+    """Extents of the tensors of a safetensors file, by name.
 
-    The library maps the file to find out.
+    The header is parsed here because the library memory-maps the file.
 
     Raises:
-        CheckpointError: it is missing or damaged, or has elements of a type that is not known.
+        CheckpointError: it is missing or damaged, or has an unknown data type.
     """
     try:
         stamp = Stamp.of(path)

@@ -1,8 +1,8 @@
-"""What belongs to a universal checkpoint, and is it unchanged? Full tensors by name, for a run of any layout.
+"""Universal checkpoints: unsharded tensors by name for a run of any layout, and their manifest.
 
 The folder holds what DeepSpeed's ``ds_to_universal`` wrote (``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``,
 ``zero/optimizer_state.pt`` and the files of the stages), the ``megasdc.json`` of the checkpoint that it was made from,
-and a manifest of its own, ``universal.json``: it is no checkpoint of a layout and is never taken for one.
+and a manifest of its own, ``universal.json``: it is never taken for a checkpoint of a layout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megasdc.errors import CheckpointError
 
 UNIVERSAL_FORMAT_VERSION = 1
 PARAMETERS_FOLDER = "zero"
-"""Where DeepSpeed keeps a folder for each parameter."""
+"""DeepSpeed's folder with a subfolder for each parameter."""
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""Tensors of a parameter, each in full and in fp32: master weight, first and second moment."""
+"""Tensors of a parameter, each unsharded and in fp32: master weight, first and second moment."""
 
 
 class UniversalManifest(Record):
@@ -30,16 +30,16 @@ class UniversalManifest(Record):
 
     Attributes:
         step: optimizer step, first is 1.
-        conversion_id: new for every conversion.
+        conversion_id: unique to each conversion.
         time: when it was written, in seconds since the epoch.
-        source: folder of the checkpoint that it was made from, by name.
+        source: folder name of the checkpoint that it was made from.
         source_save_id: that checkpoint's ``save_id``.
         source_layout: that checkpoint's layout.
         precision: of the run that saved it.
         engine: see ``Manifest``.
-        parameters: full shape by name; all tensors are fp32.
+        parameters: unsharded shape by name; all tensors are fp32.
         versions: of the packages that made it.
-        files: in order of name, the manifest left out.
+        files: in order of name, without the manifest.
     """
 
     format_version: int
@@ -63,12 +63,12 @@ class UniversalManifest(Record):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files, the manifest not counted."""
+        """Bytes of all files, without the manifest."""
         return sum(record.size_bytes for record in self.files)
 
 
 def universal_folder(step: int) -> str:
-    """Name that a converted checkpoint gets, such as ``universal_step_00000123``."""
+    """Folder name of a converted checkpoint, such as ``universal_step_00000123``."""
     return f"{UNIVERSAL_STEP}{step:08d}"
 
 
@@ -99,7 +99,7 @@ def read_universal_manifest(folder: Path) -> UniversalManifest:
 
 
 def find_unknown(folder: Path, manifest: UniversalManifest) -> list[str]:
-    """Files that the manifest does not name: DeepSpeed lists folders, and opens what it finds."""
+    """Problems: files that are not in the manifest; DeepSpeed lists folders and opens every file in them."""
     known = {record.name for record in manifest.files} | {UNIVERSAL_FILE}
     found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     return [f"{name} is not in {UNIVERSAL_FILE}: it does not belong here" for name in found if name not in known]

@@ -1,4 +1,4 @@
-"""Is a checkpoint on this machine whole, and what is in it? Without an engine and without a process group."""
+"""Verification of a checkpoint's files on this machine, without an engine or a process group."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
 
-CHECKED, NOT_ASKED = "checked", "not asked for"
+CHECKED, NOT_ASKED = "checked", "not requested"
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What a check of one checkpoint found.
+    """Result of the verification of one checkpoint.
 
     Attributes:
         path: its folder.
         step: optimizer step; None if the manifest cannot be read.
-        problems: what is wrong, one sentence an entry.
+        problems: one sentence an entry; empty if there are none.
         num_files: files in the manifest.
         size_bytes: their bytes.
-        standing: whether audits have verified it; None where no audits are in use.
-        contents: whether what the files hold was looked at too: ``CHECKED``, ``NOT_ASKED``, or why not.
+        standing: whether an audit has verified it; None if no audits are in use.
+        contents: whether the files' content was checked too: ``CHECKED``, ``NOT_ASKED``, or why not.
     """
 
     path: str
@@ -44,15 +44,15 @@ class CheckpointReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The report as JSON-compatible values."""
         return {"ok": self.ok, **asdict(self)}
 
     def render(self) -> str:
-        """The same for people: one line, and one for each problem."""
+        """The report as text: one line, and one for each problem."""
         count = len(self.problems)
         state = "whole" if self.ok else f"DAMAGED, {count} problem{'s' if count != 1 else ''}"
         head = f"{self.path}: {state}, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB"
@@ -64,14 +64,14 @@ class CheckpointReport:
 
 
 def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
-    """Checkpoints that a path means: itself, or all in it, newest first.
+    """Checkpoints at a path: the path itself, or all in it, newest first.
 
     Args:
         path: the folder.
-        universal: universal checkpoints count too; they come after those of a layout.
+        universal: include universal checkpoints, after the others.
 
     Raises:
-        CheckpointError: there is none; the message says what else the folder is.
+        CheckpointError: there is none; the message says what kind of folder it is.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -92,13 +92,13 @@ def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
 def verify_checkpoint(
     path: Path | str, *, checksums: bool = True, progress: bool = False, workers: int | None = None
 ) -> CheckpointReport:
-    """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle; and that none lacks.
+    """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle, completeness.
 
     Args:
         path: folder of the checkpoint, such as ``checkpoints/step_00000100``.
-        checksums: read the files; otherwise sizes and pickles alone.
+        checksums: read the files; otherwise only sizes and pickles.
         progress: draw a bar on standard error where it is a terminal.
-        workers: threads that read; None: one a CPU, at most 8. Checksums are computed outside the interpreter's lock.
+        workers: threads that read; None: one per CPU, at most 8. Checksums are computed without the GIL.
 
     Returns:
         The report; a damaged checkpoint is not an exception.
@@ -132,5 +132,5 @@ def verify_checkpoint(
 
 
 def is_called_universal(folder: Path) -> bool:
-    """Whether a folder has to hold a universal checkpoint, by its content or by its name."""
+    """Whether a folder should be a universal checkpoint, by its content or name."""
     return is_universal(folder) or folder.name.startswith(UNIVERSAL_STEP)

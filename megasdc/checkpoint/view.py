@@ -1,6 +1,6 @@
-"""What is in a checkpoint of any format or layout? Logical tensors, and values besides.
+"""Views: the logical tensors and values of a checkpoint of any format or layout.
 
-Nothing is read when a view is opened but what says where tensors lie, so a view is small however large the checkpoint.
+Opening a view reads only the metadata that locates tensors, so a view is small however large the checkpoint is.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megasdc.checkpoint.pieces import Copy, Owner
 from megasdc.errors import CheckpointError
 
 GLOBAL_GENERATORS = "/random generators"
-"""How names of scalars end that stand for the global generators of a rank."""
+"""Suffix of names of scalars that stand for the global generators of a rank."""
 Slot = Literal["weight", "master", "exp_avg", "exp_avg_sq", "scalar"]
 TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
-"""Weights that the model computes with; the optimizer's own copy, first and second moment."""
+"""Weights that the model computes with; the optimizer's master weights, first and second moment."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Entry:
     """A logical tensor.
 
     Attributes:
-        copies: at least one; they must hold the same bits.
-        real_rows: rows without the vocabulary's padding; None: it is no tensor over the vocabulary.
+        copies: at least one; they must be bitwise equal.
+        real_rows: rows without the vocabulary's padding; None: not split over the vocabulary, or not known.
     """
 
     copies: tuple[Copy, ...]
@@ -37,18 +37,18 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies; for progress."""
+        """Bytes of all copies; for progress."""
         return sum(copy.num_bytes for copy in self.copies)
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value that is no tensor of the model: a counter, a rate, a digest of a generator's state.
+    """A value that is not a tensor of the model: a counter, a learning rate, a digest of a generator's state.
 
     Attributes:
-        value: as text; None: the file that must hold it is not there.
-        file: where it lies.
-        owner: who wrote it.
+        value: as text; None: its file is missing or does not hold it.
+        file: its file.
+        owner: rank that wrote it.
     """
 
     value: str | None
@@ -58,20 +58,20 @@ class Scalar:
 
 @dataclass
 class View:
-    """A checkpoint, canonically.
+    """A checkpoint in canonical form.
 
     Attributes:
-        path: as it was named.
-        kind: its format, for people.
+        path: as given by the user.
+        kind: its format, as text.
         layout: of the ranks that saved it; None: a format without one.
         slots: those that the format has.
         entries: by (fqn, slot).
         scalars: by name; names of one rank begin with ``rank``.
-        records: what the manifest says of files, by path.
-        problems: files of values that cannot be read; those of tensors are noticed when a tensor is read.
-        notes: what to know about its files.
-        derived: weights that follow from master weights, of a format that holds none.
-        save_id: of the save, the same in all copies of it; None: not known.
+        records: the manifest's records of files, by path.
+        problems: files of values that cannot be read; those of tensors are found when a tensor is read.
+        notes: remarks about its files.
+        derived: weights computed from master weights, if the format stores no weights.
+        save_id: identifies the save, equal in all copies of it; None: not known.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class View:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def changed(self, file: Path) -> bool | None:
-        """Whether a file has other bytes than when it was saved; None: no manifest says. Reads the file once.
+        """Whether a file changed since it was saved; None: not in a manifest. Reads the file once.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -102,14 +102,14 @@ class View:
 
 
 def with_derived_weights(views: Sequence[View]) -> list[View]:
-    """Let checkpoints of master weights alone be compared with those of weights alone, such as exported models.
+    """Make checkpoints with only master weights comparable with those with only weights, such as exported models.
 
     Args:
         views: the checkpoints.
 
     Returns:
-        The same; where one has weights and no master weights, those that have only master weights get the weights that
-        follow from these, and a note that says so.
+        The same views; if one has weights but no master weights, those without weights get weights derived from their
+        master weights, and a note that says so.
     """
     if not any("weight" in view.slots and "master" not in view.slots for view in views):
         return list(views)
@@ -123,7 +123,7 @@ def _derive(view: View) -> View:
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts and lists, each with its path, such as ``groups/0/lr``."""
+    """Yield the leaves of nested dicts and lists, each with its path, such as ``groups/0/lr``."""
     items: Any = None
     if isinstance(value, dict):
         items = value.items()
@@ -137,7 +137,7 @@ def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _other_bytes(file: Path, record: FileRecord) -> bool:
-    """Whether a file is not as a manifest says."""
+    """Whether a file differs from its record."""
     try:
         return not file.exists() or hash_file(file) != record.xxh3_128
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Where do the tensors of a folder of ``torch.distributed.checkpoint`` (DCP) lie? Blocks in the files of ranks.
+"""View of a ``torch.distributed.checkpoint`` (DCP) folder: tensors as blocks in the files of ranks.
 
-A name is that in the dictionary that was saved: ``{"model": model.state_dict()}`` gives the names of the model, since
-outer dictionaries named as in ``_WRAPPERS`` are left out; others stay. Moments are found where
-``torch.distributed.checkpoint.state_dict`` and optimizers of torch put them, ``...state.<name>.exp_avg``. Values that
-are no tensors, steps of the optimizer and random generators are read at once.
+Names are the keys of the saved dictionary: ``{"model": model.state_dict()}`` gives the names of the model, because
+outer keys in ``_WRAPPERS`` are dropped; others are kept. Moments are found where
+``torch.distributed.checkpoint.state_dict`` and torch's optimizers store them, ``...state.<name>.exp_avg``. Values that
+are not tensors, optimizer steps and random generators are read when the view is opened.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _Place = tuple[str, Literal["weight", "exp_avg", "exp_avg_sq", "step"]]
 
 @dataclass(frozen=True)
 class Blocks(Copy):
-    """A tensor in blocks that need not be runs of its elements.
+    """A tensor in rectangular blocks that need not be contiguous in it.
 
     Attributes:
-        offsets: of each piece, the place of its first element.
-        sizes: of each piece.
+        offsets: for each piece, the index of its first element.
+        sizes: shape of each piece.
     """
 
     offsets: tuple[tuple[int, ...], ...] = ()
@@ -47,19 +47,19 @@ class Blocks(Copy):
 
     @property
     def arrangement(self) -> Places:
-        """Which element lies in which block."""
+        """Maps elements to blocks."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return BlockArrangement(tuple(Block(offsets, sizes, self.shape) for offsets, sizes in pairs))
 
 
 def open_dcp(path: Path) -> View:
-    """Find every block of a folder.
+    """Open the view of a folder, with every block located.
 
     Args:
         path: the folder with ``.metadata`` and files ``__RANK_N.distcp``.
 
     Raises:
-        CheckpointError: the metadata cannot be read, are unsafe or contradict themselves, or two tensors get one name.
+        CheckpointError: the metadata cannot be read, are unsafe or inconsistent, or two tensors have one name.
     """
     entries: dict[tuple[str, Slot], Entry] = {}
     scalars: dict[str, Scalar] = {}
@@ -97,7 +97,7 @@ def place_of(path: tuple[str, ...]) -> _Place:
     """The name and the slot of a tensor that was saved under nested dictionaries.
 
     Args:
-        path: their names, and its own.
+        path: keys of the dictionaries, and its own.
     """
     if (found := _STATE.fullmatch(".".join(path))) is not None:
         return found["name"], found["kind"]  # type: ignore[return-value]
@@ -112,11 +112,7 @@ def _owner(chunk: Chunk) -> Owner:
 
 
 def _values(path: Path, item: Item, name: str) -> dict[str, Scalar]:
-    """What a value holds, as text.
-
-    Raises:
-        CheckpointError: its file cannot be read, or holds what it must not.
-    """
+    """Leaves of a value, as text; CheckpointError if its file cannot be read or its pickle is refused."""
     (chunk,) = item.chunks
     file = path / chunk.file
     try:
@@ -127,7 +123,7 @@ def _values(path: Path, item: Item, name: str) -> dict[str, Scalar]:
 
 
 def _copy(path: Path, item: Item) -> Copy:
-    """A tensor; as runs of its elements where it is divided along its first dimension alone, or not at all."""
+    """The copy of a tensor; plain runs of elements if it is split along its first dimension only, or not at all."""
     assert item.shape is not None, "a value is no tensor"
     chunks = sorted(item.chunks, key=lambda chunk: chunk.offsets)
     pieces = tuple(

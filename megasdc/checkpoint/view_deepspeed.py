@@ -1,6 +1,6 @@
-"""Where do the tensors of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1 lie, at any layout?
+"""View of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1, at any layout.
 
-Weights: one file a pipeline layer and tensor rank. Master weights and moments: see ``zero_shards``.
+Weights: one file per pipeline layer and tensor rank. Master weights and moments: see ``zero_shards``.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _SHARED_SCALARS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "
 
 
 def open_deepspeed(path: Path) -> View:
-    """Find every piece of a checkpoint.
+    """Open the view of a checkpoint, with every piece located.
 
     Args:
         path: its folder, ``step_NNNNNNNN``.
 
     Raises:
         CheckpointError: the manifest, ``megasdc.json`` or the file of a stage cannot be read, files of other nodes are
-            not here, or parameters are laid out in a way that is not known.
+            missing, or the layout of parameters is not supported.
     """
     return _Opening(path).view()
 
 
 def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
-    """Counters and position of the loader in ``megasdc.json`` of a checkpoint, and all that it holds.
+    """Counters and loader position in the ``megasdc.json`` of a checkpoint, and its whole content.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -71,7 +71,7 @@ def model_of(state: dict[str, Any], path: Path) -> ModelSection:
     """The model section in the content of ``megasdc.json``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it is missing or invalid.
     """
     try:
         return ModelSection.model_validate(state["config"]["megasdc"]["model"])
@@ -103,7 +103,7 @@ class _Opening:
         self.problems: list[str] = []
 
     def view(self) -> View:
-        """All of it."""
+        """The complete view."""
         for pp_rank in range(self.layout.pipeline):
             stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
             self._add_weights(stages[0]["param_shapes"], pp_rank)
@@ -127,7 +127,7 @@ class _Opening:
         )
 
     def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> Owner:
-        rank = (pp_rank * self.layout.data + dp_rank) * self.layout.tensor + tp_rank
+        rank = (pp_rank * self.layout.data + dp_rank) * self.layout.tensor + tp_rank  # tensor ranks vary fastest
         return Owner(rank, dp_rank, pp_rank, tp_rank, self.hosts.get(rank))
 
     def _writer(self, name: str) -> Owner:
@@ -164,7 +164,7 @@ class _Opening:
         )
 
     def _add_states(self, shapes_of: list[dict[str, torch.Size]], pp_rank: int, group: int) -> None:
-        """Master weights and moments of one group of a stage's parameters."""
+        """Add master weights and moments of one group of a stage's parameters."""
         pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
         for tp_rank, shapes in enumerate(shapes_of):
             laid = lay_out(shapes, self.layout.data)
@@ -193,7 +193,7 @@ class _Opening:
             self.scalars[f"rank {rank:05d}{GLOBAL_GENERATORS}"] = Scalar(value, file, self._writer(file.name))
 
     def _add_empty_layers(self) -> None:
-        """Files of layers without parameters: DeepSpeed needs them to be there."""
+        """Add files of layers without parameters, which DeepSpeed requires to exist."""
         for name, record in self.records.items():
             if record.tensors == {}:
                 value = "is there" if (self.path / name).exists() else None

@@ -1,6 +1,6 @@
-"""Where do the tensors of a checkpoint lie that was written without a layout?
+"""Views of checkpoints written without a layout: universal checkpoints, Hugging Face models, single files.
 
-DeepSpeed's universal form, an exported or imported Hugging Face model, and single ``.pt`` or ``.safetensors`` files.
+Single files are ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 
 def open_universal_view(path: Path) -> View:
-    """A universal checkpoint: each parameter whole, master weight and moments.
+    """Open a universal checkpoint: master weight and moments of each parameter, unsharded.
 
-    Weights are derived: master weights rounded to the type that the run computed in, which is how its optimizer made
-    them.
+    Weights are derived: master weights rounded to the run's precision, as its optimizer does.
 
     Raises:
         CheckpointError: its manifest or ``megasdc.json`` cannot be read.
@@ -86,10 +85,10 @@ def open_universal_view(path: Path) -> View:
 
 
 def open_hf_view(path: Path) -> View:
-    """A folder of a Hugging Face model in safetensors: weights alone, under our names.
+    """Open a folder of a Hugging Face model in safetensors: only weights, under megasdc's names.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it is no model whose tensors we know.
+        CheckpointError: a file is missing or damaged, or the model is not supported.
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -104,7 +103,7 @@ def open_hf_view(path: Path) -> View:
         (rule,) = (rule for rule in rules(model, index) if rule.ours == rest)
         theirs = [shards.extents[shards.name_in_file(one)] for one in rule.theirs]
         shape = shape_of_ours(model, rule, [one.shape for one in theirs])
-        if rule.form in (Form.SAME, Form.GATE_UP):  # theirs one after the other
+        if rule.form in (Form.SAME, Form.GATE_UP):  # their tensors concatenated
             pieces = tuple(
                 Piece(one.file, Owner(), one.numel(), partial(_same, one), dtype=one.dtype) for one in theirs
             )
@@ -118,7 +117,7 @@ def open_hf_view(path: Path) -> View:
 
 
 def _converted(model: ModelSection, rule: Rule, theirs: list[Extent]) -> Tensor:
-    """A tensor of ours that has its elements in another order than theirs; it is held."""
+    """A tensor in megasdc's order of elements, converted from theirs in memory."""
     return to_ours(model, rule, [read_whole(one) for one in theirs])
 
 
@@ -130,10 +129,10 @@ def _check_zero(rule: Rule, theirs: Extent) -> None:
 
 
 def open_file_view(path: Path) -> View:
-    """A single file, its tensors as weights under the names that they have in it.
+    """Open a single file; its tensors become weights under their names in the file.
 
     Raises:
-        CheckpointError: it is of another kind, unsafe or damaged.
+        CheckpointError: the file is of another kind, unsafe or damaged.
     """
     entries: dict[tuple[str, Slot], Entry] = {}
     scalars: dict[str, Scalar] = {}
@@ -163,7 +162,7 @@ def _same(extent: Extent) -> Extent:
 
 
 def _rounded(files: StateFiles, file: Path, dtype: torch.dtype) -> Tensor:
-    """Master weights as weights; held."""
+    """Master weights rounded to ``dtype``, in memory."""
     master = files.tensor(file, "param")
     if master.dtype != torch.float32:
         raise CheckpointError(f"{file} holds {master.dtype}, needed are master weights of torch.float32")

@@ -1,8 +1,8 @@
-"""Where do the tensors of a checkpoint of DeepSpeed's plain engine with ZeRO-1 or 2 lie? A model without stages.
+"""View of a checkpoint of DeepSpeed's plain engine with ZeRO-1 or 2: a model without pipeline stages.
 
 Weights, buffers and counters are in ``mp_rank_00_model_states.pt``, which the first replica writes, under the names of
-the model; what ``client_state`` held lies beside them. Master weights and moments: see ``zero_shards``. No manifest
-says whether files are as they were saved. DeepSpeed saves no random generators; those in ``client_state`` are compared.
+the model, with ``client_state`` beside them. Master weights and moments: see ``zero_shards``. Without a manifest it is
+not known whether files changed. DeepSpeed saves no random generators; those in ``client_state`` are compared.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _OF_DEEPSPEED = frozenset(
         "ds_config", "ds_version",
     }
 )  # fmt: skip
-"""Names at the top of the file of the model that DeepSpeed 0.19.8 itself puts there; others are ``client_state``."""
+"""Top-level keys that DeepSpeed 0.19.8 itself writes into the model's file; others are ``client_state``."""
 
 
 def open_zero1(path: Path) -> View:
-    """Find every piece of a checkpoint.
+    """Open the view of a checkpoint, with every piece located.
 
     Args:
         path: its folder, ``global_stepN``.
 
     Raises:
         CheckpointError: the file of the model cannot be read, the checkpoint is of a pipeline, of model-parallel ranks
-            or of another stage of ZeRO, or parameters are laid out in a way that is not known.
+            or of another stage of ZeRO, or the layout of parameters is not supported.
     """
     files, first = StateFiles(), path / STAGE_FILE
     writer = Owner(0, 0, 0, 0)
@@ -75,11 +75,7 @@ def open_zero1(path: Path) -> View:
 
 
 def _replicas(path: Path, state: dict[str, Any]) -> int:
-    """Number of ranks that saved the checkpoint.
-
-    Raises:
-        CheckpointError: it is not known how their files belong together.
-    """
+    """Number of ranks that saved the checkpoint; CheckpointError if the layout of its files is not supported."""
     if not isinstance(state.get("module"), dict):
         raise CheckpointError(
             f"{path} was saved by a pipeline of DeepSpeed and has no manifest.json: how its files belong together is "
@@ -97,11 +93,7 @@ def _replicas(path: Path, state: dict[str, Any]) -> int:
 
 
 def _prefix(files: StateFiles, path: Path) -> str:
-    """What the names of the optimizer's files begin with.
-
-    Raises:
-        CheckpointError: there are none, or they are of another stage of ZeRO.
-    """
+    """Prefix of the optimizer's files; CheckpointError if there are none, or of another ZeRO stage than 1 and 2."""
     found = sorted(path.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"))
     if not found:
         raise CheckpointError(
@@ -110,16 +102,16 @@ def _prefix(files: StateFiles, path: Path) -> str:
         )
     for file in found:
         try:
-            stage = files.load(file)["optimizer_state_dict"].get("zero_stage", 1)  # BF16_Optimizer does not say
+            stage = files.load(file)["optimizer_state_dict"].get("zero_stage", 1)  # BF16_Optimizer does not store it
         except (CheckpointError, KeyError, TypeError, AttributeError):
-            continue  # said when its tensors are read
+            continue  # reported when its tensors are read
         if stage not in (1, 2):
             raise CheckpointError(f"{file} is of ZeRO stage {int(stage)}; stages 1 and 2 can be compared")
     return found[0].name.partition("zero_pp_rank_")[0]
 
 
 def _weights(files: StateFiles, file: Path, writer: Owner, state: dict[str, Any]) -> dict[tuple[str, Slot], Entry]:
-    """Parameters and buffers that the model computes with; those of the optimizer even where the file lacks them."""
+    """Entries for parameters and buffers of the model; parameters of the optimizer even if the file lacks them."""
     shapes = {name: tuple(shape) for group in state["param_shapes"] for name, shape in group.items()}
     for name, value in state["module"].items():
         if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""How is DeepSpeed's save made safe? Its file writer is wrapped while it saves.
+"""Safe wrapper of DeepSpeed's file writer during a save.
 
 ``engine.save_checkpoint`` (0.19.8) waits for all ranks at its end. A rank whose write fails must reach that barrier, or
-the others wait for it until their timeout; so the wrapper keeps the first error instead of raising it, and writes
-nothing after it. It also notes which files the rank has written, and waits until each is on the disk.
+the others wait until their timeout; so the wrapper stores the first error instead of raising it, and writes nothing
+after it. It also records which files the rank has written, and waits until each is on the disk.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.files import sync_path
 from megasdc.checkpoint.places import Problem, describe_error
+from megasdc.durable import sync_path
 
 
 class RecordingWriter:
-    """Stands in for DeepSpeed's checkpoint engine during one save.
+    """Replaces DeepSpeed's checkpoint engine during one save.
 
     Args:
-        inner: the engine that does the writing.
+        inner: the checkpoint engine that writes.
 
     Attributes:
-        problem: the first thing that went wrong; None means nothing.
+        problem: the first error; None: no error.
         written: data types and shapes by path for files of layers, None for other files.
     """
 
@@ -39,7 +39,7 @@ class RecordingWriter:
         return getattr(self._inner, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create a folder, or keep the error."""
+        """Create a folder, or store the error."""
         if self.problem is None:
             try:
                 self._inner.makedirs(path, exist_ok=exist_ok)
@@ -47,14 +47,14 @@ class RecordingWriter:
                 self.problem = describe_error(error, f"create {path}")
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Write one file and wait for the disk, or keep the error; after an error nothing is written."""
+        """Write one file and wait for the disk, or store the error; after an error nothing is written."""
         if self.problem is not None:
             return
         target = Path(path)
         try:
             self._inner.save(with_plain_stage(state_dict), path)
             sync_path(target)
-        except Exception as error:  # whatever it is, this rank must reach the others and tell them
+        except Exception as error:  # whatever it is, this rank must reach the barrier and report it
             self.problem = describe_error(error, f"write {target}")
             return
         self.written[target] = describe_tensors(state_dict) if target.name.startswith("layer_") else None
@@ -63,8 +63,8 @@ class RecordingWriter:
 def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The same state with the ZeRO stage as a number.
 
-    DeepSpeed saves it as an enumeration, which some versions of Python (3.11.2 is one) pickle as a call of ``getattr``:
-    no file with that is ever opened.
+    DeepSpeed saves it as an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``, which the load
+    into an engine refuses.
     """
     optimizer = state_dict.get("optimizer_state_dict")
     if not isinstance(optimizer, dict) or not isinstance(stage := optimizer.get("zero_stage"), Enum):
@@ -83,11 +83,11 @@ def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def wrapped_writer(engine: Any, *, writes_model: bool, every_node: bool) -> Iterator[RecordingWriter]:
-    """Put a recording writer into a PipelineEngine and take it out again.
+    """Context that installs a recording writer in a PipelineEngine and removes it again.
 
-    DeepSpeed writes the weights on the first replica only. With a folder on every node, the first rank of each stage
-    and tensor rank on a node is made to write them there too: ``save_non_zero_checkpoint`` opens the file of the stage,
-    and the grid's ``data_parallel_id`` the files of its layers. Its two recovery scripts are left out: they cannot read
+    DeepSpeed writes the weights on the first replica only. With node-local storage, the first rank of each stage and
+    tensor rank on a node is made to write them too: ``save_non_zero_checkpoint`` opens the file of the stage, and the
+    grid's ``data_parallel_id`` the files of its layers. Its two recovery scripts are not copied: they cannot read
     checkpoints of a pipeline engine.
 
     Args:
@@ -110,4 +110,4 @@ def wrapped_writer(engine: Any, *, writes_model: bool, every_node: bool) -> Iter
     finally:
         engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id = before
         module.checkpoint_parallel_write_pipeline = parallel_write
-        del engine._copy_recovery_script
+        del engine._copy_recovery_script  # uncovers the method of the class

@@ -1,10 +1,10 @@
-"""Where do master weights and moments of ZeRO-1 lie, and what else do DeepSpeed's files of stages and ranks say?
+"""ZeRO-1 shards of master weights and moments, and the other values in DeepSpeed's files of stages and ranks.
 
-Each rank has a run of the flat tensor into which the parameters of its stage are laid, group by group, padded to a
-multiple of 2 x replicas (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``). Where a run lies is computed from the
-shapes, as DeepSpeed itself loads by place; the map in each file (``param_slice_mappings``) must say the same, or it is
-another rank's file. ``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` differ in that the second saves the last rank's
-master weights without the padding.
+The parameters of a stage are concatenated into one flat tensor per group, padded to a multiple of 2 x replicas
+(DeepSpeed 0.19.8, ``nccl_start_alignment_factor``); each rank has one contiguous shard. Offsets are computed from the
+shapes, as in DeepSpeed's own load; the map in each file (``param_slice_mappings``) must agree, or it is another rank's
+file. ``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` differ in that the second saves the last rank's master weights
+without the padding.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megasdc.errors import CheckpointError
 _ALIGNMENT = 2
 _STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 Fragments = dict[str, tuple[int, int]]
-"""Of each parameter that a shard has elements of: first element in the shard, and number."""
+"""For each parameter in a shard: offset in the shard, and number of elements."""
 
 
 def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
-    """Where ZeRO-1 lays the parameters of a group.
+    """Layout of a group's parameters over ZeRO-1 shards.
 
     Args:
         shapes: of one stage and tensor rank, in order.
         replicas: ranks that share them.
 
     Returns:
-        Elements of each rank's shard, the padding with them, and what lies in each.
+        Elements of each rank's shard, including padding, and the fragments in each shard.
     """
     total = sum(prod(shape) for shape in shapes.values())
     length = -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
@@ -59,9 +59,9 @@ def optimizer_file(folder: Path, prefix: str, dp_rank: int, stage: int) -> Path:
 
     Args:
         folder: the checkpoint.
-        prefix: ``bf16_`` where weights are bf16, else empty.
-        dp_rank: its replica.
-        stage: number of its file of the stage: pipeline rank x tensor ranks + tensor rank.
+        prefix: ``bf16_`` if weights are bf16, else empty.
+        dp_rank: its dp rank.
+        stage: number of its stage file: pp_rank x tensor ranks + tp_rank.
     """
     return folder / f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
 
@@ -72,15 +72,15 @@ def shard_pieces(
     """The pieces of one group's parameters in one rank's file.
 
     Args:
-        files: opens files.
-        file: the rank's.
+        files: cache of opened files.
+        file: the rank's file.
         owner: the rank.
-        group: of the optimizer.
-        dp_rank: which of the shards the file must hold.
-        laid: from ``lay_out``.
+        group: number of the optimizer's parameter group.
+        dp_rank: shard that the file must hold.
+        laid: result of ``lay_out``.
 
     Returns:
-        Names of parameters, slots and pieces.
+        Name, slot and piece of each parameter and slot.
 
     Raises:
         CheckpointError: the file's map is none that ZeRO-1 makes.
@@ -101,12 +101,12 @@ def shard_pieces(
 
 
 def shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> dict[str, Scalar]:
-    """The optimizer's counter and rate of one group in one rank's file; none where it cannot be read."""
+    """Step and learning rate of one group in one rank's file; empty if the file cannot be read."""
     try:
         base = files.load(file)["optimizer_state_dict"]["base_optimizer_state"]
         found = {"step": base["state"][group]["step"], "lr": base["param_groups"][group]["lr"]}
     except CheckpointError:
-        return {}  # said when its tensors are read
+        return {}  # reported when its tensors are read
     except (FileNotFoundError, KeyError, IndexError, TypeError):
         found = {"step": None, "lr": None}
     scalars: dict[str, Scalar] = {}
@@ -121,13 +121,13 @@ def shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> di
 def read_stage(
     files: StateFiles, file: Path, owner: Owner, pp_rank: int, tp_rank: int
 ) -> tuple[dict[str, Any], dict[str, Scalar]]:
-    """What the file of a stage says.
+    """Read the file of a stage.
 
     Returns:
-        All of it, with ``param_shapes``: of each group the shapes of parameters by name; and its counters.
+        Its content, with ``param_shapes`` (for each group the shapes of parameters by name), and its counters.
 
     Raises:
-        CheckpointError: it is missing, or does not say what it must.
+        CheckpointError: it is missing, or lacks required keys.
     """
     try:
         state: dict[str, Any] = files.load(file)
@@ -145,7 +145,7 @@ def read_stage(
 
 
 def text_of(value: Any) -> str:
-    """A value that is no tensor of the model, as text that differs where the value does."""
+    """Text of a value that is not a tensor of the model; different values give different texts."""
     if not isinstance(value, Tensor):
         return repr(value)
     return repr(value.item()) if value.numel() == 1 else digest_of(value)
@@ -163,16 +163,12 @@ def digest_of(state: Any) -> str:
 
 
 def _check_map(files: StateFiles, file: Path, group: int, dp_rank: int, expected: list[Fragments]) -> str:
-    """Whose shard a file says that it is, if it is another's.
-
-    Raises:
-        CheckpointError: its map is none that ZeRO-1 makes.
-    """
+    """Name of the other shard that the file claims to hold; empty: the expected one."""
     try:
         mapping = files.load(file)["optimizer_state_dict"]["param_slice_mappings"][group]
         found = {name: (address.start, address.numel) for name, address in mapping.items()}
     except (FileNotFoundError, CheckpointError):
-        return ""  # said when the piece is read
+        return ""  # reported when the piece is read
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} does not say which parameters it has: {error!r}") from error
     if found == expected[dp_rank]:
@@ -188,14 +184,14 @@ def _check_map(files: StateFiles, file: Path, group: int, dp_rank: int, expected
 
 
 def _master_length(files: StateFiles, file: Path, dp_rank: int, laid: tuple[int, list[Fragments]]) -> int:
-    """Elements of a group's master weights in one rank's file; ``zero_stage`` is in those of the optimizer that leaves
-    the last rank's padding out.
+    """Elements of a group's master weights in one rank's file; only the optimizer that omits the last rank's padding
+    saves ``zero_stage``.
     """
     length, expected = laid
     try:
         padded = "zero_stage" not in files.load(file)["optimizer_state_dict"]
     except (FileNotFoundError, CheckpointError, KeyError, TypeError):
-        return length  # said when the piece is read
+        return length  # reported when the piece is read
     if padded or dp_rank != len(expected) - 1:
         return length
     real = sum(numel for fragments in expected for _, numel in fragments.values())

@@ -1,4 +1,4 @@
-"""The command's parts that all its rooms share: the applications, common options, how a result is printed."""
+"""Shared parts of the command line: the applications, common options, printing of results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ golden_app = _Application(
 app.add_typer(golden_app, name="golden")
 
 dropcompute_app = _Application(
-    help="DropCompute: plan what leaving late micro-batches out would bring, and see what a run waited for.",
+    help="DropCompute: predict the gain from dropping late micro-batches, and see what a run waited for.",
     epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
     no_args_is_help=True,
 )

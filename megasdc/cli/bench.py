@@ -1,4 +1,4 @@
-"""`megasdc bench ...` of training, data and checksums: each states its bar, its machine and its interval."""
+"""`megasdc bench train`, `data`, `memory` and `checksum`: each reports its bar, its machine and its interval."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def bench_training(
     threads: Threads = 1,
     precision: Precision = "fp32",
     fuse: Annotated[bool, typer.Option("--fuse", help="With model.fuse; its bars are lower.")] = False,
-    launches: Annotated[
-        int, typer.Option("--launches", min=1, help="Launches whose time counts, of each command.")
-    ] = 5,
+    launches: Annotated[int, typer.Option("--launches", min=1, help="Timed launches of each command.")] = 5,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -76,7 +74,7 @@ def bench_preparing(
     tokenizer: Annotated[
         Literal["sentencepiece", "huggingface", "all"], typer.Option("--tokenizer", help="Kind of tokenizer.")
     ] = "all",
-    workers: Annotated[int, typer.Option("--workers", help="Tokenizing processes; 0: one a core.")] = 0,
+    workers: Annotated[int, typer.Option("--workers", help="Tokenizing processes; 0: one per core.")] = 0,
     blocks: Annotated[int, typer.Option("--blocks", help="Runs of each side.")] = 10,
     characters: Annotated[int, typer.Option("--characters", help="Length of the text.")] = 24_000_000,
     vocab: Vocab = 4096,

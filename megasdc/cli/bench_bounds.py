@@ -1,4 +1,4 @@
-"""`megasdc bench ...` of gradient bounds: what they cost, and what they do to training."""
+"""`megasdc bench ...` of gradient bounds: their cost, and their effect on training."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ def bench_bounded_training(
     sequence: Sequence = 64,
     vocab: Annotated[int, typer.Option("--vocab", help="Entries of the vocabulary, without --data.")] = 1024,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples of a step on each replica.")] = 8,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 5e-3,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Peak of the schedule.")] = 5e-3,
     fault_probability: Annotated[
         float,
-        typer.Option("--fault-probability", help="That +10 (or -10) harms a parameter's gradient in a step."),
+        typer.Option(
+            "--fault-probability",
+            help="Probability that +10 (or -10) is injected into a parameter's gradient in a step.",
+        ),
     ] = 0.01,
     eval_samples: Annotated[int, typer.Option("--eval-samples", min=1, help="Validation samples.")] = 256,
     precision: Precision = "fp32",
@@ -70,16 +73,16 @@ def bench_bounded_training(
     ] = None,
     absolute: Annotated[
         str | None,
-        typer.Option("--absolute", help="Thresholds, commas between, empty: none; default: three are chosen."),
+        typer.Option("--absolute", help="Thresholds, separated by commas, empty: none; default: three are chosen."),
     ] = None,
-    spike_aware: Annotated[str | None, typer.Option("--spike-aware", help="Likewise.")] = None,
+    spike_aware: Annotated[str | None, typer.Option("--spike-aware", help="As --absolute.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT healthy and with faults on one replica's gradient, without and with gradient bounds.
 
     Prints final losses as the table of Pei et al. 2025 does: worst case, number of worse cases, diverged runs; and the
-    price of each bound on healthy runs. It measures; there is no bar.
+    cost of each bound on healthy runs. It only measures; there is no bar.
     """
     from rich.console import Console
 

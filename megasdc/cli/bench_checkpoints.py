@@ -1,4 +1,4 @@
-"""`megasdc bench ...` of checkpoints: how fast they are compared, and in how much memory."""
+"""`megasdc bench ...` of checkpoints: speed and memory of comparisons."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ def bench_comparing(
     size: Annotated[
         int, typer.Option("--size", help="MiB of each of two files; four times as much has to be free.")
     ] = 1024,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Threads that read; as many as there are cores.")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; default: one per core.")] = None,
     folder: Annotated[Path, typer.Option("--folder", **output_folder(help="Where the files are written."))] = Path(
         "/dev/shm"
     ),
@@ -45,13 +43,13 @@ def bench_comparing(
 
 @bench_app.command("compare-manifests", epilog="Example: megasdc bench compare-manifests --size-gb 1000 --ranks 4096")
 def bench_comparing_manifests(
-    size_gb: Annotated[int, typer.Option("--size-gb", help="Of the made-up checkpoint, 10^9 bytes.")] = 1000,
-    ranks: Annotated[int, typer.Option("--ranks", help="That wrote a shard each; a multiple of 8.")] = 4096,
-    runs: Annotated[int, typer.Option("--runs", help="Of the command.")] = 3,
+    size_gb: Annotated[int, typer.Option("--size-gb", help="Size of the synthetic checkpoint, in 10^9 bytes.")] = 1000,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks that wrote a shard each; a multiple of 8.")] = 4096,
+    runs: Annotated[int, typer.Option("--runs", help="Runs of the command.")] = 3,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two made-up manifests of a large checkpoint; exit code 1 if it takes more than 30 s or 1 GiB.
+    """Compare two synthetic manifests of a large checkpoint; exit code 1 if it takes more than 30 s or 1 GiB.
 
     The command that users call is run in a process of its own, its start with it, and must name the one block that
     differs.

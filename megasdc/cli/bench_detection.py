@@ -1,4 +1,4 @@
-"""`megasdc bench ...` of detection: what it finds, and what it and traces cost."""
+"""`megasdc bench ...` of detection: faults detected, and the cost of detection and traces."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from megasdc.cli.bench_options import (
 @bench_app.command("detection", epilog="Example: megasdc bench detection --live --faults 1000 --out detection.json")
 def bench_detecting(
     live: Annotated[
-        bool, typer.Option("--live", help="The checks of a run under way, instead of a golden trace afterwards.")
+        bool, typer.Option("--live", help="Test the checks of a running job instead of golden traces.")
     ] = False,
     faults: Annotated[
         int | None,
         typer.Option(
-            "--faults", min=0, help="Faults over all layouts and types; 600, with --live 1000, and 0 leaves them out."
+            "--faults", min=0, help="Faults over all layouts and types; default: 600, with --live 1000; 0: none."
         ),
     ] = None,
     toleranced: Annotated[
         int | None,
         typer.Option(
-            "--toleranced", min=0, help="With --live: faults for the toleranced checks, 360; 0 leaves them out."
+            "--toleranced", min=0, help="With --live: faults for the toleranced checks; default: 360, 0: none."
         ),
     ] = None,
     clean: Annotated[
         int | None,
         typer.Option(
-            "--clean", min=1, help="Runs without a fault in between, 120; with --live steps of each part, 500."
+            "--clean", min=1, help="Runs without a fault in between; default: 120; with --live steps of each part, 500."
         ),
     ] = None,
     layouts: Annotated[
         str | None,
         typer.Option(
             "--layouts",
-            help="Layouts, tensor x pipeline x data, with commas between; 1x1x2,2x1x1,1x2x1,2x2x2, with --live "
-            "1x1x3,1x1x4,2x1x3,1x2x3,1x1x2,2x2x2.",
+            help="Layouts, tensor x pipeline x data, separated by commas; default: 1x1x2,2x1x1,1x2x1,2x2x2, "
+            "with --live 1x1x3,1x1x4,2x1x3,1x2x3,1x1x2,2x2x2.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1,
     fuse: Annotated[bool, typer.Option("--fuse", help="With model.fuse.")] = False,
     out: Out = None,
     as_json: Json = False,
@@ -63,8 +63,8 @@ def bench_detecting(
     """Inject random faults and see whether each is found and its rank named; exit code 1 if not.
 
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
-    the injector says it did, with --live also for what users have today. Clean runs must raise nothing. The toleranced
-    checks of a run are scored apart, by the size of the fault in thresholds.
+    the injector reports, with --live also for the checks that users have today. Clean runs must raise no alarm. The
+    toleranced checks of a run are scored apart, by the size of the fault in thresholds.
     """
     from rich.console import Console
 
@@ -78,7 +78,7 @@ def bench_detecting(
     sizes: dict[str, Any] = {"faults": faults, "clean": clean, "seed": seed, "fuse": fuse}
     sizes["layouts"] = None if layouts is None else parse_layouts(layouts)
     if toleranced is not None and not live:
-        raise typer.BadParameter("--toleranced needs --live: those checks are of a run under way")
+        raise typer.BadParameter("--toleranced needs --live: those checks work in a running job")
     if faults == 0 and not live:
         raise typer.BadParameter("--faults 0 needs --live: nothing else would be injected")
     sizes["toleranced"] = toleranced
@@ -147,7 +147,8 @@ def bench_overheads(
     blocks: Annotated[int, typer.Option("--blocks", help="Steps of each kind.")] = 8,
     hidden: Annotated[int, typer.Option("--hidden", help="Width h of the model with bars; a multiple of 64.")] = 1024,
     others: Annotated[
-        list[int] | None, typer.Option("--other", help="Width of a model without; may be repeated; default: 256, 512.")
+        list[int] | None,
+        typer.Option("--other", help="Width of a model without bars; may be repeated; default: 256, 512."),
     ] = None,
     layers: Layers = 2,
     sequence: Sequence = 512,
@@ -157,7 +158,7 @@ def bench_overheads(
     ranks: Annotated[int, typer.Option("--ranks", min=2, help="Data-parallel ranks on this machine.")] = 2,
     threads: Threads = 1,
     precision: Precision = "fp32",
-    interval: Annotated[int, typer.Option("--interval", min=1, help="Steps from one audit to the next.")] = 50,
+    interval: Annotated[int, typer.Option("--interval", min=1, help="Steps between audits.")] = 50,
     bandwidth: Bandwidth = 2680.0,
     tflops: Tflops = 395.6,
     call_us: CallUs = 10.0,

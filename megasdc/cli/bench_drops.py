@@ -1,4 +1,4 @@
-"""`megasdc bench ...` of DropCompute: what it costs, gains, and does to training."""
+"""`megasdc bench ...` of DropCompute: its cost, its gain, and its effect on training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def bench_dropping_nothing(
     micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 4,
     hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 64.")] = 128,
     layouts: Annotated[
-        str, typer.Option("--layouts", help="Tensor x pipeline x data, commas between.")
+        str, typer.Option("--layouts", help="Tensor x pipeline x data, separated by commas.")
     ] = "1x1x2,2x2x1",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what DropCompute costs while nothing is left out; exit code 1 if it is more than 0.2 % of a step.
+    """Measure what DropCompute costs while nothing is dropped; exit code 1 if it is more than 0.2 % of a step.
 
     Cost is time inside its own calls over the time of a step; waiting for another stage or tensor rank to decide is not
     in it. The bar is for micro-batches of 0.5 s and more. Run it on a machine that does nothing else.
@@ -56,15 +56,17 @@ def bench_speedup(
     constant: Annotated[
         float, typer.Option("--constant", min=0.0, help="Seconds that every micro-batch sleeps.")
     ] = 0.06,
-    mean: Annotated[float, typer.Option("--mean", help="Mean seconds that it sleeps more, bounded log-normal.")] = 0.1,
+    mean: Annotated[
+        float, typer.Option("--mean", help="Mean of its additional sleep in seconds, bounded log-normal.")
+    ] = 0.1,
     drop_rates: Annotated[
-        str, typer.Option("--drop-rates", help="Shares that thresholds are to leave out, commas between.")
+        str, typer.Option("--drop-rates", help="Drop rates for which thresholds are chosen, separated by commas.")
     ] = "0.025,0.05,0.1",
     sigmas: Annotated[
         float | None,
         typer.Option("--sigmas", min=0.0, help='Use rule "predictive" with so many standard deviations.'),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the delays.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the delays.")] = 1,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +103,7 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(one) for one in text.split(",") if one.strip())
     except ValueError:
-        raise ConfigError(f"{name}: {text!r} must be numbers with commas between, such as 0.05,0.1") from None
+        raise ConfigError(f"{name}: {text!r} must be numbers separated by commas, such as 0.05,0.1") from None
 
 
 @bench_app.command("drop-training", epilog="Example: megasdc bench drop-training --log runs.jsonl --out training.json")
@@ -109,27 +111,27 @@ def bench_training_with_drops(
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps of a run.")] = 240,
     seeds: Annotated[int, typer.Option("--seeds", help="Runs of each setting; a seed is of weights and delays.")] = 3,
     rates: Annotated[
-        str, typer.Option("--rates", help="Shares of micro-batches left out, commas between; 0 is always there.")
+        str, typer.Option("--rates", help="Drop rates, separated by commas; 0 is always included.")
     ] = "0.025,0.05,0.1,0.2",
-    replicas: Annotated[int, typer.Option("--replicas", help="Of the simulated job.")] = 64,
+    replicas: Annotated[int, typer.Option("--replicas", help="Replicas of the simulated job.")] = 64,
     hidden: Annotated[int, typer.Option("--hidden", help="Width h; a multiple of 32.")] = 64,
     layers: Layers = 2,
     sequence: Sequence = 64,
     micro_batches: Annotated[int, typer.Option("--micro-batches", help="Of a replica's step.")] = 8,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Largest of the schedule.")] = 2e-3,
-    evaluations: Annotated[int, typer.Option("--evaluations", help="Of a run; a divisor of --steps.")] = 6,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Peak of the schedule.")] = 2e-3,
+    evaluations: Annotated[int, typer.Option("--evaluations", help="Evaluations of a run; a divisor of --steps.")] = 6,
     eval_samples: Annotated[int, typer.Option("--eval-samples", help="Validation samples.")] = 256,
     log: Annotated[
         Path | None,
-        output_option("--log", help="Keeps finished runs; those in it are not made again."),
+        output_option("--log", help="File that keeps finished runs; those in it are not repeated."),
     ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small GPT with micro-batches left out, at several shares and with each compensation at 10 %.
+    """Train a small GPT with dropped micro-batches, at several drop rates and with each compensation at 10 %.
 
     Which ones are late is simulated for many replicas and repeated by two that train. Prints final losses as Table 1
-    of Giladi et al. 2023 does, and loss against steps and simulated time. It measures; there is no bar.
+    of Giladi et al. 2023 does, and loss against steps and simulated time. It only measures; there is no bar.
     """
     from dataclasses import replace
 

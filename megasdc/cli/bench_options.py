@@ -1,4 +1,4 @@
-"""Options that several benchmarks have: sizes of a model, and speeds of an accelerator to predict costs for."""
+"""Options shared by benchmarks: sizes of a model, and speeds of an accelerator for which costs are predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: `megasdc manifest`, `verify-checkpoint`, `inspect-checkpoint`, `convert-checkpoint`."""
+"""Commands on checkpoints: `megasdc manifest`, `verify-checkpoint`, `inspect-checkpoint`, `convert-checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from megasdc.errors import CheckpointError
 
 CheckpointFolder = Annotated[
     Path,
-    input_argument(
-        CheckpointError, help="Folder of one checkpoint, universal or not, or of several: all are looked at."
-    ),
+    input_argument(CheckpointError, help="Folder of one checkpoint, universal or not, or of several: all are checked."),
 ]
 
 
@@ -23,10 +21,10 @@ CheckpointFolder = Annotated[
 def verify_checkpoint(
     folder: CheckpointFolder,
     checksums: Annotated[
-        bool, typer.Option("--checksums/--no-checksums", help="Read every file; without: sizes and pickles alone.")
+        bool, typer.Option("--checksums/--no-checksums", help="Read every file; without: check only sizes and pickles.")
     ] = True,
     contents: Annotated[
-        bool, typer.Option("--contents/--no-contents", help="Look at every value; without: at the files alone.")
+        bool, typer.Option("--contents/--no-contents", help="Check every value; without: only the files.")
     ] = True,
     as_json: Json = False,
 ) -> None:
@@ -60,9 +58,9 @@ def inspect_checkpoint(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds, without reading tensors: step, age, layout, model, tensors, states, who wrote what.
+    """Show what a checkpoint holds, without reading tensors: step, age, layout, model, tensors, states, writers.
 
-    Exit code 0; 72 if it is no checkpoint or something in it cannot be read.
+    Exit code 0; 72 if it is not a checkpoint or something in it cannot be read.
     """
     from megasdc.checkpoint import inspect
     from megasdc.report.inspection_render import render_inspection
@@ -83,11 +81,9 @@ def write_manifest(
     ],
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out", help="File to write, - for standard output; left out: NAME.HOST.manifest in this folder."
-        ),
+        typer.Option("--out", help="File to write, - for standard output; default: NAME.HOST.manifest in this folder."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; left out: one a core.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; default: one per core.")] = None,
     as_json: Json = False,
 ) -> None:
     """Read everything once and write a small manifest of it, to be compared with those of other nodes.
@@ -105,23 +101,23 @@ def convert_checkpoint(
     folder: Annotated[
         Path,
         input_argument(
-            CheckpointError, help="Folder of one checkpoint (step_NNNNNNNN), or of several: the newest whole one."
+            CheckpointError, help="Folder of one checkpoint (step_NNNNNNNN), or of several: the newest complete one."
         ),
     ],
     to: Annotated[Literal["universal"], typer.Option("--to", help="universal: to start from at any layout.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", **output_folder(help="Folder to write; left out: universal_step_NNNNNNNN beside it.")),
+        typer.Option("--out", **output_folder(help="Folder to write; default: universal_step_NNNNNNNN beside it.")),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a universal checkpoint that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing universal checkpoint.")] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Processes; left out: one a CPU, at most 4.")
+        int | None, typer.Option("--workers", min=1, help="Processes; default: one per CPU, at most 4.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint, so that a run of another layout can start from it; exit code 72 if it is damaged.
 
-    The result is named in megasdc.checkpoint.universal of the run that goes on.
+    Set megasdc.checkpoint.universal of the new run to the result.
     """
     with stdout_kept_clean():
         from megasdc.checkpoint.convert import convert_to_universal

@@ -1,4 +1,4 @@
-"""What may be set: `megasdc check-config` and `config-table`."""
+"""Commands on the configuration: `megasdc check-config`, `config-table`, `schema`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Overrides, app, input_argument, input_option
+from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_option
 from megasdc.errors import ConfigError, DataError
 from megasdc.program import write_whole
 
@@ -22,21 +22,27 @@ def check_config(
         int | None, typer.Option("--world-size", min=1, help="Also check layout and batch sizes for so many ranks.")
     ] = None,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the complete file, every default filled in, and nothing else there.")
+        bool, typer.Option("--show", help="Print only the complete configuration, every default filled in.")
     ] = False,
     vocab_size: Annotated[
         int | None,
-        typer.Option("--vocab-size", min=1, help="For the memory of a step; default: data.tokenizer.vocab_size."),
+        typer.Option(
+            "--vocab-size",
+            min=1,
+            help="Vocabulary entries, to predict the memory of a step; default: data.tokenizer.vocab_size.",
+        ),
     ] = None,
     device_memory_gib: Annotated[
         float | None,
-        typer.Option("--device-memory-gib", min=0.001, help="Warn where a step of a stage needs more than this."),
+        typer.Option(
+            "--device-memory-gib", min=0.001, help="Predict for a GPU's buffers; warn where a step needs more."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a configuration and say what came out; exit code 70 and all problems if it is wrong.
+    """Check a configuration and report the result; exit code 70 and all problems if it is wrong.
 
-    Relative paths in the file mean the folder that the run is started in.
+    Relative paths in the file are relative to the folder that the run is started in.
     """
     from megasdc.config import check_layout, find_warnings, load_config
     from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
@@ -62,7 +68,8 @@ def check_config(
         warnings.append(too_large)
     memory = None
     if layout is not None and (not_predicted := unpredicted_because(config)) is None:
-        memory = predict_step_memory(config, layout, vocab_size or config.megasdc.data.tokenizer.vocab_size)
+        entries = vocab_size or config.megasdc.data.tokenizer.vocab_size
+        memory = predict_step_memory(config, layout, entries, on_gpu=device_memory_gib is not None)
         largest = max(memory, key=lambda stage: stage.total)
         if device_memory_gib is not None and largest.total > device_memory_gib * 1024 * MIB:
             warnings.append(
@@ -96,14 +103,17 @@ def check_config(
             err=show,
         )
         if memory is not None:
-            typer.echo(f"predicted peak of a step, MiB of tensors on a rank:\n{memory_table(memory)}", err=show)
+            kind = "a CPU" if device_memory_gib is None else "a GPU"
+            typer.echo(
+                f"predicted peak of a step on {kind}, MiB of tensors of a rank:\n{memory_table(memory)}", err=show
+            )
         else:
             typer.echo(f"peak memory of a step is not predicted with {not_predicted} set", err=show)
     if show:
         typer.echo(json.dumps(config.resolved(), indent=2))
 
 
-@app.command("config-table", epilog="Example: megasdc config-table --write README.md")
+@app.command("config-table", epilog="Example: megasdc config-table --check docs/reference/configuration.md")
 def config_table(
     write: Annotated[
         Path | None, input_option("--write", reads=DataError, help="Put the table between the file's markers.")
@@ -115,28 +125,62 @@ def config_table(
         ),
     ] = None,
 ) -> None:
-    """Print the markdown table of every configuration field, or keep the one in a file up to date.
+    """Print the markdown table of every configuration field, or keep what is generated in a file up to date.
 
-    In a file, the tables of versions too, where it has the markers `versions-table`.
+    In a file: the table of fields between the markers `config-table`, those of versions between `versions-table`, all
+    commands between `command-line`.
     """
-    from megasdc.config.table import between_markers, render_table, with_table
-    from megasdc.versions.tested import BEGIN, END, render_tables
+    from megasdc.config.table import render_table, with_tables
+    from megasdc.versions.tested import render_tables
 
-    def with_tables(path: Path) -> tuple[str, str]:
-        text, fresh = with_table(path)
-        return text, between_markers(fresh, BEGIN, END, render_tables()) if BEGIN in text else fresh
-
+    tables = {"config-table": render_table, "versions-table": render_tables, "command-line": render_commands}
     if write is None and check is None:
         typer.echo(render_table(), nl=False)
         return
     try:
         if write is not None:
-            text, fresh = with_tables(write)
+            text, fresh = with_tables(write, tables)
             if text != fresh:
                 write_whole(write, fresh)
             typer.echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
-        if check is not None and len(set(with_tables(check))) > 1:
+        if check is not None and len(set(with_tables(check, tables))) > 1:
             typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
             raise typer.Exit(1)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def render_commands() -> str:
+    """Markdown of every command with its options: those of ``megasdc`` and the scripts of ``tools/``."""
+    from typer.cli import get_docs_for_click
+
+    from megasdc.report import checkpoint_command, trace_command
+
+    programs = {
+        "megasdc": app,
+        "python tools/compare_checkpoints.py": checkpoint_command.app,
+        "python tools/compare_traces.py": trace_command.app,
+    }
+    pages = []
+    for name, program in programs.items():
+        command = typer.main.get_command(program)
+        pages.append(get_docs_for_click(obj=command, ctx=typer.Context(command), indent=1, name=name).strip())
+    return "\n\n".join(pages) + "\n"
+
+
+@app.command("schema", epilog="Example: megasdc schema --out megasdc.schema.json")
+def schema(
+    out: Annotated[Path | None, output_option("--out", help="Write it to this file instead of printing it.")] = None,
+) -> None:
+    """Print the JSON Schema of a configuration file, from which editors complete keys and explain them.
+
+    Name it in the file, as in `"$schema": "megasdc.schema.json"`; training ignores that key.
+    """
+    from megasdc.config.load import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        write_whole(out, text)
+        typer.echo(f"{out}: written")

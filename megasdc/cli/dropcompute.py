@@ -20,9 +20,9 @@ PAPER_SHARE = 0.5
 
 RunFolder = Annotated[Path, input_argument(DataError, metavar="RUN", help="Run folder, with `step_times` in it.")]
 FirstStep = Annotated[
-    int | None, typer.Option("--first-step", min=1, help="Steps before it are passed over, such as slow first ones.")
+    int | None, typer.Option("--first-step", min=1, help="Steps before it are skipped, such as slow first ones.")
 ]
-LastStep = Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are passed over.")]
+LastStep = Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are skipped.")]
 Figure = Annotated[Path | None, output_option("--figure", help="Draw the result as an HTML page.")]
 
 
@@ -84,12 +84,12 @@ def simulate_drops(
         int, typer.Option("--training-steps", help="Planned steps, for the number of extra ones.")
     ] = 10_000,
     thresholds: Annotated[int, typer.Option("--thresholds", help="Thresholds to try.")] = 200,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1,
     figure: Figure = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Say what leaving late micro-batches out would bring: step time, drop rate, effective speed-up, best threshold.
+    """Predict what dropping late micro-batches brings: step time, drop rate, effective speed-up, best threshold.
 
     Planning only: what is drawn is compared with the closed forms of Giladi et al. (NeurIPS 2023, arXiv 2306.10598).
     """
@@ -105,7 +105,7 @@ def simulate_drops(
     try:
         if latencies is not None:
             if delays:
-                raise ConfigError("--latencies and --delay: got both, needed one of them; a delay can be a trace")
+                raise ConfigError("--latencies and --delay: got both, needed only one of them; a delay can be a trace")
             recorded = load_latencies(latencies).shape
             environment = _recorded(latencies, resample=replicas is not None, seed=seed)
         else:
@@ -185,7 +185,7 @@ def times_of_run(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Say what each replica of a run took, which was last how often, and why the others waited."""
+    """Show the compute time of each replica of a run, how often each was last, and why the others waited."""
     from megasdc.report.imbalance import report_times
     from megasdc.report.step_times_render import draw_report, render_times
 
@@ -216,4 +216,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as error:
-        raise ConfigError(f"--replicas: got {text!r}, needed a number, or several with commas between") from error
+        raise ConfigError(f"--replicas: got {text!r}, needed a number, or several separated by commas") from error

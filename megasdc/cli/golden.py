@@ -23,12 +23,12 @@ from megasdc.cli.app import (
 from megasdc.errors import ConfigError, TraceError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
-Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: so long.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: run for this long.")]
 # Every process gives a sign of life each second; a timeout near that would take a busy one for a frozen one.
-Timeout = Annotated[float, typer.Option("--timeout", min=5, help="Seconds without progress: a hang.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=5, help="Seconds without progress that count as a hang.")]
 Faults = Annotated[
     Path | None,
-    input_option("--faults", reads=ConfigError, help="A drill: JSON file of faults that harm the ranks on purpose."),
+    input_option("--faults", reads=ConfigError, help="Drill: JSON file of faults to inject into the ranks."),
 ]
 
 
@@ -76,19 +76,17 @@ def golden_record(
 
 @golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
 def golden_verify(
-    file: Annotated[Path | None, input_argument(TraceError, help="The golden file; left out with --library.")] = None,
+    file: Annotated[Path | None, input_argument(TraceError, help="The golden file; not with --library.")] = None,
     library: Annotated[
         Path | None,
-        input_option(
-            "--library", reads=TraceError, help="Folder of *.golden files; the one for this machine is taken."
-        ),
+        input_option("--library", reads=TraceError, help="Folder of *.golden files; the one for this machine is used."),
     ] = None,
     local: Annotated[
         int | None,
         typer.Option(
             "--local",
             min=0,
-            help="Verify so many devices of this host, each alone; 0: all that are there. Without an accelerator: so "
+            help="Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so "
             "many processes side by side on the processor; 0: one.",
         ),
     ] = None,
@@ -101,8 +99,8 @@ def golden_verify(
 ) -> None:
     """Compute the workload of a golden file on this host and compare every result.
 
-    Exit code 0: every rank healthy; 73: some rank computed something else, named with its first result that differs;
-    75, 79: a rank hung or died; 80: not comparable, or the file is no golden trace. Over many hosts:
+    Exit code 0: every rank healthy; 73: some rank computed a different result; rank and first mismatch are named;
+    75, 79: a rank hung or died; 80: not comparable, or the file is not a golden trace. Over many hosts:
     `deepspeed --hostfile H launch/golden_verify.py FILE`.
     """
     from rich.console import Console

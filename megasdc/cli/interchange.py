@@ -1,4 +1,4 @@
-"""What leaves and enters: `megasdc export-hf`, `import-hf`, `eval`, `generate`."""
+"""Interchange with Hugging Face, and use of trained models: `megasdc export-hf`, `import-hf`, `eval`, `generate`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WeightsFolder = Annotated[
         CheckpointError,
         missing=True,
         metavar="DIR",
-        help="A checkpoint, a folder of several (newest whole one), or a folder made by import-hf.",
+        help="A checkpoint, a folder of several (newest complete one), or a folder made by import-hf.",
     ),
 ]
 TokenizerOption = Annotated[
     Path | None,
-    input_option("--tokenizer", reads=DataError, help="Folder or .model file; left out: the one of the prepared data."),
+    input_option("--tokenizer", reads=DataError, help="Folder or .model file; default: the one of the prepared data."),
 ]
 
 
@@ -90,13 +90,13 @@ def evaluate(
     source: WeightsFolder,
     config: Annotated[
         Path | None,
-        input_option("--config", reads=ConfigError, help="File that names the data; left out: that of the checkpoint."),
+        input_option("--config", reads=ConfigError, help="File that names the data; default: that of the checkpoint."),
     ] = None,
-    split: Annotated[Literal["train", "valid", "test"], typer.Option("--split", help="Which documents.")] = "valid",
+    split: Annotated[Literal["train", "valid", "test"], typer.Option("--split", help="Split to evaluate.")] = "valid",
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=1, help="At most so many, each once; left out: training.eval_samples of the file."
+            "--samples", min=1, help="Maximum of samples, each used once; default: training.eval_samples of the file."
         ),
     ] = None,
     overrides: Overrides = None,
@@ -125,8 +125,8 @@ def evaluate(
 @app.command("generate", epilog='Example: megasdc generate runs/smoke/checkpoints --prompt "def " --max-tokens 40')
 def generate(
     source: WeightsFolder,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from; empty: begin a document.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to add.")] = 64,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue; empty: begin a document.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum of tokens to add.")] = 64,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="0: the most probable token; above: one is drawn.")
     ] = 0.0,
@@ -137,7 +137,7 @@ def generate(
 ) -> None:
     """Continue a text, up to the end of the document.
 
-    Keeps no cache: the whole text is computed again for each token. The model sees the last max_positions tokens.
+    Keeps no cache: the whole text is recomputed for each token. The model sees the last max_positions tokens.
     """
     with stdout_kept_clean():
         from megasdc.train.inference import generate

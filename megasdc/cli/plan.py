@@ -1,4 +1,4 @@
-"""What would checks find, and when: `megasdc plan-audit` and `coverage`."""
+"""Predicted detection latency and coverage of checks: `megasdc plan-audit` and `coverage`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def plan_audit(
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Replicas N.")] = 8,
     micro_batches: Annotated[int, typer.Option("--micro-batches", min=1, help="Micro-batches M of a step.")] = 16,
     interval: Annotated[
-        int | None, typer.Option("--interval", min=1, help="Steps K from one audit to the next; left out: 50.")
+        int | None, typer.Option("--interval", min=1, help="Steps K between audits; default: 50.")
     ] = None,
     latency: Annotated[
         float | None,
         typer.Option(
             "--latency",
             min=1,
-            help="Instead of --interval: take the largest K whose audits need at most so many steps on average.",
+            help="Instead of --interval: largest K whose audits find a bad rank in at most so many steps on average.",
         ),
     ] = None,
     at_rate: Annotated[float, typer.Option("--at-rate", help="The rate for which --latency is wanted.")] = 0.01,
@@ -36,8 +36,8 @@ def plan_audit(
             "--visible",
             min=0,
             max=1,
-            help="Share of wrong micro-batches that forward against recompute shows: half of the arithmetic if errors "
-            "do not repeat, nothing of what repeats.",
+            help="Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if "
+            "errors do not repeat, none of those that repeat.",
         ),
     ] = 0.5,
     audit_share: Annotated[
@@ -53,15 +53,15 @@ def plan_audit(
         typer.Option(
             "--hidden",
             min=128,
-            help="Width for shares left out: cost model, accelerator of `bench trace`, with recompute.",
+            help="Width for shares not given: cost model and accelerator of `bench trace`, with recompute.",
         ),
     ] = 8192,
     trials: Annotated[int, typer.Option("--trials", min=0, help="Bad ranks to simulate; 0: formulas only.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every draw.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Say how many steps a wrong rank is not found, by rate and tier, and what looking for it costs.
+    """Predict detection latency of a bad rank in steps, by rate and tier, and the cost of the checks.
 
     A rate is the probability that the bad rank computes at least one wrong result in one micro-batch. Audits see one
     micro-batch of every K-th step on all replicas, the check of every step one of each step, or all.
@@ -96,7 +96,7 @@ def coverage(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Say which faults a run of this configuration would see, in which phase of a step, when, and what nobody sees."""
+    """Show which faults a run of this configuration would detect, in which phase of a step, when, and which not."""
     from megasdc.config import check_layout, load_config
     from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage
 

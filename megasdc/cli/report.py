@@ -63,10 +63,10 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run, several runs beside a healthy one, a study, a sweep or what DropCompute brings as one HTML page that
+    """Show a run, several runs beside a healthy one, a study, a sweep or results of DropCompute as one HTML page that
     needs no network.
 
-    Works while a run is going. Exit code 0: the page is written, and so is all that --figures asks for; 1: the page is,
+    Works during a run. Exit code 0: the page is written, and so is all that --figures asks for; 1: the page is,
     but PNG and SVG could not be drawn; 71: a path holds no run, study, sweep or result of DropCompute,
     or they do not go together; 77: the page cannot be written, or a sweep has no tables yet.
     """

@@ -1,4 +1,4 @@
-"""What makes and watches a run: `megasdc prepare-data`, `verify-data`, `launch`, `check-determinism`, `summary`."""
+"""Commands on runs and their data: `megasdc prepare-data`, `verify-data`, `launch`, `check-determinism`, `summary`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def prepare_data(
     config: ConfigOption,
     out: Annotated[
         Path | None,
-        typer.Option("--out", **output_folder(help="Folder to write; left out: megasdc.data.path of the file.")),
+        typer.Option("--out", **output_folder(help="Folder to write; default: megasdc.data.path of the file.")),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Tokenizing processes.")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="Make the data anew even if the folder holds some.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Prepare the data again even if the folder holds some.")
+    ] = False,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Turn text into token files: corpus to tokenizer to Megatron's .bin/.idx and a manifest.
 
-    A call that was interrupted goes on where it stopped.
+    An interrupted call resumes where it stopped.
     """
     from megasdc.config import load_config
     from megasdc.data.prepare import prepare
@@ -44,7 +46,7 @@ def prepare_data(
         for reason, count in source.skipped.items():
             places = source.skipped_at.get(reason, [])
             named = "; ".join([*places, *(["..."] if count > len(places) else [])])
-            typer.echo(f"left out of {source.source}: {count} {reason} ({named})")
+            typer.echo(f"dropped from {source.source}: {count} {reason} ({named})")
 
 
 @app.command("verify-data", epilog="Example: megasdc verify-data prepared/stdlib")
@@ -99,8 +101,8 @@ def launch(
     num_gpus: Annotated[
         int | None, typer.Option("--num-gpus", "--num-ranks", min=1, help="Ranks on each host.")
     ] = None,
-    include: Annotated[str, typer.Option("--include", help="Only these: NAME[:SLOT,...][@NAME...].")] = "",
-    exclude: Annotated[str, typer.Option("--exclude", help="All but these; same form.")] = "",
+    include: Annotated[str, typer.Option("--include", help="Only these hosts: NAME[:SLOT,...][@NAME...].")] = "",
+    exclude: Annotated[str, typer.Option("--exclude", help="All hosts but these; same form.")] = "",
     launcher: Annotated[
         str, typer.Option("--launcher", help="pdsh, openmpi, slurm, ...: DeepSpeed's backend.")
     ] = "pdsh",
@@ -113,13 +115,13 @@ def launch(
         typer.Option(
             "--allow-changed",
             metavar="PATH",
-            help="Let a resume go on with another value of this field than the checkpoint has; may be repeated.",
+            help="Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check all hosts, start DeepSpeed's launcher, and return the true exit code, naming who failed first and why."""
+    """Check all hosts, start DeepSpeed's launcher, and return the true exit code, with first failed rank and cause."""
     from megasdc.launcher.front import DEFAULT_SCRIPT, LaunchRequest, launch_run
 
     request = LaunchRequest(
@@ -145,7 +147,7 @@ def check_determinism(
     config: ConfigOption,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each run.")] = 3,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks on this machine; left out: the fewest that fit.")
+        int | None, typer.Option("--ranks", min=1, help="Ranks on this machine; default: the fewest that fit.")
     ] = None,
     lint_only: Annotated[bool, typer.Option("--lint-only", help="List causes, run nothing.")] = False,
     overrides: Overrides = None,
@@ -154,8 +156,8 @@ def check_determinism(
     """List what could make two runs differ, then make two short runs here and compare every loss, gradient norm,
     result, optimizer state and parameter bit by bit.
 
-    Exit code 0: nothing was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
-    are equal, or were not made (--lint-only), but something was found that can make others differ.
+    Exit code 0: no cause was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
+    are equal, or were not made (--lint-only), but a cause was found that can make others differ.
     """
     from rich.console import Console
 
@@ -179,7 +181,7 @@ def summary(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a run came to: loss at begin and end, speed, checkpoints; of one that failed exit code, cause, verdict,
+    """Summarize a run: loss at begin and end, speed, checkpoints; of one that failed exit code, cause, verdict,
     rank and host, incident report, last verified checkpoint.
     """
     from megasdc.report.summary import render, summarize

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_kept_clean
-from megasdc.cli.golden import Minutes, Timeout
+from megasdc.cli.golden import Timeout
 from megasdc.errors import LaunchError, TraceError
 
 
@@ -19,15 +19,13 @@ def stress(
         input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`, N devices each; without: this host."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of all tests.")] = 3,
-    minutes: Minutes = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --rounds: so long.")] = None,
     only: Annotated[
-        str, typer.Option("--only", help="Tests, of collectives,gemm,training.")
+        str, typer.Option("--only", help="Tests to run, of collectives,gemm,training.")
     ] = "collectives,gemm,training",
     golden: Annotated[
         Path | None,
-        input_option(
-            "--golden", reads=TraceError, help="Folder of golden values; the files for each device are taken."
-        ),
+        input_option("--golden", reads=TraceError, help="Folder of golden values; the files for each device are used."),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Write what this host computes to the folder of --golden.")
@@ -35,21 +33,23 @@ def stress(
     drill: Annotated[
         str | None,
         typer.Option(
-            "--drill", metavar="PROFILE[@HOST]", help="Harm one host as a node profile says, to test the test."
+            "--drill",
+            metavar="PROFILE[@HOST]",
+            help="Inject the faults of a node profile on one host: a drill.",
         ),
     ] = None,
     timeout_s: Timeout = 300.0,
     ssh_port: Annotated[int | None, typer.Option("--ssh-port", min=1, help="Port of the hosts' sshd.")] = None,
     out: Out = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on after the whole rounds of an earlier call with the same --out.")
+        bool, typer.Option("--resume", help="Resume after the complete rounds of an earlier call with the same --out.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Repeat collectives, matrix products and a small training run on all hosts, and say which host is healthy.
+    """Repeat collectives, matrix products and a small training run on all hosts, and report which hosts are healthy.
 
     Exit code 0: all are; 73: one is unhealthy, or one of several is and none can be named; 78: a host could not be
-    tested to the end. Ctrl-C ends the test with the verdict so far. With --out FILE what is known of each host is
+    tested to the end. Ctrl-C ends the test with the verdict so far. With --out FILE the results of each host are
     kept in FILE.hosts/HOST.json after each round.
     """
     from rich.console import Console

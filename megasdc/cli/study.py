@@ -26,7 +26,7 @@ def study(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Say what replicas computed otherwise than the trusted one: mismatch frequency and severity, noise in gradients,
+    """Show how replicas differ from the trusted one: mismatch frequency and severity, noise in gradients,
     distance of parameters, losses, disagreement; also while the study runs.
     """
     from megasdc.report.study_render import render_study

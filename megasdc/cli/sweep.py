@@ -1,4 +1,4 @@
-"""Studies of many runs: `megasdc sweep`."""
+"""Sweeps of many runs: `megasdc sweep`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def sweep(
     file: Annotated[Path, input_argument(ConfigError, help="JSON file of the sweep.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", **output_folder(help="Folder of the results; left out: runs/sweeps/NAME-SIZE.")),
+        typer.Option("--out", **output_folder(help="Folder of the results; default: runs/sweeps/NAME-SIZE.")),
     ] = None,
     size: Annotated[
-        str | None, typer.Option("--size", help="Variant of the sweep, such as smoke, cpu, paper; left out: its first.")
+        str | None, typer.Option("--size", help="Variant of the sweep, such as smoke, cpu, paper; default: its first.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="CELL", help="Only this cell; repeatable.")
+        list[str] | None, typer.Option("--only", metavar="CELL", help="Run only this cell; may be repeated.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Runs side by side; left out: as cores and devices allow.")
+        int | None, typer.Option("--workers", min=1, help="Concurrent runs; default: as cores and devices allow.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and list the runs; start none.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the table of what has finished; start nothing.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what ended as failed.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Repeat runs that ended as failed.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write an array job instead of running.")] = False,
-    task: Annotated[int | None, typer.Option("--task", min=0, help="Run one run alone: a task of the job.")] = None,
+    task: Annotated[int | None, typer.Option("--task", min=0, help="Run one run: a task of the array job.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the experiments of a file, and show what they came to beside the paper's numbers.
+    """Run the experiments of a file, and show the results beside the paper's numbers.
 
-    Every run is checked before the first one starts. A sweep that was ended goes on with the same command; finished
+    Every run is checked before the first one starts. The same command resumes an interrupted sweep; finished
     runs are not repeated. Runs that diverge, end with NaN or fail are results.
     """
     from rich.console import Console
@@ -106,5 +106,5 @@ def _plan_text(opened: Any) -> str:
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
-        return "an unknown time, for the first steps of a run failed"
+        return "an unknown time, because the first steps of a run failed"
     return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min"

@@ -1,4 +1,4 @@
-"""What may I set? One JSON file: typed sections, loading, overrides, checks; imports no torch."""
+"""Configuration of a run, one JSON file: typed sections, loading, overrides, checks; imports no torch."""
 
 from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
 from megasdc.config.contradictions import ffn_width, head_width, query_groups

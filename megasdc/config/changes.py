@@ -1,7 +1,7 @@
-"""What differs between the configuration in a checkpoint and that of this start, and may the run go on with it?
+"""Changes of the configuration since a checkpoint was saved, and whether the run may resume with them.
 
-The class of each field, ``megasdc.config.fields.AtResume``, stands where the field is declared. Configurations are
-compared as plain values, so that one that another version wrote, with fields more or less, is compared too.
+The class of each field, ``megasdc.config.fields.AtResume``, is given where the field is declared. Configurations are
+compared as plain values, so that one of another version, with more or fewer fields, can be compared too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Change:
-    """One field with another value.
+    """One field with a changed value.
 
     Attributes:
-        path: of the field, dotted, with the place in a list as a number.
-        old: in the checkpoint; a default where it has none.
+        path: of the field, dotted, with list indices as numbers.
+        old: in the checkpoint; the default where it has none.
         new: of this start.
-        at_resume: what becomes of it.
+        at_resume: class of the field, see ``AtResume``.
     """
 
     path: str
@@ -50,13 +50,13 @@ class Change:
 
 
 def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, data: int) -> list[Change]:
-    """List the fields that differ, those that are of no matter left out.
+    """List the fields that differ, without those whose change has no effect.
 
     Args:
         saved: the resolved file in the checkpoint.
         config: of this start.
-        saved_data: data-parallel size of the run that saved, for the batch sizes that follow from it.
-        data: that of this start.
+        saved_data: data-parallel size of the run that saved, for the batch sizes derived from it.
+        data: data-parallel size of this start.
     """
     old, new = copy.deepcopy(dict(saved)), config.resolved()
     _fill_batch_sizes(old, config, saved_data)
@@ -66,12 +66,12 @@ def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, d
 
 
 def may_change(change: Change, allowed: Collection[str], universal: bool) -> bool:
-    """Whether a run goes on although this field has changed.
+    """Whether a run may resume with this changed field.
 
     Args:
-        change: found.
-        allowed: paths that ``--allow-changed`` names.
-        universal: whether a new run begins from a universal checkpoint.
+        change: of the field.
+        allowed: paths given by ``--allow-changed``.
+        universal: whether a new run starts from a universal checkpoint.
     """
     if change.at_resume == "flag":
         return universal or any(change.path == name or change.path.startswith(f"{name}.") for name in allowed)
@@ -79,12 +79,12 @@ def may_change(change: Change, allowed: Collection[str], universal: bool) -> boo
 
 
 def explain_refusal(refused: Iterable[Change]) -> str:
-    """Say which changed fields forbid that a run goes on, and what to do."""
+    """Message with the changed fields that prevent a resume, and what to do."""
     lines, kinds = [], set()
     for change in refused:
         kinds.add(change.at_resume)
         lines.append(f"  - {change}")
-    remedies = ["Set the saved values again, or train anew in another megasdc.logging.run_dir."]
+    remedies = ["Set the saved values again, or start a new run in another megasdc.logging.run_dir."]
     if "universal" in kinds:
         names = ", ".join(change.path for change in refused if change.at_resume == "universal")
         remedies.append(
@@ -93,20 +93,20 @@ def explain_refusal(refused: Iterable[Change]) -> str:
         )
     if "flag" in kinds:
         flags = " ".join(f"--allow-changed {change.path}" for change in refused if change.at_resume == "flag")
-        remedies.append(f"If you mean it, this run goes on with {flags}.")
-    head = "it was saved with another configuration, with which this run cannot go on:"
+        remedies.append(f"To resume with the new values anyway, add {flags}.")
+    head = "it was saved with another configuration, with which this run cannot resume:"
     return "\n".join([head, *lines, " ".join(remedies)])
 
 
 def _fill_batch_sizes(raw: dict[str, Any], config: RunConfig, data: int) -> None:
-    """Put in the batch sizes that follow from the others, so that the same sizes written otherwise are equal."""
+    """Fill in derived batch sizes, so that equal sizes compare equal whichever of them are given."""
     given = {name: raw[name] for name in _BATCH if raw.get(name) is not None}
     with suppress(ConfigError):
         raw.update(zip(_BATCH, batch_sizes(replace(config, deepspeed=given), data), strict=True))
 
 
 def _fill_widths(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Where one of them leaves a width of the model to be derived and the other gives it, put it in."""
+    """Fill in a derived width of the model where only one of the two configurations gives it."""
     models = [raw.get("megasdc", {}).get("model", {}) for raw in (old, new)]
     for name, derive in _WIDTHS.items():
         if (models[0].get(name) is None) == (models[1].get(name) is None):

@@ -1,6 +1,6 @@
-"""Does a configuration fit the number of ranks, and is there anything in it that is probably not meant?
+"""Checks of a configuration against the number of ranks, and warnings of settings that are probably unintended.
 
-No torch here: the checks run in the launcher's front and on machines without one.
+No torch here: the checks run in the launcher, and on machines where torch is not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks do what, and how many samples they take.
+    """Layout of the ranks, and batch sizes.
 
     Attributes:
         world_size: all ranks, the product of the next three; in a study, those of one replica.
@@ -51,8 +51,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         world_size: all ranks of the run.
 
     Raises:
-        ConfigError: the ranks cannot be divided so, a fault names a rank outside, or the three batch sizes disagree;
-            all numbers are given.
+        ConfigError: the ranks do not fit the layout or the enabled features, a fault names a rank that does not exist,
+            or the three batch sizes disagree; all numbers are given.
     """
     parallel = config.megasdc.parallel
     replicas = config.megasdc.study.replicas or 1
@@ -106,7 +106,7 @@ def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     """Derive the sizes that are absent, or check all three: train = micro x accumulation x data.
 
     Args:
-        config: of which DeepSpeed's part counts.
+        config: of which DeepSpeed's part is used.
         data: data-parallel size.
 
     Returns:
@@ -124,7 +124,7 @@ def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     if micro is not None and accumulation is not None:
         if train == unit:
             return train, micro, accumulation
-        remedy = f"set train_batch_size to {unit}, change the factors, or leave one of the three out"
+        remedy = f"set train_batch_size to {unit}, change the factors, or omit one of the three"
     else:
         if train % unit == 0:
             return train, micro or train // unit, accumulation or train // unit
@@ -137,7 +137,7 @@ def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
 
 
 def find_warnings(config: RunConfig) -> list[str]:
-    """List what is allowed but probably not meant; each a sentence that starts with its dotted path."""
+    """Settings that are allowed but probably unintended, each a sentence that starts with its dotted path."""
     file, warnings = config.megasdc, []
     steps = file.training.steps
     params = config.deepspeed["scheduler"]["params"]

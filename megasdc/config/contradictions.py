@@ -1,4 +1,4 @@
-"""Which fields of a configuration contradict each other, whatever the number of ranks?"""
+"""Contradictions between fields of a configuration that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ffn_width(model: ModelSection) -> int:
 
 
 def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:
-    """Yield every contradiction that can be seen without knowing the number of ranks.
+    """Yield every contradiction that does not depend on the number of ranks.
 
     Args:
         deepspeed: DeepSpeed's keys with defaults filled in.
@@ -87,9 +87,9 @@ def _divisible(name: str, value: int, by_name: str, by: int, remedy: str) -> Ite
 
 
 DETERMINISTIC_MEGATRON_FIELDS = {"deterministic_mode": True, "tp_comm_overlap": False}
-"""What deterministic mode needs of fields that `model.megatron` may set.
+"""Values that deterministic mode needs of fields that `model.megatron` may set.
 
-Source: Megatron-core, docs/user-guide/deterministic-training.md: the overlapped tensor-parallel sums do not repeat.
+Source: Megatron-core, docs/user-guide/deterministic-training.md: overlapped tensor-parallel sums are not deterministic.
 """
 
 _M = "megasdc.model"
@@ -235,7 +235,7 @@ def _data_problems(data: DataSection) -> Iterator[Problem]:
 
 
 def _inside(pattern: str) -> bool:
-    """Whether a glob can only match below the folder that it is used in."""
+    """Whether a glob can match only below the folder in which it is used."""
     parts = pattern.split("/")
     odd = any(part == ".." or ("**" in part and part != "**") for part in parts)
     return bool(pattern.strip()) and not os.path.isabs(pattern) and not odd
@@ -311,7 +311,7 @@ def _determinism_problems(file: MegasdcSection) -> Iterator[Problem]:
 
 
 def _trace_problems(file: MegasdcSection) -> Iterator[Problem]:
-    last = file.model.num_layers + 3  # before the transformer layers: words and positions; after: norm and output
+    last = file.model.num_layers + 3  # before the transformer layers: words, positions; after: norm, output
     beyond = [layer for layer in file.trace.layers or () if layer > last]
     if beyond:
         yield Problem(
@@ -352,8 +352,9 @@ def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Ite
             + " or ".join(f'"{name}"' for name in allowed)
             + ".",
         )
-    # DeepSpeed then takes its ZeRO optimizer instead of BF16_Optimizer. Gradients of another type than the model's it
-    # keeps in param.grad_accum, where neither its sum of tied weights nor ours over tensor ranks sees them.
+    # With offload, DeepSpeed uses its ZeRO optimizer instead of BF16_Optimizer. It keeps gradients of another dtype
+    # than the model's in param.grad_accum, which neither its sum of tied weights nor ours over tensor ranks includes.
+    # The last check below refuses this.
     offload = deepspeed["zero_optimization"].get("offload_optimizer")
     device = offload.get("device", "none") if offload else "none"
     yield from _master_problems(deepspeed, precision, device != "none")
@@ -366,14 +367,14 @@ def _precision_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Ite
     if precision == "bf16" and kind == "fp32" and device != "none":
         yield Problem(
             ("data_types.grad_accum_dtype", "zero_optimization.offload_optimizer", "bf16.enabled"),
-            f'data_types.grad_accum_dtype: "fp32" (given or by default) with a model in bf16 does not go with '
+            f'data_types.grad_accum_dtype: "fp32" (given or by default) with a model in bf16 cannot be combined with '
             f'zero_optimization.offload_optimizer.device "{device}"; set grad_accum_dtype "bf16" or remove '
             "offload_optimizer.",
         )
 
 
 def _master_problems(deepspeed: dict[str, Any], precision: str, offloads: bool) -> Iterator[Problem]:
-    """Master weights in 16 bits, which DeepSpeed's ZeRO optimizer has with offload and its own CPU Adam alone."""
+    """Master weights in 16 bits, which DeepSpeed's ZeRO optimizer supports only with offload and its own CPU Adam."""
     key = f"{precision}_master_weights_and_grads"
     section = deepspeed.get(precision, {})
     if not section.get(key) or deepspeed.get("data_types", {}).get("grad_accum_dtype") == "fp32":
@@ -404,7 +405,7 @@ def _monitor_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of that name, as monitors leave in the working folder, is none."""
+    """Whether a package is installed; a mere folder of that name, as monitors create in the working folder, is not."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -1,7 +1,7 @@
-"""Which DeepSpeed keys exist, and which of them can go with ZeRO-1 pipeline training.
+"""DeepSpeed's keys, and those that megasdc refuses with ZeRO-1 pipeline training.
 
-DeepSpeed ignores unknown top-level keys without a word (0.19.8), so the names are listed here; a test compares the
-list with the installed DeepSpeed. Keys below the top level are the fields of the classes in `deepspeed_part.py`.
+DeepSpeed silently ignores unknown top-level keys (0.19.8), so the names are listed here; a test compares the list with
+the installed DeepSpeed. Keys below the top level are the fields of the classes in `deepspeed_part.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ KNOWN_KEYS = frozenset(
         "zero_optimization",
     }
 )
-"""Top-level keys that DeepSpeed 0.19 reads, or refuses by name because it has removed the feature."""
+"""Top-level keys that DeepSpeed 0.19 reads, or rejects by name because it has removed the feature."""
 
 UNSUPPORTED_KEYS: dict[str, str] = {
     "amp": "use bf16 or fp16",
@@ -111,7 +111,7 @@ SCHEDULER_PARAMS: dict[str, frozenset[str]] = {
         {"warmup_min_ratio", "warmup_num_steps", "warmup_type", "total_num_steps", "cos_min_ratio"}
     ),
 }
-"""LR schedules of DeepSpeed: warm-up then constant, linear to 0, cosine."""
+"""Parameters of DeepSpeed's LR schedules: warm-up, then constant, linear to 0, or cosine."""
 
 _STAGE3 = "only ZeRO stage 3 reads it, and the pipeline engine trains with stage 1"
 _STAGE3_KEYS = (

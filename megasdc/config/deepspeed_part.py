@@ -1,8 +1,8 @@
-"""Which values may DeepSpeed's keys have here, and what is filled in where the file is silent?
+"""Allowed values and defaults of DeepSpeed's keys.
 
 DeepSpeed 0.19.8 checks only some of its sections and stops at the first problem, with an assertion. The classes below
-name every key that goes with ZeRO-1 pipeline training, so that all problems are found before a rank starts. A test
-compares them with DeepSpeed's own classes.
+declare every key that is allowed with ZeRO-1 pipeline training, so that all problems are found before a rank starts. A
+test compares them with DeepSpeed's own classes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DataType = Literal["fp32", "fp16", "bf16"]
 _OF_GROUPS = Field(min_length=2, max_length=2)
-"""One for each of the optimizer's parameter groups, `megasdc.optim.groups`."""
+"""One value for each of the optimizer's parameter groups, `megasdc.optim.groups`."""
 
 SILENT_STEPS_PER_PRINT = 10**9
-"""DeepSpeed's own progress line is off unless asked for: megasdc prints its own."""
+"""Default that turns DeepSpeed's own progress line off: megasdc prints its own."""
 
 
 class OptimizerParams(Section):
@@ -69,14 +69,14 @@ class SchedulerParams(Section):
 
     at_resume = "applied"
 
-    total_num_steps: PositiveInt = Field(1, description="Steps of the schedule; left out: training.steps.")
-    warmup_num_steps: PositiveInt = Field(1, description="Steps of warm-up; left out: min(2000, 10 % of the steps).")
+    total_num_steps: PositiveInt = Field(1, description="Steps of the schedule; absent: training.steps.")
+    warmup_num_steps: PositiveInt = Field(1, description="Steps of warm-up; absent: min(2000, 10 % of the steps).")
     warmup_type: Literal["linear", "log"] = Field("linear", description="Shape of the warm-up.")
     warmup_min_lr: NonNegativeFloat | Annotated[list[NonNegativeFloat], _OF_GROUPS] = Field(
         0.0, description="First learning rate; two: of parameters with weight decay and of those without."
     )
     warmup_max_lr: PositiveFloat | Annotated[list[PositiveFloat], _OF_GROUPS] = Field(
-        3e-4, description="Learning rate after warm-up, or two; left out: optimizer.params.lr."
+        3e-4, description="Learning rate after warm-up, or two; absent: optimizer.params.lr."
     )
     warmup_min_ratio: Ratio = Field(0.0, description="First learning rate over the largest.")
     cos_min_ratio: Ratio = Field(0.1, description="Last learning rate over the largest.")
@@ -98,7 +98,7 @@ class OffloadOptimizer(Section):
 
     device: Literal["none", "cpu"] = Field(
         "none",
-        description="Where the optimizer's state lies; NVMe is for ZeRO stage 3, stage 1 would keep it on the CPU.",
+        description="Where the optimizer's state is stored; NVMe is for ZeRO stage 3, stage 1 would use the CPU.",
     )
     pin_memory: bool = True
 
@@ -210,7 +210,7 @@ class Checkpoint(Section):
         False, description="checkpoints are loaded and verified by megasdc, which reads no universal ones this way"
     )
     use_node_local_storage: bool = Field(
-        False, description="Follows megasdc.checkpoint.storage; left out: set from there."
+        False, description="Follows megasdc.checkpoint.storage; absent: set from there."
     )
     checkpoint_serialization: Literal[True] = Field(
         True, description="false is the format of PyTorch 1.5, which megasdc does not verify"
@@ -295,7 +295,7 @@ class Timers(Section):
 
 
 class DeepSpeedPart(Section):
-    """Every top-level DeepSpeed key that goes with ZeRO-1 pipeline training; all may be left out."""
+    """Every top-level DeepSpeed key that ZeRO-1 pipeline training supports; all are optional."""
 
     at_resume = "-"
 
@@ -344,19 +344,19 @@ class DeepSpeedPart(Section):
 
 
 def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[str, Any]:
-    """Fill what DeepSpeed's part leaves out, so that a run with sizes and a data path trains safely.
+    """Fill in defaults of DeepSpeed's part, so that a run with sizes and a data path trains safely.
 
-    A key left out has one default, whether or not its neighbours are given; the resolved file shows it. Several
-    differ from DeepSpeed's own: warm-up is linear (log reaches half of the peak within a few steps), its length
-    follows the run, and WarmupDecayLR peaks at the optimizer's lr, not at 0.001.
+    A default does not depend on whether neighbouring keys are given; the resolved file shows it. Several differ from
+    DeepSpeed's own: warm-up is linear (log reaches half of the peak within a few steps), its length depends on that
+    of the run, and WarmupDecayLR peaks at the optimizer's lr, not at 0.001.
 
     Args:
-        given: DeepSpeed's keys as read and checked; left as they are.
+        given: DeepSpeed's keys as read and checked; not modified.
         steps: `megasdc.training.steps`.
         node_local: whether `megasdc.checkpoint.storage` is `node_local`.
 
     Returns:
-        A new dict, ready for DeepSpeed but for the batch sizes that follow from the world size.
+        A new dict, ready for DeepSpeed except for the batch sizes that depend on the world size.
     """
     part: dict[str, Any] = large_as_floats(given)
     if "bfloat16" in part:
@@ -379,7 +379,7 @@ def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[s
 
 
 def large_as_floats(value: Any) -> Any:
-    """Copy; integers that only fields of floating-point numbers accept become such, as tensors take them."""
+    """Copy; integers above ``LARGEST_INTEGER``, which only floating-point fields accept, become floats for tensors."""
     if isinstance(value, dict):
         return {key: large_as_floats(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -388,7 +388,7 @@ def large_as_floats(value: Any) -> Any:
 
 
 def precision_of(deepspeed: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
-    """Tell in which type the model trains, from DeepSpeed's part of the config."""
+    """Dtype in which the model trains, from DeepSpeed's part of the configuration."""
     if deepspeed.get("bf16", deepspeed.get("bfloat16", {})).get("enabled", False):
         return "bf16"
     return "fp16" if deepspeed.get("fp16", {}).get("enabled", False) else "fp32"

@@ -1,4 +1,4 @@
-"""Which entries of `delay` cannot be as they are written?"""
+"""Problems of the entries of `delay`."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def _value_problems(spec: DelaySpec) -> Iterator[Fault]:
         yield (
             "preemptible",
             f"got true with stage {spec.stage}, tensor_rank {spec.tensor_rank}; only tensor rank 0 of stage 0 decides "
-            "whether a micro-batch is started, so that a delay elsewhere cannot be cut; remove it",
+            "whether a micro-batch is started, so a delay on another rank cannot be cut short; remove it",
         )

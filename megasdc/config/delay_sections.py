@@ -1,4 +1,4 @@
-"""What may be delayed on purpose? The entries of `delay`: which ranks, how long, drawn from which distribution."""
+"""Entries of the section `delay`, injected delays: ranks, duration, distribution."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ PARAMETERS_OF = {
     "trace": ("path",),
     "resampled": ("path",),
 }
-"""Which fields each kind needs besides its place; of the fields named here it reads no others."""
+"""Fields that each kind needs besides its place; it does not read the other fields named here."""

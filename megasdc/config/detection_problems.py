@@ -1,4 +1,4 @@
-"""Which settings of detection contradict others, and what does an audit cost in samples?"""
+"""Contradictions in the settings of detection, and the cost of audits in samples."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megasdc.config.problem import Problem
 from megasdc.config.sections import MegasdcSection
 
 MOST_SAMPLES_LOST = 0.005
-"""Share of the independent samples above which an audit's price is warned of."""
+"""Share of the independent samples taken by audits above which a warning is given."""
 
 
 def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every contradiction that can be seen without knowing the number of ranks.
+    """Yield every contradiction that does not depend on the number of ranks.
 
     Args:
         file: our sections.
@@ -25,7 +25,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             yield Problem(
                 (name, "megasdc.determinism.enabled"),
                 f"{name}: got true with megasdc.determinism.enabled false; results that need not repeat cannot be "
-                "compared bit by bit, and healthy ranks would be accused; set megasdc.determinism.enabled true.",
+                "compared bit by bit, and healthy ranks would be flagged; set megasdc.determinism.enabled true.",
             )
         if file.model.backend != "torch":
             yield Problem(
@@ -52,8 +52,8 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
     if always_on.enabled and always_on.toleranced and not deepspeed["optimizer"]["params"]["torch_adam"]:
         yield Problem(
             ("megasdc.sdc.always_on.toleranced", "optimizer.params.torch_adam"),
-            "megasdc.sdc.always_on.toleranced: got true with optimizer.params.torch_adam false; the update is computed "
-            "again by the formula of PyTorch's optimizer; set torch_adam true, or toleranced false.",
+            "megasdc.sdc.always_on.toleranced: got true with optimizer.params.torch_adam false; the update is "
+            "recomputed with the formula of PyTorch's optimizer; set torch_adam true, or toleranced false.",
         )
 
 
@@ -74,7 +74,7 @@ def _golden_problems(file: MegasdcSection) -> Iterator[Problem]:
 
 
 def golden_warnings(file: MegasdcSection) -> Iterator[str]:
-    """Yield why a golden trace that is configured is never asked."""
+    """Yield why a configured golden trace is never used."""
     if file.sdc.golden is not None and not file.determinism.enabled:
         yield (
             f'megasdc.sdc.golden: "{file.sdc.golden}" is not used: results that need not repeat cannot be compared '
@@ -83,16 +83,16 @@ def golden_warnings(file: MegasdcSection) -> Iterator[str]:
 
 
 def asks_golden(file: MegasdcSection) -> bool:
-    """Whether a run computes the golden workload though nothing is disputed."""
+    """Whether a run computes the golden workload without a dispute: at the start or every ``golden_interval``."""
     asked = file.sdc.golden_at_start or file.sdc.golden_interval is not None
     return file.sdc.golden is not None and file.determinism.enabled and asked
 
 
 def samples_lost(file: MegasdcSection, micro_batches: int) -> float:
-    """Share of the independent samples that audits take, at most; 0 without audits.
+    """Upper bound of the share of independent samples that audits take; 0 without audits.
 
     Args:
         file: our sections.
-        micro_batches: M of a step on each replica.
+        micro_batches: micro-batches M of a step on each replica.
     """
     return 1 / (micro_batches * file.audit.interval) if file.audit.enabled else 0.0

@@ -1,4 +1,4 @@
-"""What finds silent data corruption while a run trains, and what then happens."""
+"""Sections of the detection of silent data corruption in a run, and of the policy after a finding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PolicySection(Section):
     """What happens after an exact finding, by verdict.
 
     halt: nothing is committed or saved, an incident report is written, and every rank exits with the corruption code.
-    repair: all micro-batches of the step are computed again, checked again, and used; halt if they are wrong again.
+    repair: all micro-batches of the step are recomputed, checked again, and used; halt if they are wrong again.
     warn: the step is committed as it is.
     """
 
@@ -50,12 +50,12 @@ class AlwaysOnSection(Section):
     toleranced: bool = Field(
         False,
         description="Check gradient reduction, updates and gradient features within tolerances that are measured in "
-        "the run; warns and may call an audit, never accuses.",
+        "the run; warns and may request an audit, never flags a rank.",
     )
     coverage: Literal["auto", "one", "all"] = Field(
         "auto",
         description="Micro-batches of a step whose results are checked: one, another each step; all; auto: all where "
-        "that is expected to cost at most 1 % of a step on every rank, else one; told at the start.",
+        "that is expected to cost at most 1 % of a step on every rank, else one; reported at the start.",
     )
     granularity: Granularity = Field("submodule", description="Which submodules are checked; see `trace.granularity`.")
 
@@ -67,7 +67,7 @@ class SdcSection(Section):
 
     always_on: AlwaysOnSection = Field(default_factory=lambda: AlwaysOnSection.model_validate({}))
     repeats: PositiveInt = Field(
-        5, description="How often a disputed micro-batch is computed again to tell persistent from other faults."
+        5, description="How often a disputed micro-batch is recomputed to tell persistent from other faults."
     )
     golden: str | None = Field(
         None,
@@ -78,13 +78,13 @@ class SdcSection(Section):
     golden_at_start: bool = Field(
         True,
         description="With `golden`: all ranks compute its workload before the first step of each start, so that a "
-        "fault that all of them have in common is seen; needs memory for a second model with its optimizer, for that "
+        "fault that all of them have in common is found; needs memory for a second model with its optimizer, for that "
         "time.",
     )
     golden_interval: PositiveInt | None = Field(
         None,
         description="With `golden`: steps from one such check to the next while training; null: none. The second model "
-        "is then kept; how long a check takes is told in the log and in the events `sdc/golden`.",
+        "is then kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
     )
     policy: PolicySection = Field(default_factory=lambda: PolicySection.model_validate({}))
 

@@ -1,4 +1,4 @@
-"""Which settings of `drop_compute` contradict others?"""
+"""Contradictions in the section `drop_compute`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _D = "megasdc.drop_compute"
 
 
 def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """Yield every contradiction that can be seen without knowing the number of ranks.
+    """Yield every contradiction that does not depend on the number of ranks.
 
     Args:
         file: our sections.
@@ -36,7 +36,7 @@ def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
     if compensation is not None and drop.threshold == INFINITE and drop.replay_decisions is None:
         yield Problem(
             (f"{_D}.compensation", f"{_D}.threshold"),
-            f'{_D}.compensation: got "{compensation}" with threshold "inf", which leaves nothing out; give another.',
+            f'{_D}.compensation: got "{compensation}" with threshold "inf", which drops nothing; give another.',
         )
     if compensation == RESAMPLE and file.data.blend:
         yield Problem(
@@ -48,7 +48,7 @@ def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
 
 
 def _unread(drop: DropComputeSection) -> Iterator[Problem]:
-    """Fields that have another value than their default where nothing reads them."""
+    """Non-default fields that nothing reads, and an interval that is too short."""
     default = DropComputeSection()
     if drop.sigmas != default.sigmas and drop.rule != PREDICTIVE:
         yield Problem(
@@ -65,12 +65,12 @@ def _unread(drop: DropComputeSection) -> Iterator[Problem]:
         yield Problem(
             (f"{_D}.retune_interval", f"{_D}.window_steps"),
             f"{_D}.retune_interval: got {drop.retune_interval}, needed more than window_steps {drop.window_steps}, in "
-            "which nothing is left out.",
+            "which nothing is dropped.",
         )
 
 
 def drop_warnings(file: MegasdcSection) -> Iterator[str]:
-    """Sentences about what is probably not meant.
+    """Sentences about settings that are probably unintended.
 
     Args:
         file: our sections.
@@ -86,12 +86,12 @@ def drop_warnings(file: MegasdcSection) -> Iterator[str]:
 
 
 def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulation_name: str) -> Iterator[str]:
-    """Sentences about what does not fit the number of micro-batches of a replica's step.
+    """Sentences about settings that do not fit the number of micro-batches of a replica's step.
 
     Args:
         drop: the section.
-        micro_batches: planned.
-        accumulation_name: what sets them.
+        micro_batches: planned per step.
+        accumulation_name: the setting that determines them.
     """
     if drop.enabled and drop.min_micro_batches > micro_batches:
         yield (
@@ -101,5 +101,5 @@ def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulat
     elif drop.enabled and drop.min_micro_batches == micro_batches and drop.threshold != INFINITE:
         yield (
             f"{_D}.enabled: got true, but a replica's step has {micro_batches} micro-batches and min_micro_batches is "
-            f'as many, so that nothing can be left out; raise {accumulation_name}, or set threshold "inf" to measure.'
+            f'as many, so that nothing can be dropped; raise {accumulation_name}, or set threshold "inf" to measure.'
         )

@@ -1,4 +1,4 @@
-"""When does a replica that is late stop starting micro-batches? The section `drop_compute`."""
+"""Section `drop_compute`: when a late replica stops starting micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DropComputeSection(Section):
 
     at_resume = "applied"
 
-    enabled: bool = Field(False, description="Measure micro-batches and leave late ones out; off: no hook is attached.")
+    enabled: bool = Field(False, description="Measure micro-batches and drop late ones; off: no hook is attached.")
     threshold: Seconds | Literal["auto", "inf"] = Field(
         "auto",
         description="tau: seconds of a step after which a replica starts no further micro-batch; auto: the one of the "
@@ -38,17 +38,17 @@ class DropComputeSection(Section):
     min_micro_batches: PositiveInt = Field(1, description="Micro-batches that every replica starts in every step.")
     max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1,
-        description="Largest share of micro-batches left out: auto chooses no tau beyond it, and while the last "
-        "`window_steps` steps are above it nothing is left out.",
+        description="Largest drop rate: auto chooses no tau beyond it, and while the last "
+        "`window_steps` steps are above it nothing is dropped.",
     )
     warmup_steps: NonNegativeInt = Field(
-        5, description="Steps after each start of the run in which nothing is left out or measured."
+        5, description="Steps after each start of the run in which nothing is dropped or measured."
     )
     window_steps: PositiveInt = Field(
         45, description="Steps that are measured for auto and larger_batch, and that warnings and the limit look back."
     )
     retune_interval: NonNegativeInt = Field(
-        0, description="auto: steps after which tau is measured and chosen anew; 0: never."
+        0, description="auto: steps after which tau is measured and chosen again; 0: never."
     )
     gradients: Literal["planned", "computed"] = Field(
         "planned",
@@ -57,13 +57,13 @@ class DropComputeSection(Section):
     )
     samples: Literal["defer", "discard"] = Field(
         "defer",
-        description="What becomes of samples that were not started: defer: the replica takes them first in its next "
-        "step; discard: they are given up.",
+        description="What happens to samples that were not started: defer: the replica takes them first in its next "
+        "step; discard: they are lost.",
     )
     compensation: Literal["extra_steps", "larger_batch", "resample"] | None = Field(
         None,
         description="With discard: extra_steps: as many more steps as were lost; larger_batch: so many more "
-        "micro-batches a step that about the planned number is completed; resample: given-up samples come again before "
+        "micro-batches a step that about the planned number is completed; resample: lost samples are used before "
         "their epoch ends; null: none.",
     )
     replay_decisions: str | None = Field(

@@ -1,12 +1,12 @@
-"""Which environment variables does deterministic mode need? Set before torch, CUDA and NCCL read them; no torch here.
+"""Environment variables of deterministic mode, set before torch, CUDA and NCCL read them; no torch here.
 
-cuBLAS reads its variable when its first handle is made, NCCL when a communicator is made, Transformer Engine when an
-attention module is built: a training rank sets them when it has read its configuration and has not yet imported torch.
+cuBLAS reads its variable when its first handle is created, NCCL when a communicator is created, Transformer Engine when
+an attention module is built: a training rank sets them after it has read its configuration and before it imports torch.
 
-What is not here, and why: ``NCCL_NVLS_ENABLE`` and ``NCCL_COLLNET_ENABLE``, because only the algorithm Ring may be
+Not listed, and why: ``NCCL_NVLS_ENABLE`` and ``NCCL_COLLNET_ENABLE``, because only the algorithm Ring may be
 chosen; flash-attention and the choice of SDPA's backend, because both follow PyTorch's and Transformer Engine's
-switches; ``PYTHONHASHSEED``, because nothing that trains depends on the order of a set of strings, which
-``megasdc check-determinism`` sees, whose two runs hash differently.
+switches; ``PYTHONHASHSEED``, because nothing in training depends on the order of a set of strings:
+``megasdc check-determinism`` would show it, since its two runs hash differently.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megasdc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable that decides whether sums are added in one order.
+    """An environment variable that decides whether sums are added in a fixed order.
 
     Attributes:
         name: of the variable.
-        value: what deterministic mode sets where it is unset or empty.
-        accepted: values with which a run repeats; letter case is ignored.
-        reason: what differs otherwise.
+        value: set by deterministic mode where the variable is unset or empty.
+        accepted: values with which a run is repeatable; letter case is ignored.
+        reason: what differs with other values.
     """
 
     name: str
@@ -57,7 +57,7 @@ VARIABLES = (
         "Transformer Engine may take attention kernels, flash-attention's among them, that add with atomic operations",
     ),
 )
-"""Everything that deterministic mode needs of the environment.
+"""All environment variables that deterministic mode needs.
 
 Sources: cuBLAS documentation, section Results Reproducibility; NCCL user guide, Environment Variables, and
 NVIDIA/nccl issue 1497 (NVLS); Megatron-core, docs/user-guide/deterministic-training.md.
@@ -65,10 +65,10 @@ NVIDIA/nccl issue 1497 (NVLS); Megatron-core, docs/user-guide/deterministic-trai
 
 
 def set_deterministic_environment(section: DeterminismSection, environ: MutableMapping[str, str]) -> None:
-    """Set what deterministic mode needs; without it nothing.
+    """Set the variables of deterministic mode; nothing is changed where it is off.
 
-    A value that was set to something else is an error and not overwritten: whoever set it meant it, a run that only
-    seems to repeat is worse than none, and on several hosts it may be set on some of them alone.
+    Another value is an error and is not overwritten: it was probably set on purpose, and on several hosts it may be
+    set on some of them only.
 
     Args:
         section: the `determinism` section.

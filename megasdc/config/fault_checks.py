@@ -1,4 +1,4 @@
-"""Can a fault be injected as its spec says? Fields that contradict each other, names that do not exist."""
+"""Checks of fault specs: fields that contradict each other, names that do not exist."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megasdc.addresses import MICRO_BATCH_PHASES
 from megasdc.config.fault_sections import BIT_KINDS, CHECKPOINT, TOKENS, FaultPlace, FaultSpec, ProcessFaultSpec
 
 Fault = tuple[str, str]
-"""(field, what is wrong)."""
+"""(field, problem)."""
 WITHOUT_SUBMODULE = (CHECKPOINT, TOKENS)
 PLACE_FIELDS = (*FaultPlace.model_fields, "min_hidden_size", "seed")
-"""What an entry with a profile may say besides."""
+"""Fields that an entry with a profile may set."""
 
 
 def _default(spec: FaultPlace, field: str) -> bool:
@@ -21,12 +21,12 @@ def _default(spec: FaultPlace, field: str) -> bool:
 
 
 def spec_problems(spec: FaultSpec) -> Iterator[Fault]:
-    """Yield what contradicts itself in one spec, whatever the model."""
+    """Yield contradictions within one spec, independent of the model."""
     yield from step_problems(spec)
     if spec.profile is not None:
         for field in FaultSpec.model_fields:
             if field not in (*PLACE_FIELDS, "profile") and not _default(spec, field):
-                yield field, f"the profile {spec.profile!r} says what is harmed; remove this field or the profile"
+                yield field, f"the profile {spec.profile!r} defines the fault; remove this field or the profile"
         return
     yield from _unused_fields(spec)
     yield from _missing_fields(spec)
@@ -35,7 +35,7 @@ def spec_problems(spec: FaultSpec) -> Iterator[Fault]:
 
 
 def process_problems(spec: ProcessFaultSpec) -> Iterator[Fault]:
-    """Yield what contradicts itself in one fault of a process."""
+    """Yield contradictions within one fault of a process."""
     yield from step_problems(spec)
     if spec.kind == "slow":
         if spec.factor is None:
@@ -43,7 +43,7 @@ def process_problems(spec: ProcessFaultSpec) -> Iterator[Fault]:
         if spec.phase not in ("forward", "backward"):
             yield "phase", "only passes can be slow: forward or backward"
         if spec.after_restart:
-            yield "after_restart", "kind slow goes on after a restart anyway; remove it"
+            yield "after_restart", "kind slow continues after a restart anyway; remove it"
     elif spec.factor is not None:
         yield "factor", f"is read with kind slow only, not {spec.kind}; remove it"
     if spec.kind != "exit" and spec.exit_code != 1:
@@ -53,7 +53,7 @@ def process_problems(spec: ProcessFaultSpec) -> Iterator[Fault]:
 
 
 def step_problems(spec: FaultPlace) -> Iterator[Fault]:
-    """Yield what is wrong with the range of steps."""
+    """Yield problems of the range of steps."""
     first, last = spec.steps
     if first is None:
         yield "steps", "the first step is missing; only the last may be null"
@@ -62,7 +62,7 @@ def step_problems(spec: FaultPlace) -> Iterator[Fault]:
 
 
 def _unused_fields(spec: FaultSpec) -> Iterator[Fault]:
-    """Fields that another field keeps from being read."""
+    """Fields that are not read because of another field's value."""
     readers: dict[str, tuple[str, tuple[str, ...]]] = {
         "bits": ("kind", BIT_KINDS),
         "num_bits": ("kind", BIT_KINDS),
@@ -83,7 +83,7 @@ def _unused_fields(spec: FaultSpec) -> Iterator[Fault]:
     if isinstance(spec.bits, list) and spec.num_bits != 1:
         yield "num_bits", "all bits of a list are taken; remove it, or name a part such as mantissa in bits"
     if spec.elements != 1 and spec.element_probability is not None:
-        yield "element_probability", f"stands instead of elements {spec.elements}; remove one of them"
+        yield "element_probability", f"replaces elements {spec.elements}; remove one of them"
     if spec.elements != 1 and spec.pattern == "indices":
         yield "elements", "pattern indices gives the elements itself; remove it"
 
@@ -106,7 +106,7 @@ def _range_problems(spec: FaultSpec) -> Iterator[Fault]:
 
 
 def _phase_problems(spec: FaultSpec) -> Iterator[Fault]:
-    """What is not possible with tokens, bytes of files and whole-step phases."""
+    """Problems of faults in tokens and in bytes of files, phases without a submodule."""
     if spec.phase not in WITHOUT_SUBMODULE:
         return
     if spec.submodule != "*":
@@ -144,7 +144,8 @@ def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]
     if not found:
         yield (
             "submodule",
-            f"got {spec.submodule!r}, which fits no submodule; nearest: {', '.join(near_names(spec.submodule, slots))}",
+            f"got {spec.submodule!r}, which matches no submodule; "
+            f"nearest: {', '.join(near_names(spec.submodule, slots))}",
         )
         return
     there = [slots[name][spec.phase] for name in found if spec.phase in slots[name]]
@@ -157,7 +158,7 @@ def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]
 
 
 def near_names(pattern: str, names: Iterable[str]) -> Sequence[str]:
-    """Names that are most like a pattern; a pattern for many layers is answered with one."""
+    """Names that are most similar to a pattern, one of many equal layers."""
     by_tail = {name.partition(".layer.")[2] or name: name for name in reversed(list(names))}
     wanted = pattern.replace("*", "").strip(".").removeprefix("layer.")
     found = difflib.get_close_matches(wanted, by_tail, n=3, cutoff=0.3) or list(by_tail)[-3:]
@@ -167,14 +168,14 @@ def near_names(pattern: str, names: Iterable[str]) -> Sequence[str]:
 def place_problems(
     spec: FaultPlace, tensor: int, pipeline: int, data: int, replicas: int | None = None
 ) -> Iterator[Fault]:
-    """Yield places that the layout does not have.
+    """Yield ranks, replicas and stages that the layout does not have.
 
     Args:
-        spec: names a place.
+        spec: of a fault or delay.
         tensor: tensor-parallel ranks.
         pipeline: pipeline stages.
         data: data-parallel replicas.
-        replicas: of a study, each of that layout; then ``replica`` names one of them.
+        replicas: of a study, each of that layout; then ``replica`` is one of them.
     """
     of_study = "" if replicas is None else f" in each of {replicas} replicas"
     sizes = {

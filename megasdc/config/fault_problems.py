@@ -1,4 +1,4 @@
-"""Which faults of a configuration cannot be injected as they are written?"""
+"""Problems of the faults in a configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODEL_PATHS = ("megasdc.model", "megasdc.parallel")
 
 
 def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every fault that contradicts itself or the model.
+    """Yield every problem of a fault, by itself or with the model.
 
     Args:
         file: our sections.
@@ -57,11 +57,11 @@ def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[
 
 def _backend_problems(spec: FaultSpec, backend: str) -> Iterator[tuple[str, str]]:
     if backend != "torch" and spec.phase not in WITHOUT_SUBMODULE:
-        yield "phase", f'results of megasdc.model.backend "{backend}" cannot be seen; set "torch" or drop the fault'
+        yield "phase", f'results of megasdc.model.backend "{backend}" cannot be observed; set "torch" or drop the fault'
 
 
 def fault_place_problems(file: MegasdcSection, tensor: int, pipeline: int, data: int) -> list[str]:
-    """Every fault on a rank that a layout does not have."""
+    """Problems of faults and delays on ranks that a layout does not have."""
     lists: dict[str, Sequence[Any]] = {
         "faults": file.faults,
         "process_faults": file.process_faults,

@@ -1,6 +1,6 @@
-"""How does a bundle of faults that imitates one unhealthy node become specs?
+"""Node profiles: sets of faults that simulate one unhealthy node, expanded to fault specs.
 
-The profiles are JSON files beside this module, in ``profiles/``; a user's own file of the same form may be named by
+The profiles are JSON files beside this module, in ``profiles/``; a user's own file of the same format may be given by
 its path.
 """
 
@@ -22,17 +22,17 @@ PROFILE_FOLDER = Path(__file__).with_name("profiles")
 
 
 class NodeProfile(Section):
-    """One node as published, and what had to be assumed to imitate it."""
+    """One published node, and the assumptions made to simulate it."""
 
     description: str = Field(..., description="Which node.")
     source: str = Field(..., description="Where its figures were published.")
     published: dict[str, float] = Field(..., description="The figures, by name.")
     assumed: list[str] = Field(..., description="What is not published and was chosen, a sentence each.")
-    faults: list[FaultSpec] = Field(..., description="What imitates it.")
+    faults: list[FaultSpec] = Field(..., description="Faults that simulate it.")
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Names of the package's profiles."""
     return sorted(path.stem for path in PROFILE_FOLDER.glob("*.json"))
 
 
@@ -40,7 +40,7 @@ def load_profile(name: str) -> NodeProfile:
     """Read a profile by its name, or from a file whose path ends in ``.json``.
 
     Raises:
-        ConfigError: there is none, or it is not one.
+        ConfigError: there is no such profile, or the file is not a valid one.
     """
     own = name.endswith(".json")
     if not own and name not in profile_names():
@@ -63,7 +63,7 @@ def load_profile(name: str) -> NodeProfile:
 
 
 def expand_faults(faults: Iterable[FaultSpec]) -> list[FaultSpec]:
-    """Put each profile's faults in the place of the entry that names it, with the entry's ranks and steps.
+    """Replace each entry that names a profile by the profile's faults, with the entry's ranks, steps and seed.
 
     Raises:
         ConfigError: as ``load_profile``.

@@ -1,8 +1,8 @@
-"""What may be harmed on purpose? Specs of injected faults, for drills and campaigns.
+"""Specs of injected faults, for drills and campaigns.
 
-One spec says where (phase, submodule, place, steps), what (kind, elements) and how often (probability, burst, once).
-Every draw is a function of the seed, the spec's place in the list, the rank and the address, so that the same
-configuration harms the same way again, also after a resume.
+One spec defines where (phase, submodule, place, steps), what (kind, elements) and how often (probability, burst, once).
+Every draw is a function of the seed, the spec's index in the list, the rank and the address, so that the same
+configuration injects the same faults again, also after a resume.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megasdc.addresses import ACCUMULATED_GRAD, PHASES
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"
-_OBSERVED = tuple(phase for phase in PHASES if phase != ACCUMULATED_GRAD)  # collective harms what it shows
+_OBSERVED = tuple(phase for phase in PHASES if phase != ACCUMULATED_GRAD)  # faults in it: collective
 FAULT_PHASES = (*_OBSERVED, OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS)
-"""The phases of addresses, and what is harmed without being an observation of its own.
+"""The phases of addresses, and phases of faults that have no address of their own.
 
-optimizer_state: masters and moments where they are kept, just before the optimizer reads them. collective: this rank's
+optimizer_state: masters and moments in place, just before the optimizer reads them. collective: this rank's
 accumulated gradient of a whole step, after the sums over tied stages and tensor ranks and before the sum over replicas.
 checkpoint: a file that this rank wrote, after the checkpoint is complete. tokens: a micro-batch after the loader has
 checked it, as this rank reads it.
@@ -58,11 +58,11 @@ class FaultPlace(Section):
 
 
 class FaultSpec(FaultPlace):
-    """One fault in what a run computes or keeps, or with `profile` the bundle of a whole node."""
+    """One fault in what a run computes or stores, or with `profile` the bundle of a whole node."""
 
     profile: str | None = Field(
         None,
-        description="Name of a node profile, or a JSON file like them, whose faults take the place of this entry; "
+        description="Name of a node profile, or a JSON file like them, whose faults replace this entry; "
         "ranks, host, steps, micro-batches, `min_hidden_size` and `seed` of this entry apply to all of them.",
     )
     submodule: str = Field(
@@ -70,7 +70,8 @@ class FaultSpec(FaultPlace):
     )
     phase: Literal[FAULT_PHASES] = Field(  # type: ignore[valid-type]
         "forward",
-        description="What is harmed: forward, recompute: the output; backward: the input's gradient; weight_grad: one "
+        description="Where the fault is injected: forward, recompute: the output; backward: the input's gradient; "
+        "weight_grad: one "
         "micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; parameter: after the "
         "all-gather; optimizer_state: masters and moments before the step; collective: the accumulated gradient before "
         "the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a micro-batch before the model.",
@@ -98,7 +99,7 @@ class FaultSpec(FaultPlace):
         1, description="How many elements of the tensor, at most all; with pattern column, how many columns."
     )
     element_probability: Share | None = Field(
-        None, description="Instead of `elements`: each element is harmed with this probability, in [0, 1]."
+        None, description="Instead of `elements`: each element is changed with this probability, in [0, 1]."
     )
     pattern: Literal["random", "adjacent", "periodic", "column", "indices"] = Field(
         "random",
@@ -108,7 +109,7 @@ class FaultSpec(FaultPlace):
     period: PositiveInt | None = Field(None, description="Pattern periodic: elements from one run to the next.")
     run: PositiveInt = Field(1, description="Pattern periodic: adjacent elements of each run; at most `period`.")
     indices: list[NonNegativeInt] | None = Field(
-        None, description="Pattern indices: row-major places; those outside a tensor are left out."
+        None, description="Pattern indices: row-major places; those outside a tensor are ignored."
     )
     only_above: Annotated[float, Field(ge=0)] | None = Field(
         None, description="Only elements of at least this magnitude; pattern random picks among them."
@@ -118,7 +119,7 @@ class FaultSpec(FaultPlace):
     )
     same_elements: bool = Field(
         False,
-        description="Harm the same elements and bits of a tensor each time, and the same as other specs with this "
+        description="Change the same elements and bits of a tensor each time, and the same as other specs with this "
         "setting, seed and pattern: a persistent fault.",
     )
     min_hidden_size: PositiveInt | None = Field(None, description="Only in models at least so wide; null: in all.")
@@ -126,17 +127,17 @@ class FaultSpec(FaultPlace):
     burst: BurstSection | None = Field(None, description="Fire only within bursts; null: in all steps.")
     once: bool = Field(
         False,
-        description="Fire until bits were changed once on a rank; a run that goes back to before that repeats it.",
+        description="Fire until bits were changed once on a rank; a run that resumes from before that repeats it.",
     )
     seed: NonNegativeInt = Field(0, description="Seed of every draw.")
 
 
 class ProcessFaultSpec(FaultPlace):
-    """One fault of a whole process: it ends, stands still, or is slow."""
+    """One fault of a whole process: it ends, stops, or is slow."""
 
     kind: Literal["exit", "sigkill", "sigstop", "hang", "slow"] = Field(
         ...,
-        description="exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never come to "
+        description="exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never join "
         "the collectives that follow; slow: after each pass sleep `factor` - 1 times what the pass took.",
     )
     phase: Literal["forward", "backward", "collective", "update"] = Field(

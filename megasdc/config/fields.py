@@ -1,4 +1,4 @@
-"""What do all sections share? Their base, the types of their numbers, and what a change at a resume means."""
+"""Base class of all sections, types of their numbers, and effect of a change at a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 LARGEST_INTEGER = 2**53
-"""Up to here every JSON reader keeps an integer as it is (RFC 8259, section 6); nothing that is counted is larger."""
+"""Largest integer that every JSON reader keeps exactly (RFC 8259, section 6); no counter needs a larger one."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
@@ -16,11 +16,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 AtResume = Literal["refused", "universal", "flag", "applied", "-"]
-"""What becomes of a field that has another value than in the checkpoint that a run goes on from.
+"""Effect of a field whose value differs from that in the checkpoint from which a run resumes.
 
-refused: the saved weights would mean another model. universal: refused too, but a new run may start so from a universal
-checkpoint. flag: refused unless ``--allow-changed`` names the field. applied: from the first step on, and told. -: it
-decides nothing of what is trained or looked for, or how a start is made.
+refused: the saved weights would be those of another model. universal: refused too, but a new run may start with it
+from a universal checkpoint. flag: refused unless ``--allow-changed`` names the field. applied: used from the first step
+on, and reported. -: it affects neither training nor detection, or it controls how a start is made.
 """
 REFUSED: dict[str, Any] = {"at_resume": "refused"}
 UNIVERSAL: dict[str, Any] = {"at_resume": "universal"}
@@ -34,11 +34,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     at_resume: ClassVar[AtResume | None] = None
-    """Of fields that state none by ``json_schema_extra``; None: every field that is no section must."""
+    """Class of fields without one in ``json_schema_extra``; None: every field that is not a section needs one there."""
 
 
 def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
-    """What becomes of a field that is changed at a resume.
+    """Effect of a field that is changed at a resume.
 
     Raises:
         ValueError: neither the field nor its section states it.

@@ -1,4 +1,4 @@
-"""Which entries of `optimizer_hooks` cannot work?"""
+"""Problems of the entries of `optimizer_hooks`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megasdc.config.sections import MegasdcSection
 from megasdc.config.submodule_names import parameter_names
 
 SMALLEST_THETA = {ABSOLUTE: 1.1754944e-38, SPIKE_AWARE: 1.0}
-"""Thresholds lie above: the smallest normal fp32 number; and 1, at and below which a bounded element's V would shrink
-for ever, and the element freeze."""
+"""Exclusive lower limits of thresholds: the smallest normal fp32 number; and 1, since at or below it the V of a bounded
+element would shrink for ever and the element would freeze."""
 
 
 def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield everything that is wrong with the hooks.
+    """Yield every problem of the hooks.
 
     Args:
         file: our sections.
@@ -51,7 +51,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield Problem(
                     (f"{path}.parameters",),
-                    f"{path}.parameters: got {pattern!r}, which fits no parameter; names are such as "
+                    f"{path}.parameters: got {pattern!r}, which matches no parameter; names are such as "
                     f"{', '.join(names[:2])} and {names[-1]}.",
                 )
     if file.optimizer_hooks and file.model.backend != "torch":
@@ -71,13 +71,13 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
 
 
 UNSUPPORTED = {
-    ("zero_optimization", "offload_optimizer"): "gradients then lie where no hook sees them",
-    ("zero_optimization", "round_robin_gradients"): "shards are then dealt out otherwise",
+    ("zero_optimization", "offload_optimizer"): "gradients are then stored where no hook reads them",
+    ("zero_optimization", "round_robin_gradients"): "shards are then distributed differently",
     ("zero_optimization", "parameter_alignment"): "shards then hold paddings between parameters",
     ("bf16", "bf16_optimizer_states"): "the second moment must be fp32",
     ("fp16", "fp16_master_weights_and_grads"): "the second moment must be fp32",
 }
-"""DeepSpeed's keys that hooks cannot work with, and why."""
+"""DeepSpeed's keys that are incompatible with hooks, and why."""
 
 
 def _deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
@@ -91,7 +91,7 @@ def _deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
-    """Entries that would never act, or that make another check useless."""
+    """Entries that would never have an effect, or that would make another check fail."""
     taken: set[tuple[str, str, str]] = set()
     resets = [spec for spec in file.optimizer_hooks if spec.hook == MOMENTUM_RESET]
     for place, spec in enumerate(file.optimizer_hooks):
@@ -132,7 +132,7 @@ def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
             yield Problem(
                 (f"{path}.where", "megasdc.sdc.always_on.toleranced"),
                 f'{path}.where: got "local" with megasdc.sdc.always_on.toleranced; the check of the reduction would '
-                'take what is cut for an error; use "before_norm", or set toleranced false.',
+                'report bounded elements as an error; use "before_norm", or set toleranced false.',
             )
 
 
@@ -176,7 +176,7 @@ def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Ite
     if spec.hook == SPIKE_AWARE and spec.where == LOCAL:
         yield Problem(
             (f"{path}.where", f"{path}.hook"),
-            f'{path}.where: got "local" with spike_aware; the second moment lies with the owner of a shard alone; use '
+            f'{path}.where: got "local" with spike_aware; only the owner of a shard has the second moment; use '
             'absolute, or "before_norm".',
         )
     fp16 = deepspeed.get("fp16", {})
@@ -190,7 +190,7 @@ def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Ite
         yield Problem(
             (f"{path}.non_finite", f"{path}.where"),
             f'{path}.non_finite: got "{spec.non_finite}" with where "after_norm", where gradients are finite already; '
-            'leave it out, or use "before_norm".',
+            'remove it, or use "before_norm".',
         )
     clipping = deepspeed.get("gradient_clipping", 0.0)
     if spec.where == AFTER_NORM and spec.hook == ABSOLUTE and clipping and _never_reached(spec, clipping):
@@ -202,7 +202,7 @@ def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Ite
 
 
 def _never_reached(spec: HookSpec, clipping: float) -> bool:
-    """Whether every finite threshold lies above the largest norm."""
+    """Whether no finite threshold is below the largest norm."""
     values = [value for _, value in spec.theta] if isinstance(spec.theta, list) else [spec.theta]
     finite = [float(value) for value in values if value is not None and math.isfinite(float(value))]
     return bool(finite) and min(finite) >= clipping

@@ -1,4 +1,4 @@
-"""What bounds gradients and tends the optimizer's moments? The entries of `optimizer_hooks`."""
+"""Entries of `optimizer_hooks`: bounds of gradients, resets of the optimizer's moments, hooks of the user."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class HookSpec(Section):
         None,
         description="spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare "
         "its gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
-        "whose V decays in between, is bounded ever more.",
+        "whose V decays in between, is bounded more and more.",
     )
     interval: PositiveInt = Field(500, description="momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")
     warmup_steps: NonNegativeInt = Field(
@@ -72,7 +72,7 @@ class HookSpec(Section):
         0.01, description="momentum_reset: share of the scheduled learning rate right after a reset."
     )
     restart_bias_correction: bool = Field(
-        False, description="momentum_reset: count the optimizer's steps anew; SPAM does not, Stable-SPAM does."
+        False, description="momentum_reset: restart the optimizer's step count; SPAM does not, Stable-SPAM does."
     )
     path: str | None = Field(
         None, min_length=1, description="file: Python file; it runs with all rights of the training process."
@@ -89,15 +89,15 @@ FIELDS_OF = {
     MOMENTUM_RESET: {"interval", "warmup_steps", "warmup_start", "restart_bias_correction"},
     FILE: {"parameters", "path", "name", "settings"},
 }
-"""Which fields each hook reads, besides ``hook``."""
+"""Fields that each hook reads, besides ``hook``."""
 NEEDED = {ABSOLUTE: ("theta",), SPIKE_AWARE: ("theta",), MOMENTUM_RESET: (), FILE: ("path", "name")}
 
 
 def theta_at(theta: Theta, step: int) -> float:
     """The threshold of one step; infinite: no bound.
 
-    Between two points one of which is "inf" the earlier one holds; before the first point the first, after the last
-    the last.
+    Points are interpolated linearly; if one of two is "inf", the earlier one holds between them. The first point holds
+    before it, the last after it.
 
     Args:
         theta: as configured.

@@ -1,8 +1,8 @@
-"""How does one JSON file become a checked run configuration?
+"""Loading of a JSON file into a checked run configuration.
 
 The file is a DeepSpeed config plus the key ``megasdc``. Reading, overrides, preset, checks and defaults come in this
-order; every problem of every kind is reported at once. Relative paths in the file stay as they are written, and so
-mean the folder that the run is started in, not the folder of the file.
+order; all problems are reported at once. Relative paths in the file are not changed, and so are relative to the folder
+in which the run is started, not to the folder of the file.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from megasdc.config.table import element_in, field_text, model_in, type_text
 from megasdc.errors import ConfigError
 
 Path_ = tuple[str | int, ...]
+SCHEMA_KEY = "$schema"
+"""Key by which a file names its schema, for editors."""
 
 
 class WholeFile(DeepSpeedPart):
@@ -43,10 +45,10 @@ class RunConfig:
 
     Attributes:
         deepspeed: DeepSpeed's keys, without ``megasdc``. Of the three batch sizes, those that depend on the world
-            size may be absent: `resolve_batch` gives all three.
+            size may be absent: `resolve_batch` returns all three.
         megasdc: our sections, presets expanded.
-        source: the file it came from; None if it came from a dict. Two equal configurations may differ in it.
-        allow_changed: fields that may have another value than in the checkpoint that is gone on from; as `source`.
+        source: the file it was read from; None if it came from a dict. Ignored by ``==``.
+        allow_changed: fields that may differ from the checkpoint at a resume. Ignored by ``==``.
     """
 
     deepspeed: dict[str, Any]
@@ -56,11 +58,11 @@ class RunConfig:
 
     @property
     def precision(self) -> str:
-        """Type in which the model trains: ``fp32``, ``bf16`` or ``fp16``."""
+        """Dtype in which the model trains: ``fp32``, ``bf16`` or ``fp16``."""
         return precision_of(self.deepspeed)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the complete file, defaults filled in; loading it gives an equal configuration."""
+        """Return the complete file with defaults filled in; loading it yields an equal configuration."""
         return {**copy.deepcopy(self.deepspeed), "megasdc": self.megasdc.model_dump(mode="json")}
 
 
@@ -70,10 +72,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: 
     Args:
         path: the file.
         overrides: texts ``a.b.c=value``, applied in order before anything is checked.
-        allow_changed: paths ``a.b.c`` of fields that a resume may find changed, see `megasdc.config.changes`.
+        allow_changed: paths ``a.b.c`` of fields that may differ at a resume, see `megasdc.config.changes`.
 
     Raises:
-        ConfigError: with every problem found; each states dotted path, value got, values allowed, remedy.
+        ConfigError: with every problem; each states dotted path, value got, values allowed, remedy.
     """
     raw, problems = read_json(path)
     problems += _allowance_problems(allow_changed)
@@ -81,12 +83,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: 
 
 
 def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str | None = None) -> RunConfig:
-    """Check and complete a configuration that is already a dict, which is left as it is.
+    """Check and complete a configuration that is already a dict, which is not modified.
 
     Args:
         raw: the content of a file.
         overrides: as in `load_config`.
-        source: where it came from, for messages.
+        source: its origin, for messages.
 
     Raises:
         ConfigError: as `load_config`.
@@ -94,14 +96,25 @@ def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str
     return _build(copy.deepcopy(raw), overrides, source, [])
 
 
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a whole file: types, ranges, defaults and meanings of all fields.
+
+    Contradictions between fields are checked by `load_config` only.
+    """
+    schema = WholeFile.model_json_schema()
+    schema["properties"][SCHEMA_KEY] = {"type": "string", "description": "This schema; for editors alone."}
+    return {SCHEMA_KEY: "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A run of megasdc"}
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the valid name that a misspelt one most likely means, None if none is near."""
+    """Return the valid name most similar to a misspelt one, None if none is similar."""
     by_lower = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str]) -> RunConfig:
+    raw.pop(SCHEMA_KEY, None)
     problems += apply_overrides(raw, overrides, _list_default)
     wrong = _expand_preset(raw) | _unusable_problems(raw) | _type_problems(raw)
     found = list(wrong.values())
@@ -119,7 +132,7 @@ def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, pr
 
 
 def _allowance_problems(names: Iterable[str]) -> list[str]:
-    """List the names after ``--allow-changed`` that are no fields, or fields that are never taken up changed."""
+    """Problems of names after ``--allow-changed``: no field, or a field whose change is always refused."""
     problems = []
     for name in names:
         path: Path_ = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
@@ -133,14 +146,14 @@ def _allowance_problems(names: Iterable[str]) -> list[str]:
             problems.append(f"--allow-changed {name}: is no field of the configuration; {hint}")
         elif at_resume_of(section, info) in ("refused", "universal"):
             problems.append(
-                f"--allow-changed {name}: no run goes on with another value; train anew in another "
-                "megasdc.logging.run_dir, or see README, A changed configuration."
+                f"--allow-changed {name}: no run can resume with another value; start a new run in another "
+                "megasdc.logging.run_dir, or see docs/guides/resume.md."
             )
     return problems
 
 
 def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """Put the preset's sizes under the given ones, in place; an unknown preset makes the sizes not given doubtful."""
+    """Add a preset's sizes that are not given, in place; an unknown preset marks the sizes not given as unreliable."""
     section = raw.get("megasdc")
     model = section.get("model") if isinstance(section, dict) else None
     name = model.get("preset") if isinstance(model, dict) else None
@@ -158,7 +171,7 @@ def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
 
 
 def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """List unknown keys, missing keys, wrong types and values out of range."""
+    """Unknown keys, missing keys, wrong types and values out of range, by path."""
     found: dict[Path_, Problem] = {}
     try:
         WholeFile.model_validate(raw)
@@ -170,12 +183,12 @@ def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
 
 
 def _unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """List texts that no file name can hold, and numbers that no JSON file can; keys that are such are taken out."""
+    """Texts that are impossible in file names, and numbers that are impossible in JSON; removes such keys."""
     found: dict[Path_, Problem] = {}
     for path, reason in list(unusable_values(raw)):
         name = dotted(path)
         found[path] = Problem((name,), f"{name}: {reason}, got {shown(_value_at(raw, path))}; write it without.")
-    for path in found:  # pydantic says of an object with such a key only that it is none
+    for path in found:  # pydantic would reject the whole object without naming the key
         if path and isinstance(path[-1], str) and is_unusable(path[-1]):
             _remove(raw, path)
     return found
@@ -227,7 +240,7 @@ def _unknown_key(raw: Any, path: Path_) -> Problem:
 
 
 def _homes(key: str) -> list[str]:
-    """Find a key that stands in the wrong place: the dotted paths that end in it."""
+    """Dotted paths that end in a key, as hints for a misplaced one."""
     found = [f"megasdc.{key}"] if key in MegasdcSection.model_fields else []
     for prefix, section in (("", DeepSpeedPart), ("megasdc.", MegasdcSection)):
         for name, info in section.model_fields.items():
@@ -240,7 +253,7 @@ def _homes(key: str) -> list[str]:
 
 
 def _locate(loc: Path_) -> tuple[Path_, FieldInfo | None, Any]:
-    """Follow pydantic's location through the sections; the tags of a union, which name no key, end the path."""
+    """Follow pydantic's location through the sections; tags of a union, which are no keys, end the path."""
     path: list[str | int] = []
     info: FieldInfo | None = None
     annotation: Any = WholeFile
@@ -275,7 +288,7 @@ def _value_at(raw: Any, path: Path_) -> Any:
 
 
 def _inside(path: str, other: str) -> bool:
-    """Tell whether one path is the other or lies in it."""
+    """Whether the paths are equal or one contains the other."""
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 
@@ -287,7 +300,7 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 
 
 def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
-    """Build our sections with everything wrong taken out, in place, so that the other fields can be cross-checked."""
+    """Build our sections without the wrong values, removed in place, so that the other fields can be cross-checked."""
     for path in bad:
         _remove(raw, _without_needed(path))
     section = raw.get("megasdc")
@@ -298,14 +311,14 @@ def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
 
 
 def _without_needed(path: Path_) -> Path_:
-    """Cut a path back to its list if it names a field that an item of the list cannot be without."""
+    """Shorten a path to its list if it names a required field of a list item."""
     _, info, _ = _locate(path)
     numbers = [place for place, item in enumerate(path) if isinstance(item, int)]
     return path[: numbers[-1]] if numbers and info is not None and info.is_required() else path
 
 
 def _remove(raw: Any, path: Path_) -> None:
-    """Take out a key; a bad item takes its whole list with it, because the other items would change their place."""
+    """Remove a key; for a bad list item the whole list, since the indices of the other items would change."""
     while path and isinstance(path[-1], int):
         path = path[:-1]
     for key in path[:-1]:

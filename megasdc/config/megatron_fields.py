@@ -1,4 +1,4 @@
-"""Which fields may `model.megatron` set? Read from Megatron-core's source, so that neither it nor torch is imported."""
+"""Fields that `model.megatron` may set, read from Megatron-core's source, so that neither it nor torch is imported."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ REFUSED_FIELDS: dict[str, str] = {
     "fp8": "it is not supported",
     "multi_latent_attention": "it is not supported",
 }
-"""Fields of TransformerConfig that a run must not set this way, with the remedy or reason."""
+"""Fields of TransformerConfig that `model.megatron` must not set, with the remedy or reason."""
 
 TORCH_FIELDS = frozenset(
     {
         "activation_func_clamp_value",  # MLP, inside the gate
-        "deterministic_mode",  # VocabParallelEmbedding, how it looks up
+        "deterministic_mode",  # VocabParallelEmbedding, lookup
         "glu_linear_offset",  # MLP, inside the gate
         "no_rope_freq",  # Attention, which layers rotate
         "qk_layernorm",  # our layer_spec
-        "softmax_scale",  # Attention hands it to our TorchAttention
+        "softmax_scale",  # Attention passes it to our TorchAttention
     }
 )
-"""Fields that change what runs with backend torch (Megatron-core 0.16: read by the named module). Most others are read
-by modules that megasdc replaces, or need kernels that backend torch has not."""
+"""Fields that have an effect with backend torch (Megatron-core 0.16: read by the named module). Most others are read by
+modules that megasdc replaces, or need kernels that backend torch does not have."""
 
 NEEDS: dict[str, tuple[str, Any]] = {
     "activation_func_clamp_value": ("gated_mlp", True),
     "glu_linear_offset": ("gated_mlp", True),
     "no_rope_freq": ("position_embedding", "rope"),
 }
-"""Fields that, with backend torch, have effect only with this value of this field of `megasdc.model`."""
+"""Fields that, with backend torch, have an effect only with this value of this field of `megasdc.model`."""
 
 
 _FLOAT32_MAX = 3.4028234e38
@@ -85,11 +85,11 @@ VALUES: dict[str, Any] = {
     "qk_layernorm": bool,
     "softmax_scale": float | None,
 }
-"""What the fields of backend torch may be."""
+"""Allowed values of the fields of backend torch."""
 
 
 def _value_problem(name: str, value: Any, layers: int) -> str | None:
-    """What is wrong with the value of a field of backend torch."""
+    """Problem of the value of a field of backend torch; None: there is none."""
     try:
         TypeAdapter(VALUES[name], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except ValidationError:
@@ -109,8 +109,8 @@ def megatron_problems(model: ModelSection) -> dict[str, str]:
             model is built.
 
     Returns:
-        What is wrong, by name. Names that exist but have their own field in the config are wrong too. Without
-        Megatron-core on this machine, unknown names cannot be told and pass.
+        Problems by name. Names that have their own field in the configuration are refused too. Without Megatron-core
+        on this machine, unknown names cannot be detected and pass.
     """
     known = megatron_fields()
     wrong = {}

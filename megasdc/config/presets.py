@@ -1,8 +1,8 @@
-"""Which model sizes have a name? Fields of the `model` section, from 1 M to 70 B parameters.
+"""Presets of model sizes: fields of the `model` section, from 1 M to 70 B parameters.
 
 Sources: GPT-2 sizes from Radford et al. 2019; Llama sizes from Touvron et al. 2023 (arXiv 2302.13971, 2307.09288) and
 the Llama 3 herd (arXiv 2407.21783); the ``pei-`` sizes from Pei, Lausen, Karypis 2025 (IEEE Micro,
-10.1109/MM.2025.3642709), whose head counts are not printed: heads of 128 channels are assumed.
+10.1109/MM.2025.3642709), which does not give head counts: heads of 128 channels are assumed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration? One message, and the fields it is about."""
+"""A problem of a configuration: one message, and the fields that it concerns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
-        paths: dotted paths of the fields it is about, the one at fault first. A contradiction is not reported while
-            one of its fields is wrong by itself.
+        paths: dotted paths of the fields that it concerns, the one at fault first. A contradiction is not reported
+            while one of its fields is wrong by itself.
         text: the message.
     """
 

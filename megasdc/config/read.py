@@ -1,8 +1,8 @@
-"""How does a JSON file become a dict, and how do `--set` overrides change it?
+"""Reading of a JSON file into a dict, and `--set` overrides.
 
 JSON only: DeepSpeed's own reader (hjson) accepts files that other tools refuse. Duplicate keys are refused, because
-every JSON reader silently keeps one of the two values. All problems are collected, none is raised here but for a file
-that cannot be read at all.
+every JSON reader silently keeps one of the two values. Problems are collected; only a file that cannot be read or
+parsed raises here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from megasdc.errors import ConfigError
 
 ListDefault = Callable[[tuple[str | int, ...]], list[Any] | None]
-"""Gives the default of a list field, so that an override can change one item of a list that the file leaves out."""
+"""Returns the default of a list field, so that an override can change one item of a list that the file does not set."""
 
 
 DEEPEST = 100
-"""Levels of lists and objects in each other; fields lie at most a few deep."""
+"""Maximum nesting of lists and objects; fields need a few levels only."""
 MOST_DIGITS = 400
-"""Digits of an integer; the largest floating-point number has 309."""
+"""Maximum of digits of an integer; the largest floating-point number has 309."""
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """Write a path the way messages and `--set` do: ``megasdc.data.split.0``."""
+    """Format a path as in messages and `--set`: ``megasdc.data.split.0``."""
     return ".".join(item if isinstance(item, str) and item.isprintable() else json.dumps(item) for item in path)
 
 
@@ -63,13 +63,13 @@ def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(found, dict):
         raise ConfigError(f"the file holds {shown(found)}; needed: one object {{...}}.", source)
     problems = [
-        f"{dotted(at)}: the key stands more than once in its object; keep one of them." for at in _duplicates(found, ())
+        f"{dotted(at)}: the key occurs more than once in its object; keep one of them." for at in _duplicates(found, ())
     ]
     return plain, problems
 
 
 def loads(text: str) -> Any:
-    """Parse JSON, refusing what is no finite number, and marking duplicate keys in `_Object.duplicates`."""
+    """Parse JSON; refuses numbers that are not finite, and stores duplicate keys in `_Object.duplicates`."""
     try:
         return json.loads(
             text, object_pairs_hook=_Object, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_finite
@@ -80,7 +80,7 @@ def loads(text: str) -> Any:
 
 
 def unusable_values(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Find what no file name and no JSON file can hold, keys included.
+    """Find values and keys that are impossible in file names or in JSON.
 
     Yields:
         Path and reason of every text with a NUL character or half a surrogate pair, and of every NaN and infinity.
@@ -100,14 +100,14 @@ def unusable_values(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tupl
 
 
 def is_unusable(text: str) -> str | None:
-    """Why a text can be no file name; None if it can."""
+    """Why a text cannot be a file name; None if it can."""
     if "\0" in text:
         return "holds a NUL character"
     return "holds half a surrogate pair" if any("\ud800" <= letter <= "\udfff" for letter in text) else None
 
 
 def shown(value: Any) -> str:
-    """Write a value as JSON for a message, shortened to 60 characters."""
+    """Format a value as JSON for a message, shortened to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -117,8 +117,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str], list_default:
 
     Args:
         raw: the file's object.
-        overrides: texts ``a.b.c=value``; the value is parsed as JSON, else taken as text. A number in the path is an
-            index into a list.
+        overrides: texts ``a.b.c=value``; a value that is not JSON is a string. A number in the path is an index into a
+            list.
         list_default: default of a list field by path.
 
     Returns:
@@ -159,7 +159,7 @@ def _apply(raw: dict[str, Any], text: str, list_default: ListDefault) -> str | N
 
 
 class _Object(dict[str, Any]):
-    """A parsed object that remembers which of its keys stood there twice."""
+    """A parsed object that stores its duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -168,7 +168,7 @@ class _Object(dict[str, Any]):
 
 
 class _RefusedNumber(ValueError):
-    """A number that JSON or a computer does not have; ``written`` as in the text."""
+    """A number that JSON or floating point cannot represent; ``written`` as in the text."""
 
     def __init__(self, written: str, reason: str) -> None:
         super().__init__(f"{shown(written).strip(chr(34))} {reason}")
@@ -176,7 +176,7 @@ class _RefusedNumber(ValueError):
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:{}"\[\]]+')
-"""A text or another scalar of a JSON file."""
+"""A string or another scalar of a JSON file."""
 
 
 def _refuse_constant(name: str) -> Any:

@@ -1,11 +1,11 @@
-"""What could make two runs of one configuration differ? Settings, environment variables and modules, from a list.
+"""Causes of differences between two runs of one configuration: settings, environment variables and modules.
 
-Only what is known to change bits is listed. Looked at and found to have no part in it: ``zero_optimization.
+Only known causes are listed. Examined, without effect on bits: ``zero_optimization.
 overlap_comm`` (DeepSpeed 0.19's pipeline engine turns it off), ``contiguous_gradients``, ``round_robin_gradients`` and
 bucket sizes (gradients are reduced after the last backward pass, in the order of the parameters), fp16's dynamic loss
 scale (a function of the gradients), activation recompute and dropout (masks are functions of seed, step, sample and
 layer, see ``megasdc.model.randomness``), the order of samples (a function of ``data.seed``), huge pages, apex
-(not used). Other kinds of processors or GPUs and other versions of packages give other bits whatever is set here.
+(not used). Other kinds of CPUs or GPUs and other package versions give other bits whatever is set here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megasdc.config.read import shown
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CPU_KERNEL_VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
-"""Choose other CPU kernels; each was seen to change the bits of a layer (torch 2.13, AVX-512)."""
+"""Variables that select other CPU kernels; each was observed to change the bits of a layer (torch 2.13, AVX-512)."""
 STARTUP_MODULES = ("sitecustomize", "usercustomize")
-"""Python imports these before anything else, if it finds them."""
+"""Modules that Python imports before anything else, if they exist."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Cause:
 
     Attributes:
         place: dotted path of a setting, name of an environment variable, or name of a module.
-        text: what it does.
+        text: its effect.
         remedy: what to do about it.
-        between: what two runs would differ: ``runs`` on one machine, or only runs on two ``machines``.
+        between: which runs can differ: two ``runs`` on one machine, or only runs on two ``machines``.
     """
 
     place: str
@@ -49,7 +49,7 @@ class Cause:
     between: Literal["runs", "machines"]
 
     def render(self) -> str:
-        """One line for people."""
+        """One line of text."""
         what = "two runs" if self.between == "runs" else "runs on two machines"
         return f"{self.place}: {self.text}; {what} can differ. Remedy: {self.remedy}."
 
@@ -61,7 +61,7 @@ def find_causes(
 
     Args:
         config: the configuration.
-        environ: environment that ranks get.
+        environ: environment of the ranks.
         startup_modules: from ``find_startup_modules``.
         cuda: whether it trains on GPUs.
     """
@@ -78,7 +78,7 @@ def find_causes(
 
 
 def find_startup_modules() -> dict[str, str]:
-    """Files of modules that Python imports by itself at the start and that come with neither Python nor the system."""
+    """Files of modules that Python imports at its start, by name, without those of Python and of the system."""
     own = {Path(folder).resolve() for folder in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
     found = {}
     for name in STARTUP_MODULES:
@@ -149,7 +149,7 @@ def _setting_causes(config: RunConfig, cuda: bool) -> Iterator[Cause]:
 def _drop_causes(config: RunConfig) -> Iterator[Cause]:
     drop = config.megasdc.drop_compute
     if drop.enabled and drop.threshold != INFINITE and drop.replay_decisions is None:
-        text = "got true: which micro-batches are left out depends on the time that they take"
+        text = "got true: which micro-batches are dropped depends on the time that they take"
         remedy = "name the decisions.jsonl of the first run in megasdc.drop_compute.replay_decisions"
         yield Cause("megasdc.drop_compute.enabled", text, remedy, "runs")
 

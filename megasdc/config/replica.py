@@ -1,4 +1,4 @@
-"""What is the configuration of one replica of a study? That of an ordinary run, which could be started alone."""
+"""Configuration of one replica of a study: that of an ordinary run, which could be started alone."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=FaultPlace)
 _SEEDS_APART = 1 << 32
-"""Between the seeds of the same fault in neighbouring replicas, so that each draws its own."""
+"""Difference between the seeds of a fault in consecutive replicas, so that their draws are independent."""
 
 
 def replica_folder(folder: Path | str, replica: int) -> Path:
-    """Where a replica keeps what a run keeps in ``folder``."""
+    """Folder of a replica, in place of ``folder`` of an ordinary run."""
     return Path(folder) / f"replica_{replica}"
 
 
 def harmed_replica(study: StudySection) -> int:
-    """The replica that is compared with the trusted one, in a study of two."""
+    """The replica that is not trusted, in a study of two."""
     return 0 if study.trusted else 1
 
 
 def replica_config(config: RunConfig, replica: int) -> RunConfig:
-    """Make the configuration of one replica: own folders, its faults alone, no study.
+    """The configuration of one replica: own folders, only its faults, no study.
 
     Args:
         config: of a study.
@@ -65,7 +65,7 @@ def _reseeded(spec: FaultSpec, replica: int) -> FaultSpec:
 
 
 def _own_monitors(deepspeed: dict[str, Any], replica: int) -> dict[str, Any]:
-    """Keep the replicas' TensorBoard and CSV files apart."""
+    """Give each replica its own names of TensorBoard and CSV files."""
     own = copy.deepcopy(deepspeed)
     for name in ("tensorboard", "csv_monitor"):
         if own.get(name, {}).get("enabled"):

@@ -1,7 +1,7 @@
-"""What may I set? The typed sections of the ``megasdc`` key, one class each.
+"""Typed sections of the ``megasdc`` key, one class each.
 
-Every field states its meaning, unit, range and what null means in its description; the README's table is generated
-from these. A section is read only by the part of the package that it configures.
+The description of every field states its meaning, unit, range and what null means; the documentation's table is
+generated from it. A section is read only by the part of the package that it configures.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class DataSection(Section):
     )
     mask_end_of_document: bool = Field(
         False,
-        description="Leave the loss at end-of-document tokens out of every sum and average.",
+        description="Exclude the loss at end-of-document tokens from every sum and average.",
         json_schema_extra=FLAG,
     )
     sources: list[SourceSection] = Field(
@@ -216,7 +216,7 @@ class DataSection(Section):
 
     @property
     def folders(self) -> list[str]:
-        """Every folder that samples come from, in the order of the blend."""
+        """All folders of the samples, in the order of the blend."""
         return [part.path for part in self.blend] or [self.path]
 
 
@@ -237,8 +237,8 @@ class ParallelSection(Section):
     )
     timeout_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
         1800.0,
-        description="Seconds after which a collective is given up, set on every process group; also those within which "
-        "all ranks must have met at the start.",
+        description="Seconds after which a collective times out, set on every process group; also those within which "
+        "all ranks must have connected at the start.",
         json_schema_extra=NO_MATTER,
     )
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
@@ -248,14 +248,14 @@ class ParallelSection(Section):
     )
     share_devices: bool = Field(
         False,
-        description="Let the ranks of a host share its GPUs, dealt in turn, with collectives by gloo through host "
+        description="Let the ranks of a host share its GPUs, assigned round robin; collectives use gloo through host "
         "memory, since NCCL refuses two ranks on one GPU; slow, to try a layout where GPUs are few.",
         json_schema_extra=APPLIED,
     )
 
 
 class TrainingSection(Section):
-    """How long to train, and what is looked at meanwhile."""
+    """How long to train, and when to evaluate and stop."""
 
     steps: PositiveInt = Field(
         ..., description="Optimizer steps of the whole run, resumed parts included.", json_schema_extra=APPLIED
@@ -276,7 +276,7 @@ class TrainingSection(Section):
     )
     stop_step: PositiveInt | None = Field(
         None,
-        description="Save and stop after this step although the run is longer; null: go on to `steps`.",
+        description="Save and stop after this step although the run is longer; null: continue to `steps`.",
         json_schema_extra=NO_MATTER,
     )
     max_skipped_steps: PositiveInt = Field(
@@ -287,7 +287,7 @@ class TrainingSection(Section):
     garbage_collection: Literal["python", "managed"] = Field(
         "python",
         description="python: Python collects garbage whenever it does by itself, each rank at another moment; managed: "
-        "all ranks at the end of the same steps, without looking at what was built before the first.",
+        "all ranks at the end of the same steps, ignoring objects created before the first collection.",
         json_schema_extra=NO_MATTER,
     )
     garbage_collection_interval: PositiveInt = Field(
@@ -309,7 +309,7 @@ class DeterminismSection(Section):
     )
     fill_uninitialized_memory: bool = Field(
         False,
-        description="Fill every new tensor with NaN before it is written, to find code that reads what nobody wrote; "
+        description="Fill every new tensor with NaN before it is written, to find reads of uninitialised memory; "
         "slow, and not needed to repeat a run. Needs `enabled`.",
     )
 
@@ -347,7 +347,7 @@ class CheckpointSection(Section):
     )
     universal_without: list[Literal["loader", "hooks"]] = Field(
         [],
-        description="What `universal` need not bring along: loader: the data begin anew at their first sample; "
+        description="What `universal` may lack: loader: the data start again at their first sample; "
         "hooks: hooks begin without their saved states.",
     )
 

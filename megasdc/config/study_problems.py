@@ -1,4 +1,4 @@
-"""Which settings of a study contradict others?"""
+"""Contradictions in the settings of a study."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _READERS = {
     "sampled_elements": (COMPUTATION_SYNC,),
     "interval": (COMPUTATION_SYNC, FREE_RUN),
 }
-"""In which modes a field is read."""
+"""Modes in which a field is read."""
 
 
 def study_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """Yield every contradiction that can be seen without knowing the number of ranks.
+    """Yield every contradiction that does not depend on the number of ranks.
 
     Args:
         file: our sections.
@@ -65,7 +65,7 @@ def _submodule_problems(file: MegasdcSection) -> Iterator[Problem]:
         if not any(fnmatchcase(name, pattern) for name in names):
             path = f"{_S}.submodules.{index}"
             near = ", ".join(near_names(pattern, names))
-            text = f"{path}: got {pattern!r}, which fits no submodule; nearest: {near}."
+            text = f"{path}: got {pattern!r}, which matches no submodule; nearest: {near}."
             yield Problem((path, "megasdc.model"), text)
 
 
@@ -81,7 +81,7 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
         yield _against(
             study,
             "megasdc.drop_compute.enabled",
-            "true; by the clock each replica would leave out other micro-batches; set it false, or replay decisions",
+            "true; each replica would drop different micro-batches; set it false, or replay decisions",
         )
     if file.delay:
         yield _against(study, "megasdc.delay", f"{len(file.delay)} entries; delays change no result; remove them")
@@ -89,7 +89,7 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
         yield _against(
             study,
             "megasdc.checkpoint.keep_last",
-            "1; a study goes on from a checkpoint that all replicas have, and one killed while saving has only the one "
+            "1; a study resumes from a checkpoint that all replicas have, and one killed while saving has only the one "
             "before; set it to 2 or more, or 0",
         )
     if study.mode == FREE_RUN and not file.training.eval_interval:
@@ -99,7 +99,7 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
             "0; the models are evaluated at the end, on eval_samples; set an interval",
         )
     if study.mode == COMPUTATION_SYNC:
-        again = "; micro-batches that one replica computes again are compared with nothing; set it false"
+        again = "; micro-batches that one replica recomputes are compared with nothing; set it false"
         for path, section in (("sdc.always_on", file.sdc.always_on), ("audit", file.audit)):
             if section.enabled:
                 yield _against(study, f"megasdc.{path}.enabled", f"true{again}")

@@ -1,4 +1,4 @@
-"""How are whole runs compared while they train? The section `study`."""
+"""Section `study`: comparison of whole runs while they train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megasdc.config.fields import FLAG, NonNegativeInt, PositiveInt, Section
 COMPUTATION_SYNC, PARAMETER_SYNC, FREE_RUN = "computation_sync", "parameter_sync", "free_run"
 PAPER_FORWARD = ("*.word_embeddings", "*.self_attention.linear_proj", "*.mlp.linear_fc2", "*.output")
 PAPER_BACKWARD = ("*.self_attention.linear_qkv", "*.mlp.linear_fc1", "*.output")
-"""Whose results are those of attention and FFN before the sum over tensor ranks, and embedding and head."""
+"""Submodules whose results are those of attention and FFN before the sum over tensor ranks; embedding and head."""
 
 
 class StudySection(Section):

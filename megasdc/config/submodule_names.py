@@ -1,7 +1,7 @@
-"""Which submodules has the whole model, and which results can be seen of each? Names, without building anything.
+"""Submodules of the whole model, and the observable results of each: names, without building the model.
 
-A rank holds one stage only; this catalogue names those of all stages. A test compares it with what the ranks of real
-models show.
+A rank holds one stage only; this catalogue covers all stages. A test compares it with the observations of ranks of real
+models.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def submodule_slots(model: ModelSection, parallel: ParallelSection) -> dict[str,
 
     Args:
         model: the resolved section.
-        parallel: with how many stages and tensor ranks.
+        parallel: numbers of stages and tensor ranks.
 
     Returns:
-        Slots by full name and phase; a phase without slots is left out.
+        Slots by full name and phase; phases without slots are omitted.
     """
     return {name: _slots(name, _parameters(name, model, parallel), parallel) for name in _names(model)}
 
@@ -58,7 +58,7 @@ def parameter_names(model: ModelSection, parallel: ParallelSection) -> list[str]
 
     Args:
         model: the resolved section.
-        parallel: with how many stages.
+        parallel: number of stages.
     """
     own = [fqn for fqn in _names(model) if not (model.tie_embeddings and fqn.endswith(".output"))]
     return [f"{fqn}.{name}" for fqn in own for name in _parameters(fqn, model, parallel)]
@@ -77,7 +77,7 @@ def _parameters(fqn: str, model: ModelSection, parallel: ParallelSection) -> tup
         return ("weight",) if model.normalization == "RMSNorm" else ("weight", "bias")
     if name.startswith("linear_"):
         return ("weight", "bias") if model.bias or (model.qkv_bias and name == "linear_qkv") else ("weight",)
-    if name == "output":  # a tied one has its weight where the embedding is not
+    if name == "output":  # a tied one has its own copy only on another stage than the embedding
         return () if model.tie_embeddings and parallel.pipeline == 1 else ("weight",)
     if name == "positions":
         return ("weight",) if model.position_embedding == "learned" else ()

@@ -1,10 +1,10 @@
-"""How are the fields of the config written for people: types in words, and the README's table?"""
+"""Documentation of the configuration's fields: types in words, and tables in markdown files."""
 
 from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,9 +16,6 @@ from pydantic_core import PydanticUndefined
 from megasdc.config.deepspeed_part import DeepSpeedPart
 from megasdc.config.fields import LARGEST_INTEGER, AtResume, at_resume_of
 from megasdc.config.sections import MegasdcSection
-
-BEGIN = "<!-- config-table:begin -->"
-END = "<!-- config-table:end -->"
 
 _WORDS: dict[Any, str] = {
     int: "integer",
@@ -34,11 +31,11 @@ _ALL_BOUNDS = (*_BOUNDS, (annotated_types.Le, "le", "<="))
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Say in words which JSON values an annotation allows, such as ``integer > 0 or null``.
+    """The JSON values that an annotation allows, in words, such as ``integer > 0 or null``.
 
     Args:
-        annotation: a type as it stands in a section.
-        metadata: bounds that pydantic has taken off the annotation.
+        annotation: type of a section's field.
+        metadata: bounds that pydantic has separated from the annotation.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -62,7 +59,7 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def field_text(field: FieldInfo) -> str:
-    """Say in words which JSON values a field allows."""
+    """The JSON values that a field allows, in words."""
     return type_text(field.annotation, field.metadata)
 
 
@@ -100,7 +97,7 @@ def element_in(annotation: Any) -> Any:
 
 
 def rows_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, AtResume]]:
-    """Yield path, field, and what becomes of it when it is changed at a resume, of every field that is no section."""
+    """Yield path, field and effect of a change at a resume, for every field that is not a section."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = model_in(field.annotation)
@@ -125,7 +122,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def render_table() -> str:
-    """Return the markdown tables: every field under `megasdc`, and of DeepSpeed's keys what a resume makes of them."""
+    """The markdown tables: every field under `megasdc`, and DeepSpeed's keys by effect of a change at a resume."""
     lines = ["| field | type | default | at resume | meaning |", "|---|---|---|---|---|"]
     for path, field, at_resume in rows_of(MegasdcSection, ""):
         cells = (f"`{path}`", field_text(field), _default_text(field), at_resume, field.description or "")
@@ -134,7 +131,7 @@ def render_table() -> str:
 
 
 def _deepspeed_lines() -> Iterator[str]:
-    """The table of DeepSpeed's keys by what becomes of them at a resume."""
+    """The table of DeepSpeed's keys by effect of a change at a resume."""
     yield "| at resume | DeepSpeed's keys |"
     yield "|---|---|"
     kinds: dict[str, dict[str, AtResume]] = {}
@@ -144,36 +141,33 @@ def _deepspeed_lines() -> Iterator[str]:
     for kind in get_args(AtResume):
         names: list[str] = []
         for key, fields in kinds.items():
-            alike = set(fields.values()) == {kind}  # the section's name stands for all of it
+            alike = set(fields.values()) == {kind}  # the section's name stands for all its fields
             names += [key] if alike else [path for path, at_resume in fields.items() if at_resume == kind]
         if names:
             yield f"| {kind} | {', '.join(f'`{name}`' for name in names)} |"
 
 
-def with_table(path: Path) -> tuple[str, str]:
-    """What a markdown file holds, and the same with the current table between its two markers.
+def with_tables(path: Path, tables: Mapping[str, Callable[[], str]]) -> tuple[str, str]:
+    """Text of a markdown file, and the same text with its tables, between markers, replaced by the current ones.
 
     Args:
-        path: the file; it must hold the lines `<!-- config-table:begin -->` and `<!-- config-table:end -->`.
+        path: the file; it must hold the lines ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->`` of one table at least.
+        tables: functions that render a table, by NAME.
 
     Raises:
-        ValueError: a marker is missing or they are in the wrong order.
+        ValueError: it holds no table's markers, only one of two, or they are in the wrong order.
     """
-    text = path.read_text(encoding="utf-8")
-    try:
-        return text, between_markers(text, BEGIN, END, render_table())
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
-
-
-def between_markers(text: str, begin: str, end: str, table: str) -> str:
-    """A text with a table in place of what stands between two lines.
-
-    Raises:
-        ValueError: a line is missing or they are in the wrong order.
-    """
-    head, found, rest = text.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"needs the line {begin} and after it the line {end}")
-    return f"{head}{begin}\n{table}{end}{tail}"
+    text = fresh = path.read_text(encoding="utf-8")
+    markers = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in tables}
+    held = [name for name, both in markers.items() if any(marker in text for marker in both)]
+    if not held:
+        wanted = " or ".join(" and after it ".join(both) for both in markers.values())
+        raise ValueError(f"{path} holds no table; it needs the lines {wanted}")
+    for name in held:
+        begin, end = markers[name]
+        head, found, rest = fresh.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"{path} needs the line {begin} and after it the line {end}")
+        fresh = f"{head}{begin}\n{tables[name]()}{end}{tail}"
+    return text, fresh

@@ -1,1 +1,1 @@
-"""Text to tokens to micro-batches: sources, tokenizer, preparation, dataset, and a loader with a saved position."""
+"""Data pipeline: sources, tokenizer, preparation, dataset, and a loader with a saved position."""

@@ -1,18 +1,18 @@
-"""In which order do the samples of several datasets follow each other? By weight, as Megatron-core blends them.
+"""Order of samples in a blend of several datasets by weight, as in Megatron-core.
 
 The order is that of Megatron-core's `build_blending_indices`: the next sample comes from the dataset that is furthest
-behind its share. Differences from Megatron's `BlendedDataset`, on purpose:
+behind its share. Deliberate differences from Megatron's `BlendedDataset`:
 
-* Each part is a stream that goes on: when all its samples were used it begins its next epoch, in another order.
-  Megatron's parts hold a fixed number of samples, drawn with a surplus that a user must guess.
-* The order does not depend on the length of the run. Megatron's function decides each sample from those before it
-  alone, so that a shorter index is the beginning of a longer one. The index is built for the next multiple of
-  `WINDOW_SAMPLES` and kept beside the other sample indices (see `index_cache`): a run that is prolonged reads a longer
-  index with the same beginning.
+* Each part is an endless stream: when all its samples were used it begins its next epoch, in another order. Megatron's
+  parts hold a fixed number of samples, drawn with a surplus that a user must guess.
+* The order does not depend on the length of the run. Megatron's function chooses each sample from the preceding ones
+  only, so that a shorter index is a prefix of a longer one. The index is built for the next multiple of
+  `WINDOW_SAMPLES` and cached beside the other sample indices (see `index_cache`): an extended run reads a longer
+  index with the same prefix.
 
 After n samples a part has had at most one sample more than its share of n, and with two parts less than one sample
-fewer. The pattern of parts follows from the weights alone; the seed orders the samples inside each part. With weights
-in the ratio of small numbers the pattern is short, and a replica may see one part more often than another does; all
+fewer. The sequence of parts depends only on the weights; the seed orders the samples inside each part. With weights in
+the ratio of small numbers the pattern is short, and a replica may see one part more often than another does; all
 samples of a step together have the right shares.
 """
 
@@ -31,7 +31,7 @@ from megatron.core.datasets.utils import normalize
 from megasdc.data.index_cache import OnDamage, kept_index, tell_nobody
 
 WINDOW_SAMPLES = 1 << 20
-"""The index is built for a multiple of so many samples: 10 bytes each."""
+"""The index is built for a multiple of this many samples, at 10 bytes each."""
 
 
 class Part(Protocol):
@@ -42,29 +42,29 @@ class Part(Protocol):
 
     @property
     def num_distinct(self) -> int:
-        """So many samples from the beginning are all different."""
+        """Number of samples from the beginning until the first repeats."""
         ...
 
     def prolong(self, num_samples: int) -> None:
-        """Make the stream at least so long."""
+        """Extend the stream to at least ``num_samples``."""
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class BlendedTokens(torch.utils.data.Dataset):
-    """A stream that draws from several streams by weight; position p is always the same sample.
+    """A stream that draws from several streams by weight; a position always holds the same sample.
 
     Args:
         parts: the streams, each at least `num_samples` long.
         weights: of each, above 0; only their ratios matter.
         num_samples: length of the blend.
-        vocab_size: ids that the model knows.
+        vocab_size: number of the model's token ids.
         cache: folder of sample indices.
-        on_damage: told of a damaged one that was built again.
+        on_damage: called when a damaged one is rebuilt.
 
     Attributes:
-        path: all the ``.bin`` files, for messages.
-        identity: checksum of all that decides which sample is at a position: identities of the parts and weights.
+        path: the parts' ``.bin`` files, for messages.
+        identity: checksum of what determines the sample at a position: identities of the parts and weights.
         weights: with sum 1.
     """
 
@@ -91,7 +91,7 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     def _load_order(self) -> None:
         size = max(1, -(-self.num_samples // WINDOW_SAMPLES)) * WINDOW_SAMPLES
-        # The pattern depends on nothing but weights and size, so that training and validation share it.
+        # The sequence depends only on weights and size, so training and validation share its cached index.
         name = xxhash.xxh3_64_hexdigest(f"{self.weights} {size}".encode())
         self._part_of, self._position_in_part = kept_index(
             self._cache / f"blend-{name}",
@@ -101,7 +101,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         )
 
     def prolong(self, num_samples: int) -> None:
-        """Make the stream at least so long; what is in it already stays where it is."""
+        """Extend the stream to at least ``num_samples``; existing positions keep their samples."""
         if num_samples > self.num_samples:
             for part in self.parts:
                 part.prolong(num_samples)
@@ -113,18 +113,18 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     @property
     def num_distinct(self) -> int:
-        """So many samples from the beginning are all different: until a part begins its next epoch."""
+        """Number of samples before the first repeats: until a part begins its next epoch."""
         first = self._first_repeated()
         return self.num_samples if first is None else first
 
     @property
     def first_used_up(self) -> Part | None:
-        """The part whose next epoch ends ``num_distinct``; None where none ends within the stream."""
+        """The part that repeats first; None if none repeats within the stream."""
         first = self._first_repeated()
         return None if first is None else self.parts[int(self._part_of[first])]
 
     def _first_repeated(self) -> int | None:
-        """Position of the first sample that was there before."""
+        """Position of the first repeated sample; None if none repeats."""
         ends = np.array([part.num_distinct for part in self.parts])
         part_of, position = self._part_of[: self.num_samples], self._position_in_part[: self.num_samples]
         repeated = np.flatnonzero(position >= ends[part_of])
@@ -149,7 +149,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         return int(self._part_of[position]), int(self._position_in_part[position])
 
     def where(self, position: int) -> str:
-        """Name a sample for a message: its file, its position there, and that in the blend."""
+        """Description of a sample for a message: its file, its position there and in the blend."""
         part, inner = self.locate(position)
         return f"{self.parts[part].path}, sample position {inner} (position {position} of the blend)"
 

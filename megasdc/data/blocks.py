@@ -1,8 +1,8 @@
-"""Checksums of the blocks of a ``.bin`` file, so that a few bytes of a large file can be checked alone.
+"""Checksums of the blocks of a ``.bin`` file, so that part of a large file can be checked.
 
 They lie beside it in ``SPLIT.checksums``: the XXH3-64 of each ``block_bytes`` from the file's start, as little-endian
-unsigned 64-bit integers; the last block may be shorter. A block is about what an operating system reads ahead anyway
-when one sample is asked for, so that checking it when it is first read costs microseconds and no further reading.
+unsigned 64-bit integers; the last block may be shorter. A block is about the size of the operating system's read-ahead
+for one sample, so that checking it at its first read costs microseconds and no further reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megasdc.errors import DataError
 
 BLOCK_BYTES = 1 << 16
 NUM_SAMPLED = 16
-"""Blocks of each ``.bin`` file that are checked at the start of every rank."""
+"""Number of blocks of each ``.bin`` file that every rank checks at its start."""
 REMEDY = "copy the folder again, or prepare the data again with --force; megasdc verify-data names all that is damaged"
 _DTYPE = np.dtype("<u8")
 
@@ -53,7 +53,7 @@ class BlockChecksums:
         block_bytes: size of a block.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the checksums cannot be read.
     """
 
     def __init__(self, path: Path, block_bytes: int) -> None:
@@ -65,7 +65,7 @@ class BlockChecksums:
         return len(self._expected)
 
     def problem(self, number: int, block: bytes | memoryview) -> str | None:
-        """What is wrong with a block, from 0; None if nothing is."""
+        """Problem of block ``number`` (from 0); None if it has the expected checksum."""
         found, expected = xxhash.xxh3_64_intdigest(block), int(self._expected[number])
         if found == expected:
             return None
@@ -76,16 +76,16 @@ class BlockChecksums:
         )
 
     def sample_problems(self) -> Iterator[str]:
-        """What is wrong with the first, the last, and a few blocks between them, drawn anew in every process.
+        """Problems of the first, the last, and a few random blocks between them, drawn anew in every process.
 
-        Other ranks and later starts thus look at other blocks; no random generator of training is touched.
+        Other ranks and later starts thus check other blocks. The draw uses no random generator of training.
         """
         between = range(1, len(self) - 1)
         chosen = {0, len(self) - 1, *random.SystemRandom().sample(between, min(NUM_SAMPLED - 2, len(between)))}
         yield from self._problems(sorted(chosen))
 
     def find_problems(self) -> Iterator[str]:
-        """Every damaged block of the file."""
+        """Problems of all blocks of the file."""
         yield from self._problems(range(len(self)))
 
     def _problems(self, numbers: Iterable[int]) -> Iterator[str]:
@@ -97,10 +97,10 @@ class BlockChecksums:
 
 
 class BinReader(Protocol):
-    """What Megatron-core's IndexedDataset reads a ``.bin`` file with."""
+    """Interface of the reader with which Megatron-core's IndexedDataset reads a ``.bin`` file."""
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        """Elements from a byte on."""
+        """``count`` elements from byte ``offset`` on."""
         ...
 
 
@@ -120,7 +120,7 @@ class CheckedReader:
         self._checked = bytearray(len(checksums))
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        """Elements from a byte on.
+        """``count`` elements from byte ``offset`` on.
 
         Raises:
             DataError: a block is damaged; the message names it.

@@ -1,14 +1,14 @@
-"""How do tokens become samples? Megatron-core's GPTDataset over prepared data, one epoch after the other.
+"""Token datasets: Megatron-core's GPTDataset over prepared data, one epoch after the other.
 
-Differences from Megatron's BlendedMegatronDatasetBuilder, on purpose:
+Deliberate differences from Megatron's BlendedMegatronDatasetBuilder:
 
-* One GPTDataset an epoch, each with its own seed. In Megatron all epochs are shuffled together, so that the order
-  depends on the length of the run; here it does not, and a run may be prolonged after a checkpoint. The tokens that
-  fill no whole sample at the end of an epoch (fewer than a sample) are left out of that epoch.
-* The sample index is kept by whoever comes first (see `index_cache`), instead of by rank 0 before a barrier.
-* Several folders are blended by `blend`, of which each part goes on with its next epoch, too.
-* With `mask_end_of_document` the loss at *targets* that are end-of-document is left out; Megatron's `eod_mask_loss`
-  leaves it out at *inputs*.
+* One GPTDataset per epoch, each with its own seed. In Megatron all epochs are shuffled together, so that the order
+  depends on the length of the run; here it does not, and a run may be extended after a checkpoint. The tokens at the
+  end of an epoch that do not fill a sample are not used in that epoch.
+* The sample index is built by the first process that needs it (see `index_cache`), not by rank 0 before a barrier.
+* Several folders are blended by `blend`, where each part continues with its next epoch, too.
+* `mask_end_of_document` masks the loss at *targets* that are end-of-document; Megatron's `eod_mask_loss` masks it at
+  *inputs*.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def build_datasets(
 
     Args:
         section: folder or blend of folders, sequence length s, seed, mask.
-        vocab_size: ids that the model knows; padding included.
-        num_train_samples: length of the training stream; the data are repeated as often as that needs.
+        vocab_size: number of the model's token ids, padding included.
+        num_train_samples: length of the training stream; the data are repeated as often as needed.
         num_eval_samples: length of the validation stream; 0: none is built.
-        cache_dir: where sample indices are kept; None: in the folder of prepared data, or nowhere if it is read-only.
+        cache_dir: folder of sample indices; None: in the folder of prepared data; they are not kept if it is read-only.
         verify_checksums: compare every byte of all files, see `verify_prepared`.
         manifests: what `verify_data` returned for this section; None: the data are checked here.
-        on_damage: told of a damaged sample index that was built again.
+        on_damage: called when a damaged sample index is rebuilt.
 
     Returns:
         Training and validation stream; valid on every rank. Both are blended by the same weights.
 
     Raises:
-        DataError: a folder is not whole, folders have different tokenizers, the vocabulary is too small, or a split
+        DataError: a folder is incomplete, folders have different tokenizers, the vocabulary is too small, or a split
             holds less than one sample.
 
     Collective:
@@ -102,7 +102,7 @@ def build_split(
 
 
 def _check_vocabulary(section: DataSection, manifests: list[Manifest], vocab_size: int) -> None:
-    """Check that a model knows every id of the data."""
+    """Check that the model's vocabulary covers every id of the data."""
     needed = manifests[0].tokenizer.vocab_size
     if vocab_size < needed:
         raise DataError(
@@ -139,7 +139,7 @@ def _build_stream(
 
 
 def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]:
-    """Check that the prepared data of a section are whole and go together.
+    """Check that the prepared data of a section are complete and compatible.
 
     Args:
         section: names one folder or a blend.
@@ -149,8 +149,7 @@ def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]
         The manifest of each of `section.folders`; their tokenizers are equal.
 
     Raises:
-        DataError: a folder is not whole, or they were prepared with different tokenizers; all that is wrong, one a
-            line.
+        DataError: a folder is incomplete, or they were prepared with different tokenizers; all problems, one a line.
     """
     manifests, problems = [], []
     for folder in section.folders:
@@ -170,9 +169,9 @@ def _cache_of(folder: str, cache_dir: Path | str | None) -> Path:
 
 
 def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list[str]:
-    """Say which folders have another tokenizer than the first, and whether it is the one that the section names.
+    """Problems: folders with another tokenizer than the first, or another one than the section names.
 
-    A section that says nothing but defaults names none: the folders' own tokenizer is meant.
+    A section with only default values names none: the folders' own tokenizer is used.
     """
     first, problems = manifests[0].tokenizer, []
     for folder, manifest in zip(section.folders[1:], manifests[1:], strict=True):
@@ -196,13 +195,13 @@ def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list
     if wanted not in (*used, TokenizerSection.model_validate({}).model_dump(mode="json")):
         problems.append(
             f"megasdc.data.tokenizer is {wanted}, but {section.folders[0]} was prepared with {used[0]}; "
-            "prepare the data again, point data.path elsewhere, or leave data.tokenizer out"
+            "prepare the data again, point data.path elsewhere, or remove data.tokenizer"
         )
     return problems
 
 
 class TokenDataset(torch.utils.data.Dataset):
-    """A stream of samples of one split; position p is always the same sample, however long the stream is.
+    """A stream of samples of one split; a position always holds the same sample, whatever the stream's length.
 
     Args:
         section: see `build_datasets`.
@@ -211,11 +210,11 @@ class TokenDataset(torch.utils.data.Dataset):
         num_samples: length of the stream.
         vocab_size: ids that the model knows.
         cache: folder of sample indices.
-        on_damage: told of a damaged one that was built again.
+        on_damage: called when a damaged one is rebuilt.
 
     Attributes:
         path: the ``.bin`` file, for messages.
-        identity: checksum of all that decides which sample is at a position: files, seed, sequence length, split.
+        identity: checksum of what determines the sample at a position: files, seed, sequence length, split.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class TokenDataset(torch.utils.data.Dataset):
         self.samples_per_epoch = len(self._epoch(0))
 
     def prolong(self, num_samples: int) -> None:
-        """Make the stream at least so long; what is in it already stays where it is."""
+        """Extend the stream to at least ``num_samples``; existing positions keep their samples."""
         self.num_samples = max(self.num_samples, num_samples)
 
     def __len__(self) -> int:
@@ -273,7 +272,7 @@ class TokenDataset(torch.utils.data.Dataset):
 
     @property
     def num_distinct(self) -> int:
-        """So many samples from the beginning are all different."""
+        """Number of samples before the first repeats: one epoch."""
         return self.samples_per_epoch
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -295,7 +294,7 @@ class TokenDataset(torch.utils.data.Dataset):
         return tokens, labels, loss_mask
 
     def _epoch(self, number: int) -> GPTDataset:
-        """Return the dataset of an epoch; the last two asked for are kept."""
+        """Return the dataset of an epoch; the latest two epochs are kept in memory."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
@@ -319,14 +318,14 @@ class TokenDataset(torch.utils.data.Dataset):
 
 @dataclass
 class _EpochConfig(GPTDatasetConfig):
-    """Megatron's config and our cache folder; `path_to_cache` is "", with which Megatron builds in memory."""
+    """Megatron's config with our cache folder; `path_to_cache` is "", so that Megatron builds in memory."""
 
     index_cache: Path | None = None
     on_damage: OnDamage = tell_nobody
 
 
 class _EpochDataset(GPTDataset):
-    """One epoch; the index is Megatron's, the way it is kept is ours (see the module's docstring)."""
+    """One epoch; the index is Megatron's, its cache is ours (see the module's docstring)."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = self.config.index_cache / self.unique_description_hash
@@ -334,7 +333,7 @@ class _EpochDataset(GPTDataset):
         return documents, samples, shuffle
 
     def _build_in_memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        # Megatron warns that nothing is saved, which is what we want here.
+        # Megatron warns that the index is not saved, which is intended: kept_index saves it.
         upstream = logging.getLogger("megatron.core.datasets.gpt_dataset")
         level = upstream.level
         upstream.setLevel(logging.ERROR)
@@ -345,7 +344,7 @@ class _EpochDataset(GPTDataset):
 
 
 class _TokenizerAdapter(MegatronTokenizerBase):
-    """What GPTDataset asks a tokenizer for: its size, the end-of-document id, and an identity for the cache."""
+    """Tokenizer interface for GPTDataset: vocabulary size, end-of-document id, and an identity for the cache."""
 
     def __init__(self, path: str, manifest: Manifest, identity: str) -> None:
         super().__init__(path, {})

@@ -1,4 +1,4 @@
-"""Is the way free, and how does the result get there? The destination of prepared data, before and after the work."""
+"""Destination of prepared data: checks before the work, lock, and publication of the result."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config.sections import DataSection
-from megasdc.data.manifest import MANIFEST_FILE, Manifest, sync_folder
+from megasdc.data.manifest import MANIFEST_FILE, Manifest
 from megasdc.data.sources import fingerprint_source
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.data.verify import verify_prepared
+from megasdc.durable import sync_path
 from megasdc.errors import DataError
 
 
 def describe_settings(section: DataSection) -> dict[str, Any]:
-    """Say what the result depends on, with what identifies the input."""
+    """Settings that the result depends on, with fingerprints of the input."""
     tokenizer = section.tokenizer.model_dump()
     path = section.tokenizer.path
     if path is not None:
@@ -33,13 +34,13 @@ def describe_settings(section: DataSection) -> dict[str, Any]:
 
 
 def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
-    """Return the manifest of equal prepared data, or None when the way is free; with force every byte is looked at."""
+    """Return the manifest of equal prepared data, or None if data can be written; with force every byte is checked."""
     if not out.exists():
         return None
     if not out.is_dir() or not (out / MANIFEST_FILE).exists():
         if out.is_dir() and not any(out.iterdir()):
             return None
-        raise DataError(f"{out} is there and is not prepared data; give another folder, nothing was changed")
+        raise DataError(f"{out} exists and is not prepared data; give another folder, nothing was changed")
     try:
         manifest = Manifest.load(out)
         if differences := list(_differences(manifest.settings, settings)):
@@ -54,7 +55,7 @@ def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manif
 
 
 def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:
-    """Name every setting that differs, by dotted path with both values."""
+    """Yield every setting that differs, by dotted path with both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
@@ -66,19 +67,19 @@ def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:
 
 
 def publish(work: Path, out: Path) -> None:
-    """Move the result to its place; prepared data that are replaced are removed only after that."""
+    """Move the result to its destination; replaced data are removed only after that."""
     replaced = work / "replaced"
     shutil.rmtree(replaced, ignore_errors=True)
     if out.exists() and any(out.iterdir()):
         os.rename(out, replaced)
     os.rename(work / "result", out)
-    sync_folder(out.parent)
+    sync_path(out.parent)
     shutil.rmtree(work)
 
 
 @contextmanager
 def lock_folder(work: Path) -> Iterator[None]:
-    """Hold the work folder against other processes; the lock goes with the process, also when it is killed."""
+    """Lock the work folder against other processes; the lock ends with the process, also when it is killed."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "lock"
     with open(path, "w") as file:

@@ -1,8 +1,8 @@
-"""Where are sample indices kept? In a folder each, made by whoever comes first, whole or not at all.
+"""Cache of sample indices: one folder each, built by the first process that needs it, complete or absent.
 
 A file lock lets one process build while the others wait; one rename makes the folder appear. This needs no collective,
-works for shared and for node-local folders, and a killed process leaves no half index that a later run takes for whole.
-Every byte is compared with its checksum when an index is mapped; one that is damaged is built again.
+works for shared and for node-local folders, and a killed process leaves no partial index that a later run would use.
+Checksums of all files are compared when an index is mapped; a damaged one is rebuilt.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ CHECKSUMS_FILE = "checksums.json"
 """XXH3-64 of each array's file, by name."""
 Arrays = tuple[np.ndarray, ...]
 OnDamage = Callable[[Path, str], object]
-"""Told the folder of an index that is built again, and what was wrong with it, by the one process that does so."""
+"""Called with the folder of a rebuilt index and its problem, in the one process that rebuilds it."""
 
 
 def tell_nobody(folder: Path, problem: str) -> None:
-    """The warning is enough."""
+    """Default ``OnDamage``: does nothing beyond the logged warning."""
 
 
 def kept_index(
     folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = tell_nobody
 ) -> Arrays:
-    """Return the arrays of a kept index, mapped into memory; build and keep them if they are not there or damaged.
+    """Return the arrays of a cached index, memory-mapped; build and save them if they are missing or damaged.
 
     Args:
-        folder: of this index alone; its name stands for everything that the content depends on.
-        names: of the arrays.
+        folder: folder of this index; its name must identify everything that the content depends on.
+        names: names of the arrays.
         build: makes the arrays, in the order of the names.
-        on_damage: see `OnDamage`; a warning says it too.
+        on_damage: see `OnDamage`; a warning is logged too.
 
     Returns:
-        The arrays. Where none can be kept, those that `build` made, with a warning.
+        The arrays. If they cannot be saved, those that `build` made, with a warning.
 
     Collective:
         None.
@@ -57,7 +57,7 @@ def kept_index(
         if folder.is_dir():
             return _load(folder, names)
     except ValueError:
-        pass  # another process may be building it again at this moment
+        pass  # another process may be rebuilding it; checked again under the lock
     try:
         with _locked(folder.parent / "lock") as alone:
             arrays = None
@@ -68,26 +68,22 @@ def kept_index(
                 arrays = build()
                 if _add_checksums(folder, names, arrays):
                     return _load(folder, names)
-                # Not removed: a run on another host may have it mapped.
+                # Renamed, not removed: a run on another host may have it mapped.
                 aside = tempfile.mkdtemp(prefix="damaged-", dir=folder.parent)
                 os.rename(folder, aside)
-                logger.warning("sample index %s is built again, the old one is %s: %s", folder, aside, problem)
+                logger.warning("sample index %s is rebuilt, the old one is %s: %s", folder, aside, problem)
                 on_damage(folder, str(problem))
             for left in folder.parent.glob("partial-*") if alone else ():
-                shutil.rmtree(left)  # of a killed process
+                shutil.rmtree(left)  # left by a killed process
             _save(folder, names, arrays or build())
         return _load(folder, names)
     except (OSError, ValueError) as error:
-        logger.warning("no sample index can be kept in %s (%s); it is built again in every process", folder, error)
+        logger.warning("no sample index can be kept in %s (%s); it is rebuilt in every process", folder, error)
         return build()
 
 
 def _load(folder: Path, names: Sequence[str]) -> Arrays:
-    """Map a kept index into memory.
-
-    Raises:
-        ValueError: it is damaged, or an earlier version kept it without checksums; the message says what is wrong.
-    """
+    """Memory-map a cached index; ValueError with the problem if it is damaged, or was saved without checksums."""
     paths = [folder / f"{name}.npy" for name in names]
     if not (folder / CHECKSUMS_FILE).exists():
         raise ValueError("an earlier version kept it without checksums, and it has other content")
@@ -102,7 +98,7 @@ def _load(folder: Path, names: Sequence[str]) -> Arrays:
 
 
 def _add_checksums(folder: Path, names: Sequence[str], arrays: Arrays) -> bool:
-    """Complete an index that an earlier version kept without checksums; returns whether it has the expected content."""
+    """Add checksums to an index of an earlier version without them; returns whether it has the expected content."""
     if (folder / CHECKSUMS_FILE).exists():
         return False
     paths = [folder / f"{name}.npy" for name in names]
@@ -116,7 +112,7 @@ def _add_checksums(folder: Path, names: Sequence[str], arrays: Arrays) -> bool:
 
 
 def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
-    """Keep an index by one rename."""
+    """Save an index atomically, by one rename."""
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
         for name, array in zip(names, arrays, strict=True):
@@ -139,7 +135,7 @@ def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock; yields false where the file system has none, and the rename lets one writer win."""
+    """Hold a file lock; yields false if the file system has no locks: then the rename lets one writer win."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:

@@ -1,7 +1,7 @@
-"""Which samples does a replica get next, and where does it go on after a restart? Micro-batches with a saved position.
+"""Micro-batch loader of a replica, with a saved position.
 
-As long as all replicas have taken equally many samples, the set of samples of a step depends on neither the number of
-replicas nor the size of a micro-batch; see ``megasdc.data.position``.
+While all replicas have consumed equally many samples, the set of samples of a step depends neither on the number of
+replicas nor on the micro-batch size; see ``megasdc.data.position``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MicroBatch = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 
 
 class SampleStream(Protocol):
-    """What a loader reads from; `megasdc.data.dataset.TokenDataset` and `BlendedTokens` are two."""
+    """Interface of a loader's data, such as `megasdc.data.dataset.TokenDataset` and `BlendedTokens`."""
 
     path: Any
     vocab_size: int
@@ -28,22 +28,22 @@ class SampleStream(Protocol):
     def __len__(self) -> int: ...
 
     def prolong(self, num_samples: int) -> None:
-        """Make the stream at least so long."""
+        """Extend the stream to at least ``num_samples``."""
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class MicroBatchLoader:
-    """Yields micro-batches of one replica and keeps how far it is.
+    """Yields micro-batches of one replica and tracks its position.
 
     Args:
         dataset: the stream.
         micro_batch_size: samples b of a micro-batch.
         dp_rank: this replica.
         dp_size: number of replicas.
-        position: how far this replica is.
-        samples_per_epoch: of the stream, for samples that were passed over and are taken again before an epoch ends;
-            None: it has no common epochs.
+        position: start position of this replica.
+        samples_per_epoch: of the stream, to use samples that were passed over before their epoch ends; None: it has no
+            common epochs.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MicroBatchLoader:
         """Return the next micro-batch.
 
         Raises:
-            DataError: the stream has ended, or holds an id that the model does not know; the position stays.
+            DataError: the stream has ended, or an id is outside the model's vocabulary; the position stays.
         """
         positions, after = self._take()
         batch = self.read(positions)
@@ -83,13 +83,13 @@ class MicroBatchLoader:
         return self._take()[0]
 
     def read(self, positions: Sequence[int]) -> MicroBatch:
-        """A micro-batch of the samples at these positions of the stream; this replica's own position does not move.
+        """Read a micro-batch at these positions of the stream; this replica's own position does not change.
 
         Args:
             positions: of the samples, [b].
 
         Raises:
-            DataError: the stream has ended, or holds an id that the model does not know.
+            DataError: the stream has ended, or holds an id outside the model's vocabulary.
         """
         if max(positions) >= len(self.dataset):
             raise DataError(
@@ -99,14 +99,14 @@ class MicroBatchLoader:
         return _load(self.dataset, positions)
 
     def pass_over(self, micro_batches: int, *, again: bool) -> None:
-        """Give up the next micro-batches.
+        """Skip the next micro-batches.
 
         Args:
-            micro_batches: so many.
-            again: take their samples before their epoch ends, instead of never.
+            micro_batches: number to skip.
+            again: use their samples before their epoch ends, instead of never.
 
         Raises:
-            ValueError: they are to be taken again, and the stream has no common epochs.
+            ValueError: ``again`` is set and the stream has no common epochs.
         """
         if again and self.samples_per_epoch is None:
             raise ValueError("samples_per_epoch is None, needed to take samples again before their epoch ends")
@@ -116,7 +116,7 @@ class MicroBatchLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this replica's position, in plain numbers and text."""
+        """Return this replica's position as JSON-compatible values."""
         order = self.position.order
         return {
             "dp_rank": self.dp_rank,
@@ -128,7 +128,7 @@ class MicroBatchLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state of the same replica of the same number was taken.
+        """Restore a state of the same replica with the same number of replicas.
 
         For another number of replicas, use `merge_positions` and `position_for`.
 
@@ -147,11 +147,11 @@ class MicroBatchLoader:
 
 
 class EvalLoader:
-    """Samples 0 to n-1 of a stream, dealt to replicas like training samples; the same in every iteration.
+    """Samples 0 to n-1 of a stream, distributed to replicas like training samples; the same in every iteration.
 
-    Every replica gets equally many whole micro-batches. What is missing at the end is filled with sample 0 under a
-    loss mask of zeros, so that sums weighted by the mask do not depend on replicas and micro-batch size; a whole
-    micro-batch may thus have weight 0.
+    Every replica gets equally many full micro-batches. The end is padded with sample 0 under a loss mask of zeros, so
+    that sums weighted by the mask do not depend on the number of replicas or the micro-batch size; a full micro-batch
+    may thus have weight 0.
 
     Args:
         dataset: the stream.
@@ -212,7 +212,7 @@ def _load(dataset: SampleStream, positions: Sequence[int]) -> MicroBatch:
 
 
 def _where(dataset: SampleStream, position: int) -> str:
-    """Name a sample for a message; a blend says which of its parts the sample is in."""
+    """Description of a sample for a message; a blend adds the part that holds it."""
     if hasattr(dataset, "where"):
         return dataset.where(position)
     return f"{dataset.path}, sample position {position}"

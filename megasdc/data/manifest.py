@@ -1,8 +1,8 @@
-"""What is in a folder of prepared data? The manifest: counts, origin, sizes and checksums.
+"""Manifest of a folder of prepared data: counts, origin, sizes and checksums.
 
-The manifest holds nothing that differs between two runs on the same input: no times, no host names. It names its own
-checksum too, so that a changed byte anywhere in the folder is found. Format version 1 had neither that checksum nor
-those of blocks; it is still read, and `megasdc verify-data --add-checksums` brings it up to date.
+The manifest holds nothing that differs between two runs on the same input: no times, no host names. It includes its own
+checksum, so that a changed byte anywhere in the folder is found. Format version 1 had neither that checksum nor those
+of blocks; it is still read, and `megasdc verify-data --add-checksums` updates it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megasdc.data.blocks import REMEDY, num_blocks
+from megasdc.durable import write_durably
 from megasdc.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -27,7 +28,7 @@ TOKENIZER_FOLDER = "tokenizer"
 SHORT_TOKENS = 65500
 """Vocabularies with fewer ids have tokens of two bytes, others of four: Megatron-core's `DType.optimal_dtype`."""
 _INDEX_HEADER_BYTES = 34
-"""Of Megatron-core's ``.idx``; per document follow a length and a pointer, then the bounds of all documents."""
+"""Header of Megatron-core's ``.idx``; then a length and a pointer per document, then the bounds of all documents."""
 
 
 class _Record(BaseModel):
@@ -37,7 +38,7 @@ class _Record(BaseModel):
 
 
 class SourceRecord(_Record):
-    """One source as it was read; `skipped` counts what was left out by reason, `skipped_at` names the first of them."""
+    """One source as it was read; `skipped` counts skipped documents by reason, `skipped_at` lists the first of them."""
 
     source: str
     licence: str
@@ -56,7 +57,7 @@ class TokenizerRecord(_Record):
 
 
 class SplitRecord(_Record):
-    """Size of one split; the tokens include one end-of-document token a document, the bytes are UTF-8 text."""
+    """Size of one split; tokens include one end-of-document token per document, bytes are those of the UTF-8 text."""
 
     num_documents: int = Field(ge=1)
     num_tokens: int = Field(ge=1)
@@ -74,11 +75,11 @@ class Manifest(_Record):
     """Everything known about a folder of prepared data.
 
     Attributes:
-        settings: what was asked for; `settings_digest` is the XXH3-64 of its canonical JSON.
+        settings: settings of the preparation; `settings_digest` is the XXH3-64 of their canonical JSON.
         dtype: NumPy name of a token in the ``.bin`` files.
-        unigram_entropy_nats: entropy of the token frequencies of the training split, in nats a token: the loss of a
-            model that knows frequencies and nothing else.
-        files: by path relative to the folder, all files but the manifest.
+        unigram_entropy_nats: entropy of the token frequencies of the training split, in nats per token: the loss of a
+            model that knows only frequencies.
+        files: all files but the manifest, by path relative to the folder.
         block_bytes: see `megasdc.data.blocks`; None: the files have no checksums of blocks (format version 1).
     """
 
@@ -101,24 +102,18 @@ class Manifest(_Record):
         return self
 
     def save(self, folder: Path) -> None:
-        """Write `manifest.json` in one rename, on disk when this returns."""
+        """Write `manifest.json` atomically; it is on disk when this returns."""
         content = self.model_dump()
-        partial = folder / (MANIFEST_FILE + ".partial")
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump({**content, "checksum": digest_settings(content)}, file, indent=2, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / MANIFEST_FILE)
-        sync_folder(folder)
+        whole = {**content, "checksum": digest_settings(content)}
+        write_durably(folder / MANIFEST_FILE, json.dumps(whole, indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, folder: Path | str) -> Manifest:
         """Read the manifest of a folder.
 
         Raises:
-            DataError: the folder or the manifest is missing, changed since it was written, contradicts itself, or is of
-                another format version.
+            DataError: the folder or the manifest is missing, changed since it was written, inconsistent, or of another
+                format version.
         """
         path = Path(folder) / MANIFEST_FILE
         try:
@@ -154,7 +149,7 @@ class Manifest(_Record):
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What in a manifest cannot be so, by the rules that the files were written by."""
+    """Contradictions in a manifest, by the rules by which the files are written."""
     tokenizer, blocks = manifest.tokenizer, manifest.block_bytes
     if (manifest.format_version > 1) != (blocks is not None):
         yield f"block_bytes is {blocks} with format version {manifest.format_version}"
@@ -204,22 +199,13 @@ def checksum_file(path: Path, advance: Callable[[int], None] = lambda size: None
 
 
 def record_file(path: Path) -> FileRecord:
-    """Put a file on disk and return its size and checksum."""
+    """Sync a file to disk and return its size and checksum."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return FileRecord(size_bytes=path.stat().st_size, checksum=checksum_file(path))
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Put all files of a folder on disk and return their sizes and checksums, by relative path."""
+    """Sync all files of a folder to disk and return their sizes and checksums, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): record_file(path) for path in paths}
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""How do shards become Megatron's files? Documents are dealt to splits, then written by Megatron-core's own builder."""
+"""Merging of shards into Megatron's files: documents are assigned to splits and written by Megatron-core's builder."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from megasdc.errors import DataError
 
 
 def assign_splits(num_documents: int, shares: Sequence[int], seed: int) -> np.ndarray:
-    """Deal documents to the splits at random, with exact counts.
+    """Assign documents to the splits at random, with exact counts.
 
-    Counts are the shares rounded by largest remainder; a split with a share gets at least one document, taken from
-    the largest. Which documents: those with the smallest hash of (seed, index), so that order in the source is no
-    matter.
+    Counts are the shares rounded by largest remainder; a split with a share gets at least one document, taken from the
+    largest. Documents are taken in order of a hash of (seed, index), so that their order in the source does not matter.
 
     Args:
-        num_documents: documents in all.
+        num_documents: total number of documents.
         shares: relative size of each split, integers.
-        seed: another seed, another dealing.
+        seed: changes the assignment.
 
     Returns:
         Index of the split of each document, [num_documents] uint8.
 
     Raises:
-        DataError: fewer documents than splits that want one, or no split wants any.
+        DataError: fewer documents than splits with a share above 0, or no such split.
     """
     wanted = [split for split, share in enumerate(shares) if share]
     if not wanted:
@@ -65,13 +64,13 @@ def merge_shards(
     Args:
         paths: the shards in order.
         splits: split of each document, [documents].
-        folder: where to write.
-        vocab_size: decides the width of a token, by Megatron's rule.
+        folder: output folder.
+        vocab_size: determines the width of a token, by Megatron's rule.
         advance: called with 1 after each shard.
 
     Returns:
-        Sizes of the splits that hold documents, how often each id occurs in the training split [v] int64, and the
-        NumPy name of a token's type.
+        Sizes of the splits that hold documents, frequency of each id in the training split [v] int64, and the NumPy
+        name of the tokens' type.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 

@@ -1,4 +1,4 @@
-"""Who tokenizes? A few worker processes, each fed by a thread, with a bounded number of shards under way."""
+"""Pool of tokenizer processes, each fed by a thread."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class WorkerPool:
 
     Args:
         kind: kind of the tokenizer.
-        tokenizer_folder: where it is stored.
-        num_workers: processes; one shard each at a time.
+        tokenizer_folder: folder or file of the tokenizer.
+        num_workers: processes; each writes one shard at a time.
     """
 
     def __init__(self, kind: str, tokenizer_folder: Path, num_workers: int) -> None:
@@ -38,7 +38,7 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
 
     def submit(self, path: Path, texts: Sequence[str]) -> Future[None]:
-        """Have a shard written; the future raises what the worker raised."""
+        """Submit a shard to be written; the future raises the worker's error."""
         return self._threads.submit(self._request, path, texts)
 
     def _request(self, path: Path, texts: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class WorkerPool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
-            with contextlib.suppress(BrokenPipeError):  # a killed worker: what was under way is not wanted any more
+            with contextlib.suppress(BrokenPipeError):  # a killed worker: its unfinished work is not needed
                 process.stdin.close()
             process.wait()
             process.stdout.close()
@@ -76,6 +76,7 @@ def _start(kind: str, tokenizer_folder: Path) -> subprocess.Popen[bytes]:
     package = str(Path(megasdc.__file__).resolve().parent.parent)
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    # One thread per worker: the pool provides the parallelism.
     environment.update(OMP_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     command = [sys.executable, "-m", "megasdc.data.worker", kind, str(tokenizer_folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

@@ -1,8 +1,8 @@
-"""Where in the stream is each replica, and where does each go on after a restart, also with another number of replicas?
+"""Position of each replica in the stream, and where each resumes, also with another number of replicas.
 
-The samples of a stream stand in an order; element k * dp_size + r of it is sample k of replica r. At first it is the
-stream itself. When the number of replicas changes, it becomes what is left: the positions that some replica had not
-come to yet, though another was beyond them, and then the rest of the stream.
+The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. At first it is the stream
+itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions that some replica
+had not consumed while another had consumed later ones, then the rest of the stream.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megasdc.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Order:
-    """In which order the positions of a stream are dealt to replicas.
+    """Order in which the positions of a stream are distributed to replicas.
 
     Args:
-        left_over: these first.
-        start: then the stream from here on.
+        left_over: positions that come first.
+        start: position from which the stream follows.
     """
 
     left_over: tuple[int, ...] = ()
@@ -34,12 +34,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Position:
-    """How far one replica is.
+    """Position of one replica.
 
     Args:
-        consumed: samples of the order that it has come past.
-        order: in which samples are dealt.
-        again: positions that it has passed over and takes before the epoch ends, ascending.
+        consumed: samples of the order consumed, including skipped ones.
+        order: order of the samples.
+        again: skipped positions that it uses before their epoch ends, ascending.
     """
 
     consumed: int = 0
@@ -51,13 +51,13 @@ class Position:
             raise ValueError(f"consumed is {self.consumed}, must not be negative")
 
     def take(self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None) -> tuple[list[int], Position]:
-        """Which samples come next, and where the replica is then.
+        """The next samples, and the position after them.
 
         Args:
             count: of samples.
             dp_rank: this replica.
             dp_size: number of replicas.
-            epoch: samples of an epoch; needed where anything is taken again.
+            epoch: samples per epoch; needed if ``again`` is not empty.
 
         Returns:
             Positions in the stream, [count], and the new position.
@@ -73,33 +73,33 @@ class Position:
         return taken, Position(consumed, self.order, tuple(again))
 
     def pass_over(self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None) -> Position:
-        """Where the replica is when it has given up its next samples.
+        """The position after skipping the next samples.
 
         Args:
             count: of samples.
             dp_rank: this replica.
             dp_size: number of replicas.
-            epoch: samples of an epoch; if given, the samples are taken before theirs ends.
+            epoch: samples per epoch; if given, the samples are used before their epoch ends.
         """
         positions, after = self.take(count, dp_rank, dp_size, epoch)
         again = after.again if epoch is None else tuple(sorted((*after.again, *positions)))
         return Position(after.consumed, self.order, again)
 
     def end_after(self, count: int, dp_size: int) -> int:
-        """Length that the stream needs so that a replica can take so many samples more."""
+        """Length of the stream with which every replica at this position can take ``count`` more samples."""
         return self.order[(self.consumed + count) * dp_size - 1] + 1 if self.consumed + count else 0
 
 
 def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) -> dict[str, Any]:
-    """Put the states of all replicas into one, for a checkpoint.
+    """Merge the states of all replicas into one, for a checkpoint.
 
     Args:
-        states: one `MicroBatchLoader.state_dict` a replica, in any order; the same replica may occur again with the
-            same state.
+        states: one `MicroBatchLoader.state_dict` per replica, in any order; a replica may occur again with the same
+            state.
         partial: allow replicas to be missing.
 
     Returns:
-        ``{"dp_size", "stream", "order", "consumed": {"0": n0, ...}, "again": {"0": [...], ...}}``, which JSON can hold.
+        ``{"dp_size", "stream", "order", "consumed": {"0": n0, ...}, "again": {"0": [...], ...}}``, JSON-compatible.
 
     Raises:
         CheckpointError: states contradict each other, or a replica is missing.
@@ -127,19 +127,19 @@ def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) 
 
 
 def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: Any = None) -> Position:
-    """Where a replica goes on, also with another number of replicas.
+    """Position from which a replica resumes, also with another number of replicas.
 
-    With another number of replicas every sample that no replica has taken is taken once, those first that another
-    replica had come past; what was to be taken again is dealt out anew.
+    With another number of replicas every unconsumed sample is used once, first those before another replica's position;
+    skipped samples to be used again are redistributed.
 
     Args:
         merged: from `merge_positions`.
-        dp_rank: the replica that goes on.
+        dp_rank: the replica that resumes.
         dp_size: number of replicas now.
-        stream: if given, must be the one that the positions are in.
+        stream: if given, must be the stream of the positions.
 
     Raises:
-        CheckpointError: the position is in another stream, or replicas are missing.
+        CheckpointError: the position is of another stream, or replicas are missing.
     """
     if stream is not None and merged["stream"] != stream.identity:
         raise CheckpointError(
@@ -156,13 +156,13 @@ def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: 
         return Position(consumed[str(dp_rank)], order, tuple(merged["again"][str(dp_rank)]))
     rest = _rest(order, [consumed[str(rank)] for rank in range(old_size)])
     again = sorted(position for positions in merged["again"].values() for position in positions)
-    if not rest.left_over and rest.start % dp_size == 0:  # the beginning of the stream is taken, nothing else
+    if not rest.left_over and rest.start % dp_size == 0:  # exactly the beginning of the stream is consumed
         return Position(rest.start // dp_size, Order(), tuple(again[dp_rank::dp_size]))
     return Position(0, rest, tuple(again[dp_rank::dp_size]))
 
 
 def _rest(order: Order, consumed: Sequence[int]) -> Order:
-    """What is left when replica r has come past ``consumed[r]`` samples of an order."""
+    """The unconsumed rest of an order when replica r has consumed ``consumed[r]`` samples."""
     size = len(consumed)
     end = max((count - 1) * size + rank + 1 if count else 0 for rank, count in enumerate(consumed))
     passed = [order[index] for index in range(end) if index // size >= consumed[index % size]]

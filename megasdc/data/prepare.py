@@ -1,7 +1,7 @@
-"""How is text prepared for training? Documents, tokenizer, shards in parallel, Megatron's files, manifest - or nothing.
+"""Preparation of text for training: documents, tokenizer, shards in parallel, Megatron's files, manifest.
 
 All work happens in ``.NAME.preparing`` beside the destination NAME. Finished shards stay there when a run is killed,
-and the next run takes them over. The destination appears by one rename, with its manifest, when everything is on disk.
+and the next run reuses them. The destination appears by one rename, with its manifest, when everything is on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from megasdc.data.manifest import (
     TokenizerRecord,
     digest_settings,
     record_files,
-    sync_folder,
 )
 from megasdc.data.merge import assign_splits, entropy_nats, merge_shards
 from megasdc.data.pool import WorkerPool
@@ -49,12 +48,13 @@ from megasdc.data.tokenizer import (
     load_tokenizer,
     train_sentencepiece,
 )
+from megasdc.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
 
 STREAMED_SAMPLE_FACTOR = 4
-"""Of a streamed source, the tokenizer's sample comes from the first so many times `train_characters`."""
+"""The tokenizer's sample of a streamed source comes from its first `train_characters` times this factor."""
 
 
 def prepare(
@@ -65,15 +65,15 @@ def prepare(
     force: bool = False,
     shard_characters: int = SHARD_CHARACTERS,
 ) -> Manifest:
-    """Make a folder of prepared data, or take the one that is there.
+    """Make a folder of prepared data, or reuse an equal one.
 
     Args:
         section: sources, tokenizer, shares and seed.
         out_dir: the folder to make; None: `section.path`.
         workers: tokenizing processes; the result does not depend on it.
         progress: show a progress bar on standard error.
-        force: replace prepared data that are damaged or were made with other settings.
-        shard_characters: text of one unit of work; what is lost when a run is killed. The result does not depend on it.
+        force: replace prepared data that are damaged or have other settings.
+        shard_characters: characters per shard, the unit lost when a run is killed. The result does not depend on it.
 
     Returns:
         The manifest of the folder.
@@ -154,13 +154,13 @@ def _build(
         block_bytes=BLOCK_BYTES,
     )
     manifest.save(result)
-    sync_folder(result / TOKENIZER_FOLDER)
+    sync_path(result / TOKENIZER_FOLDER)
     return manifest
 
 
 @dataclass
 class _Stream:
-    """All documents of all sources, with counts of what passed."""
+    """All documents of all sources, with counts."""
 
     sources: list[SourceSection]
     num_documents: list[int] = field(default_factory=list)
@@ -175,7 +175,7 @@ class _Stream:
                 yield text
 
     def records(self) -> list[SourceRecord]:
-        """Describe what was read, for the manifest."""
+        """Records of the sources, for the manifest."""
         return [
             SourceRecord(
                 source=describe_source(source),
@@ -197,10 +197,10 @@ def _tokenize(
     workers: int,
     bar: rich.progress.Progress,
 ) -> list[Path]:
-    """Have every shard written that is not there yet; returns all in order."""
+    """Write every missing shard; return the paths of all in order."""
     folder = work / "shards"
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("*.partial-*"):
+    for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
         left.unlink()
     task = bar.add_task("tokenizing", total=num_characters)
     paths: list[Path] = []
@@ -231,7 +231,7 @@ def _tokenize(
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a shard is there and readable; a damaged one is written again."""
+    """Whether a shard exists and is readable; a damaged one is written again."""
     if not path.exists():
         return False
     try:
@@ -245,7 +245,7 @@ def _is_whole(path: Path) -> bool:
 def _provide_tokenizer(
     section: DataSection, settings: dict[str, Any], work: Path, bar: rich.progress.Progress
 ) -> tuple[Path, int | None]:
-    """Train or copy the tokenizer into the work folder; returns where, and the characters of all text if counted."""
+    """Train or copy the tokenizer into the work folder; return its folder, and the characters of all text if known."""
     wanted = section.tokenizer
     folder = work / f"tokenizer-{digest_settings(settings)}"
     done = folder / ".complete"
@@ -270,7 +270,7 @@ def _provide_tokenizer(
 
 
 def _sampled(section: DataSection) -> Iterator[str]:
-    """Yield the documents that the tokenizer's sample is taken from: all, but only the first of a streamed source."""
+    """Yield the documents for the tokenizer's sample: all, but only the first of a streamed source."""
     for source in section.sources:
         left = STREAMED_SAMPLE_FACTOR * section.tokenizer.train_characters
         for text in iterate_documents(source):

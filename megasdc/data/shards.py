@@ -1,13 +1,12 @@
-"""What is the unit of work that survives a kill? A shard: the tokens of a run of documents, named by its content.
+"""Shards of tokenized documents, named by their content, so that finished ones survive a killed run.
 
-The name of a shard holds a checksum of its texts and of the tokenizer. A shard that is there under its name is thus
-finished and right, whatever run wrote it, and one whose input changed is simply not found. How documents fall into
-shards depends on the documents only, not on the number of workers.
+The name of a shard holds a checksum of its texts and of the tokenizer. A shard that exists under its name is thus
+complete and correct, whichever run wrote it, and one whose input changed is not found. The division into shards depends
+only on the documents, not on the number of workers.
 """
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ import numpy as np
 import xxhash
 
 from megasdc.data.tokenizer import Tokenizer
+from megasdc.durable import replacing
 from megasdc.errors import DataError
 
 SHARD_CHARACTERS = 1 << 20
-"""Characters of text in one shard, but for a document that is longer alone."""
+"""Characters of text after which a shard is closed; it ends with a whole document."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def group_documents(
 
 
 def shard_path(folder: Path, index: int, texts: Sequence[str], tokenizer_checksum: str) -> Path:
-    """Name a shard by its place in the stream and the checksum of what it is made from."""
+    """Path of a shard: its index in the stream, and the checksum of its texts and tokenizer."""
     state = xxhash.xxh3_128(tokenizer_checksum.encode())
     for text in texts:
         content = text.encode("utf-8", "surrogatepass")
@@ -64,10 +64,10 @@ def shard_path(folder: Path, index: int, texts: Sequence[str], tokenizer_checksu
 
 
 def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Tokenize texts and write a shard in one rename, on disk when this returns.
+    """Tokenize texts and write a shard atomically; it is on disk when this returns.
 
     Raises:
-        DataError: the tokenizer makes an id that is not in its own vocabulary.
+        DataError: the tokenizer returned an id outside its own vocabulary.
     """
     ids = tokenizer.encode_arrays(texts)
     lengths = np.array([len(document) + 1 for document in ids], dtype=np.int64)
@@ -81,16 +81,12 @@ def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     if low < 0 or high >= tokenizer.vocab_size:
         raise DataError(f"the tokenizer made ids in [{low}, {high}], its vocabulary has {tokenizer.vocab_size} pieces")
     sizes = np.array([len(text.encode("utf-8", "surrogatepass")) for text in texts], dtype=np.int64)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    with open(partial, "wb") as file:
+    with replacing(path, "wb") as file:
         np.savez(file, name=np.array(path.name), tokens=tokens, lengths=lengths, num_bytes=sizes)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard; the archive's own CRC32 guards every array, its own name against a copy.
+    """Read a shard; the archive's CRC32 protects every array, the stored name detects a copy.
 
     Raises:
         DataError: the file is damaged.

@@ -1,9 +1,8 @@
-"""Where does the text come from? The standard library, local files, or a hub dataset, in a fixed order.
+"""Sources of text: the standard library, local files, or a hub dataset, in a fixed order.
 
 A document is one string. Local files and hub datasets are read through Hugging Face `datasets`, one file after the
 other and streaming, so that nothing is copied into a cache and an error can name its file. Line ends of ``.txt`` files
-come out as a single newline. What is left out (files of the standard library that are not UTF-8, empty documents) is
-counted.
+become a single newline. Skipped files and documents (not UTF-8 in the standard library, empty) are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COMPRESSIONS = (".gz", ".zst")
 """Endings that may follow those of `BUILDERS`."""
 _BLOCK_BYTES = 1 << 20
 NUM_PLACES = 5
-"""So many documents that were left out are named, for each reason."""
+"""Number of skipped documents that are listed, for each reason."""
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
     "files": "not known to megasdc: see where the files come from",
@@ -39,10 +38,10 @@ LICENCES = {
 
 
 class LeftOut(Counter[str]):
-    """Counts of what was left out of a source, by reason.
+    """Counts of skipped documents of a source, by reason.
 
     Attributes:
-        places: of the first of each reason, by file and row; rows count from 0.
+        places: location of the first of each reason, by file and row; rows count from 0.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class LeftOut(Counter[str]):
         self.places: dict[str, list[str]] = {}
 
     def add(self, reason: str, place: str) -> None:
-        """Count one."""
+        """Count one skipped document."""
         self[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < NUM_PLACES:
@@ -62,7 +61,7 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
 
     Args:
         section: which source.
-        skipped: counts what was left out, by reason, while the iterator runs.
+        skipped: counts skipped documents, by reason, while the iterator runs.
 
     Returns:
         An iterator over non-empty texts; at most `section.max_documents`.
@@ -79,17 +78,17 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
         if num_documents == section.max_documents:
             return
     if num_documents == 0:
-        raise DataError(f"source {describe_source(section)} holds no text; left out: {dict(counts) or 'nothing'}")
+        raise DataError(f"source {describe_source(section)} holds no text; skipped: {dict(counts) or 'nothing'}")
 
 
 def sample_documents(documents: Iterable[str], num_characters: int) -> tuple[list[str], int]:
     """Take an even sample of a stream of unknown length, holding at most about twice the sample in memory.
 
-    Every k-th document is kept, and k doubles whenever too much is held; the result depends on the documents only.
+    Every k-th document is kept, and k doubles whenever too much is held; the result depends only on the documents.
 
     Args:
         documents: the stream; read to its end.
-        num_characters: about how much to take; what is returned is at most twice that, plus one document.
+        num_characters: approximate size of the sample; at most twice that, plus one document, is returned.
 
     Returns:
         The sample in stream order, and the characters of the whole stream.
@@ -111,7 +110,7 @@ def sample_documents(documents: Iterable[str], num_characters: int) -> tuple[lis
 
 
 def fingerprint_source(section: SourceSection) -> dict[str, Any]:
-    """Say what identifies the input of a source without reading it: names, sizes and times of its files.
+    """Fingerprint of a source's input without reading it: names, sizes and times of its files.
 
     Raises:
         DataError: there are no files.
@@ -127,7 +126,7 @@ def fingerprint_source(section: SourceSection) -> dict[str, Any]:
 
 
 def describe_source(section: SourceSection) -> str:
-    """Name a source in one phrase for messages."""
+    """Short description of a source for messages."""
     if section.kind == "stdlib":
         return f"stdlib (Python {sys.version.split()[0]}{f', {section.pattern}' if section.pattern else ''})"
     return f"{section.kind} {section.path!r}" + (f" ({section.name})" if section.name else "")
@@ -136,17 +135,19 @@ def describe_source(section: SourceSection) -> str:
 def list_files(section: SourceSection) -> list[Path]:
     """List the files of a `files` source, sorted by name.
 
-    A folder is searched with its sub-folders for the known endings; hidden files and folders are left out. A file or
-    glob must match known endings only.
+    A folder is searched recursively for the known endings; hidden files and folders are skipped. A file or glob must
+    match known endings only.
 
     Raises:
-        DataError: nothing there, an unknown ending, or an empty file.
+        DataError: no file, an unknown ending, an empty file, or no permission.
     """
     where = _need_path(section)
     try:
         return _list_files(where)
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}; ask its owner for the right to") from error
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}; ask its owner for read permission"
+        ) from error
 
 
 def _list_files(where: str) -> list[Path]:
@@ -171,7 +172,7 @@ def _list_files(where: str) -> list[Path]:
 
 
 def _read_stdlib(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
-    """Yield the Python files of the standard library; test files that are not UTF-8 on purpose are left out."""
+    """Yield the Python files of the standard library; test files that deliberately are not UTF-8 are skipped."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in _list_stdlib(section):
         place = f"file {path.relative_to(root).as_posix()}"
@@ -205,7 +206,7 @@ def _read_files(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
         column = "text" if builder == "text" else section.text_field
         try:
             with _plain_name(path) as name:
-                # Unlike `load_dataset`, these ask no server, also not to count the download.
+                # Unlike `load_dataset`, these contact no server, not even to count the download.
                 read = getattr(datasets.IterableDataset, f"from_{builder}")
                 yield from _texts(read(name, **options), column, f"file {path}", skipped)
         except DataError:
@@ -248,10 +249,10 @@ def _texts(rows: Iterable[dict[str, Any]], column: str, place: str, skipped: Lef
 
 @contextmanager
 def _plain_name(path: Path) -> Iterator[str]:
-    """Give a file a name in which `datasets` and `fsspec` read no pattern or URL, and unpack .zst.
+    """Yield a file name that `datasets` and `fsspec` do not take for a pattern or URL; .zst files are unpacked.
 
-    fsspec 2026.9 reads only the first frame of a .zst file, and takes a torn one for whole; so it is unpacked here,
-    into a temporary file.
+    fsspec 2026.9 reads only the first frame of a .zst file, and accepts a truncated one; so it is unpacked here, into a
+    temporary file.
     """
     packed = path.name.lower().endswith(".zst")
     if not packed and not set(str(path.resolve())) & set("*?[]:#"):
@@ -268,11 +269,7 @@ def _plain_name(path: Path) -> Iterator[str]:
 
 
 def _unpack_zst(path: Path, target: Path) -> None:
-    """Unpack all frames of a .zst file.
-
-    Raises:
-        DataError: the file ends inside a frame.
-    """
+    """Unpack all frames of a .zst file; DataError if it ends inside a frame."""
     import zstandard
 
     with open(path, "rb") as source, open(target, "wb") as unpacked:
@@ -309,7 +306,7 @@ def _summarise(rows: list[tuple[Any, ...]]) -> dict[str, Any]:
 
 
 def _thin(texts: list[str], held: int, num_characters: int) -> list[str]:
-    """Keep texts evenly so that about `num_characters` of `held` remain."""
+    """Thin texts evenly so that about `num_characters` of `held` remain."""
     if held <= num_characters:
         return texts
     kept, seen, taken = [], 0, 0

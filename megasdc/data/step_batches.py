@@ -1,7 +1,7 @@
-"""Which micro-batches does a step use, and how are they read again? The loader, with a step's micro-batches kept.
+"""Micro-batches of a step, kept so that they can be read again.
 
 In a step whose first micro-batch is shared, all replicas read the samples that would be the source replica's, and only
-that replica's position moves: the samples that the others would have taken come in their next micro-batch.
+that replica's position advances: the other replicas use their own samples in their next micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Shared:
 
     Args:
         source: replica whose samples they are.
-        positions: of its samples in the stream, [b].
+        positions: positions of its samples in the stream, [b].
     """
 
     source: int
@@ -26,11 +26,11 @@ class Shared:
 
 
 class StepBatches:
-    """Yields the micro-batches of one replica, and those of the running step as often as asked.
+    """Yields the micro-batches of one replica, and those of the current step again after ``rewind``.
 
     Args:
         loader: of this replica.
-        batches: the loader, possibly watched.
+        batches: the loader, possibly wrapped.
     """
 
     def __init__(self, loader: MicroBatchLoader, batches: Iterator[MicroBatch]) -> None:
@@ -44,16 +44,16 @@ class StepBatches:
         return self
 
     def begin(self, shared: Shared | None) -> None:
-        """A step begins; its first micro-batch may be shared."""
+        """Begin a step; ``shared``: its first micro-batch if all replicas share it."""
         self._kept.clear()
         self._next = 0
         self._shared = shared
 
     def rewind(self, micro_batch: int = 0) -> None:
-        """Give this micro-batch of the running step next, and those after it.
+        """Continue with this micro-batch of the current step, then those after it.
 
         Raises:
-            ValueError: this rank has not read so far.
+            ValueError: this rank has not read that far.
         """
         if not 0 <= micro_batch <= len(self._kept):
             raise ValueError(f"micro-batch {micro_batch} of the step was not read yet; {len(self._kept)} were")

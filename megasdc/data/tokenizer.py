@@ -1,14 +1,13 @@
-"""How does text become token ids and back? SentencePiece and Hugging Face tokenizers behind one small interface.
+"""Tokenizers, text to token ids and back: SentencePiece and Hugging Face behind one small interface.
 
-Imports neither torch nor Megatron, so that worker processes start fast. Text is taken as it is: no normalisation, no
-stripping, and no special token is ever made from text that merely looks like one.
+Imports neither torch nor Megatron, so that worker processes start fast. Text is not normalised or stripped by this
+module, and text that looks like a special token is never encoded as one.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -19,13 +18,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megasdc.durable import replacing
 from megasdc.errors import DataError
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 BACKEND_FILE = "backend.json"
 END_OF_DOCUMENT_PIECE = "<eod>"
 TRAIN_CHUNK_CHARACTERS = 4000
-"""Length of the pieces of text that a SentencePiece model is trained on; its own limit is 16384 bytes below."""
+"""Maximum length of a training text of SentencePiece; at most 16000 bytes, below its limit of 16384."""
 
 
 class Tokenizer(ABC):
@@ -60,11 +60,11 @@ class Tokenizer(ABC):
         """Write the model files into a folder that `load_tokenizer` reads."""
 
     def worker_files(self, folder: Path, scratch: Path) -> tuple[str, Path]:
-        """Say what a worker process loads to encode alike.
+        """What a worker process must load to encode in the same way.
 
         Args:
-            folder: where `save` wrote this tokenizer.
-            scratch: a folder that may be written.
+            folder: folder in which `save` wrote this tokenizer.
+            scratch: a writable folder.
 
         Returns:
             Kind and path for `load_tokenizer`.
@@ -75,14 +75,14 @@ class Tokenizer(ABC):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
-    ``decode(encode(text)) == text`` holds for models trained here, but for U+2581, which SentencePiece itself uses for
-    the space and gives back as one.
+    ``decode(encode(text)) == text`` holds for models trained here, except for U+2581, which SentencePiece uses for the
+    space and decodes as one.
 
     Args:
         path: a model file, or a folder that holds `tokenizer.model`.
 
     Attributes:
-        model_file: the file that was read.
+        model_file: path of the model file.
     """
 
     kind = "sentencepiece"
@@ -111,8 +111,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(list(texts), num_threads=1)
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of every text; no list of Python integers is made where SentencePiece can do without."""
-        if not hasattr(self._model, "encode_as_numpy"):  # of older versions
+        """Return the ids of every text; without lists of Python integers if SentencePiece supports it."""
+        if not hasattr(self._model, "encode_as_numpy"):  # older versions of SentencePiece
             return super().encode_arrays(texts)
         return self._model.encode_as_numpy(list(texts), num_threads=1)
 
@@ -166,14 +166,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def worker_files(self, folder: Path, scratch: Path) -> tuple[str, Path]:
-        """Write the backend, where that is all there is to encoding: workers then need no `transformers`."""
+        """Write the backend if it does all the encoding: workers then need no `transformers`."""
         if self._backend is None:
             return self.kind, folder
         self._backend.save(scratch / "backend")
         return self._backend.kind, scratch / "backend"
 
     def _find_backend(self) -> BackendTokenizer | None:
-        """Return the Rust tokenizer that does all the encoding, or None where Python code has a part in it."""
+        """Return the Rust tokenizer if it does all the encoding, or None if Python code takes part."""
         from transformers import PreTrainedTokenizerFast
 
         kind = type(self._model)
@@ -196,10 +196,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class BackendTokenizer(Tokenizer):
-    """The Rust part of a Hugging Face tokenizer, alone.
+    """The Rust part of a Hugging Face tokenizer, without `transformers`.
 
-    It gives the ids that `transformers` gives, without computing the offsets of every token, and loads without
-    importing `transformers`, which takes longer than the start of Python.
+    It returns the same ids as `transformers`, without computing token offsets, and loads without importing
+    `transformers`, which takes longer than the start of Python.
 
     Args:
         definition: JSON of a `tokenizers.Tokenizer`.
@@ -216,7 +216,7 @@ class BackendTokenizer(Tokenizer):
         self._model = tokenizers.Tokenizer.from_str(definition)
         self._model.no_truncation()
         self._model.no_padding()
-        self._model.encode_special_tokens = True  # as text; not part of the definition
+        self._model.encode_special_tokens = True  # special tokens in text stay text; not part of the definition
         self.vocab_size = vocab_size
         self.end_of_document = end_of_document
         self.checksum = xxhash.xxh3_64_hexdigest(f"{vocab_size} {end_of_document} {definition}".encode())
@@ -255,7 +255,7 @@ def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
         path: a model file, a folder, or for huggingface a name on the hub.
 
     Raises:
-        DataError: nothing usable there, or no token that can end a document.
+        DataError: no usable tokenizer, or no token that can end a document.
     """
     kinds: dict[str, Callable[[Path | str], Tokenizer]] = {
         "sentencepiece": SentencePieceTokenizer,
@@ -268,7 +268,7 @@ def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
 
 
 def kind_of_files(path: Path | str) -> str:
-    """Say which kind of tokenizer a file or folder is: ``huggingface`` where a folder holds files of that kind.
+    """Kind of the tokenizer in a file or folder: ``huggingface`` if a folder holds files of that kind.
 
     Such a folder may hold a SentencePiece model too, which ``transformers`` does not need.
     """
@@ -292,26 +292,26 @@ def checksum_tokenizer(kind: str, path: Path | str) -> str:
         if not file.is_file():
             raise DataError(f"tokenizer file {file} is missing")
         content = file.read_bytes()
-        # One model is one model under any name; of several files the names matter too.
+        # A single model file may have any name; of several files the names matter too.
         state.update(b"" if kind == "sentencepiece" else f"{file.name}\0{len(content)}\0".encode())
         state.update(content)
     return state.hexdigest()
 
 
 def train_sentencepiece(texts: Iterable[str], path: Path, vocab_size: int, model_type: str = "bpe") -> None:
-    """Train a SentencePiece model and write it in one rename; the same texts give the same bytes.
+    """Train a SentencePiece model and write it atomically; the same texts give the same bytes.
 
-    Bytes that no piece covers are spelled out (byte fallback), so that every text can be encoded; pieces may hold
-    spaces and newlines, which source code is full of.
+    Characters that no piece covers are encoded as bytes (byte fallback), so that every text can be encoded; pieces may
+    consist of whitespace, which is frequent in source code.
 
     Args:
-        texts: what to train on.
+        texts: training text.
         path: the model file to write.
-        vocab_size: number of pieces; 256 bytes, the unknown piece and the end-of-document piece are among them.
+        vocab_size: number of pieces; including 256 bytes, the unknown piece and the end-of-document piece.
         model_type: ``bpe`` or ``unigram``.
 
     Raises:
-        DataError: the texts do not support so many pieces, or need more; the message is SentencePiece's own.
+        DataError: the texts do not support so many pieces, or need more; with SentencePiece's message.
     """
     import sentencepiece
 
@@ -341,12 +341,8 @@ def train_sentencepiece(texts: Iterable[str], path: Path, vocab_size: int, model
             f"no SentencePiece model with {vocab_size} pieces can be trained on this text: {error}"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with replacing(path, "wb") as file:
         file.write(model.getvalue())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[str]:

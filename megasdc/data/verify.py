@@ -1,4 +1,4 @@
-"""Are prepared data what they were when they were written? A quick look before a start, and one at every byte."""
+"""Verification of prepared data: a quick check before a start, or of every byte."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ADD_CHECKSUMS = "megasdc verify-data --add-checksums"
 
 
 def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
-    """Check that prepared data are whole.
+    """Check that prepared data are complete and unchanged.
 
     Args:
         folder: the folder of prepared data.
-        quick: of each ``.bin`` file the size and a few blocks are checked, of all others every byte; false: every byte
-            of all files.
+        quick: check the size and a few blocks of each ``.bin`` file, and every byte of all others; false: every byte of
+            all files.
 
     Returns:
         The manifest.
 
     Raises:
-        DataError: a file is missing, has another size or another checksum; the message names it.
+        DataError: a file is missing, has another size or checksum; names it.
     """
     manifest = Manifest.load(folder)
     if problem := next(_file_problems(Path(folder), manifest, quick), None):
@@ -36,7 +36,7 @@ def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
 
 
 def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
-    """What the start and the loader cannot check of data that an earlier version prepared; None: all is checked."""
+    """Note that data of an earlier version cannot be checked at the start and in the loader; None: they can."""
     if manifest.block_bytes is not None:
         return None
     return (
@@ -47,14 +47,14 @@ def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was found in a folder of prepared data.
+    """Result of the verification of a folder of prepared data.
 
     Attributes:
-        folder: that was looked at.
+        folder: the folder.
         problems: one sentence each.
-        num_files: that were read, the manifest not counted.
-        size_bytes: of them.
-        note: what is not kept in checksums; None: all is.
+        num_files: files in the manifest.
+        size_bytes: their bytes.
+        note: see ``unchecked``.
     """
 
     folder: str
@@ -65,17 +65,17 @@ class DataReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for programs."""
+        """The result as JSON-compatible values."""
         return {"ok": self.ok, **asdict(self)}
 
     def render(self) -> str:
-        """The result for people."""
+        """The result as text."""
         if self.ok:
-            lines = [f"{self.folder}: {self.num_files} files, {self.size_bytes:,} bytes, all as they were written"]
+            lines = [f"{self.folder}: {self.num_files} files, {self.size_bytes:,} bytes, all unchanged"]
         else:
             count = len(self.problems)
             lines = [f"{self.folder}: {count} problem{'s' if count != 1 else ''}"]
@@ -84,7 +84,7 @@ class DataReport:
 
 
 def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: None) -> DataReport:
-    """Read every byte of prepared data and compare it with what was written; go on after what is wrong.
+    """Verify every byte of prepared data; report all problems, not only the first.
 
     Args:
         folder: the folder of prepared data.
@@ -102,9 +102,9 @@ def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: Non
 
 
 def add_checksums(folder: Path) -> None:
-    """Bring the manifest of data that an earlier version prepared up to date; `check_folder` has found nothing wrong.
+    """Add block checksums to data of an earlier version and update its manifest; run `check_folder` before.
 
-    No other file is changed, and runs that use the data may go on.
+    No other file is changed; running jobs may keep using the data.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -130,7 +130,7 @@ def _renewed(manifest: Manifest, files: dict[str, FileRecord]) -> Manifest:
 def _file_problems(
     root: Path, manifest: Manifest, quick: bool, advance: Callable[[int], None] = lambda size: None
 ) -> Iterator[str]:
-    """What is wrong with the files: first the sizes of all, the ``.bin`` files last, their checksums before them."""
+    """Problems of the files: first all sizes, then checksums, with ``.bin`` files after their ``.checksums``."""
     wrong = set()
     for name, record in manifest.files.items():
         if problem := _size_problem(root / name, record):
@@ -153,7 +153,7 @@ def _file_problems(
 
 
 def _size_problem(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with the size of a file."""
+    """Problem of a file's size; None if it is as expected."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -162,7 +162,7 @@ def _size_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def _tokenizer_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What the manifest says otherwise of the tokenizer than the tokenizer itself does."""
+    """Differences between the manifest's record of the tokenizer and the tokenizer."""
     record = manifest.tokenizer
     try:
         tokenizer = load_tokenizer(record.kind, folder / TOKENIZER_FOLDER)

@@ -1,7 +1,7 @@
-"""A process that tokenizes shards on request: ``python -m megasdc.data.worker KIND TOKENIZER_FOLDER``.
+"""Worker process that tokenizes shards: ``python -m megasdc.data.worker KIND TOKENIZER_FOLDER``.
 
-Requests and replies are length-prefixed pickles on standard input and output, both ends being this package in parent
-and child. The process ends when its input does, so that a killed parent leaves no worker behind. Imports no torch.
+Requests and replies are length-prefixed pickles on standard input and output; both ends are this package. The process
+ends when its input does, so that no worker outlives a killed parent. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def receive(stream: IO[bytes]) -> Any:
     """
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
-        raise EOFError("the other process is gone")
+        raise EOFError("the other process has ended")
     (length,) = _LENGTH.unpack(head)
     content = stream.read(length)
     if len(content) < length:
-        raise EOFError("the other process went away in the middle of a message")
+        raise EOFError("the other process ended in the middle of a message")
     return pickle.loads(content)
 
 
 def main() -> None:
     """Serve requests ``(shard path, texts)`` until the input ends; reply ``None`` or the error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what happens
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent ends the workers
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break the protocol
-    # transformers 5 imports torch where it finds it, whatever USE_TORCH says; a None here makes it not be found.
+    # transformers 5 imports torch if it is installed, whatever USE_TORCH is; None here hides it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     kind, folder = sys.argv[1:]
     tokenizer = None

@@ -1,4 +1,4 @@
-"""How long do delays last? Seeded distributions as pure functions, shared by simulations and injected delays."""
+"""Distributions of delays: seeded pure functions, shared by simulations and injected delays."""
 
 from megasdc.distributions.environment import Environment, parse_delay
 from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, Place

@@ -1,4 +1,4 @@
-"""What does a micro-batch take when delays of several kinds come together, and how is a delay written as text?"""
+"""Delay environment: latency of a micro-batch under the sum of several delays; delays from text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megasdc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Environment:
-    """What a micro-batch takes on one stage: its own time and the sum of all delays.
+    """Latency of a micro-batch on one stage: its own latency plus the sum of all delays.
 
     Args:
-        latency_s: time of an undisturbed micro-batch on one stage, >= 0.
-        delays: that are added.
+        latency_s: latency of an undisturbed micro-batch on one stage, >= 0.
+        delays: added to it.
         seed: of every draw, >= 0.
     """
 
@@ -36,13 +36,13 @@ class Environment:
 
         Args:
             step: first is 1.
-            first: replica.
+            first: first replica.
             stop: replica after the last.
-            micro_batches: M, of a step.
-            stages: of the pipeline.
+            micro_batches: micro-batches per step, M.
+            stages: pipeline stages.
 
         Returns:
-            Seconds, [replica, micro-batch, stage]; the same for a replica whatever range it is asked for in.
+            Seconds, [replica, micro-batch, stage]; those of a replica do not depend on the requested range.
         """
         latencies = np.full((stop - first, micro_batches, stages), float(self.latency_s))
         for block in range(first // BLOCK_REPLICAS, -(-stop // BLOCK_REPLICAS)):
@@ -54,7 +54,7 @@ class Environment:
         return latencies
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         delays = [{"kind": delay.kind} | asdict(delay) for delay in self.delays]
         return {"latency_s": self.latency_s, "delays": delays, "seed": self.seed}
 
@@ -66,7 +66,7 @@ def parse_delay(text: str) -> Delay:
         text: a key of ``KINDS``, a colon, and its fields.
 
     Raises:
-        ConfigError: an unknown kind or field, a missing one, or an impossible value.
+        ConfigError: an unknown kind or field, a missing field, or an invalid value.
     """
     name, _, rest = text.partition(":")
     if name not in KINDS:

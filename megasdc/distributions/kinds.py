@@ -1,9 +1,9 @@
-"""Which kinds of delay are there? Each one a frozen value that draws the delays of one step of a block of replicas.
+"""Kinds of delay: each a frozen value that draws the delays of one step of a block of replicas.
 
-A draw depends on nothing but the seed, the place and the kind's own values: whoever asks for step 7 of replica 130
-gets the same seconds, whatever was asked before. Replicas are drawn in blocks of a fixed number, so that a million of
-them need few generators and one of them alone costs little. Streams are NumPy's PCG64 by way of ``SeedSequence``; they
-are equal between runs with the same NumPy.
+A draw depends only on the seed, the place and the kind's own values: step 7 of replica 130 always gets the same
+seconds, whatever was drawn before. Replicas are drawn in blocks of a fixed size, so that a million of them need few
+generators and a single one costs little. Streams are NumPy's PCG64, seeded through ``SeedSequence``; they are equal
+between runs with the same NumPy.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Place:
 
     Args:
         seed: of the whole environment, >= 0.
-        stream: of this delay among those of the environment.
+        stream: index of this delay in the environment.
         step: first is 1.
         block: replicas from ``block * BLOCK_REPLICAS`` on.
-        micro_batches: M, of a step.
-        stages: of the pipeline.
+        micro_batches: micro-batches per step, M.
+        stages: pipeline stages.
     """
 
     seed: int
@@ -47,16 +47,16 @@ class Place:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[replica, micro-batch, stage] of a draw."""
+        """Shape of a draw: [replica, micro-batch, stage]."""
         return BLOCK_REPLICAS, self.micro_batches, self.stages
 
     @property
     def replicas(self) -> NDArray[np.int64]:
-        """Numbers of the block's replicas, [replica]."""
+        """Indices of the block's replicas, [replica]."""
         return np.arange(self.block * BLOCK_REPLICAS, (self.block + 1) * BLOCK_REPLICAS)
 
     def generator(self, step: int | None = None) -> np.random.Generator:
-        """The generator of this place, or of another step; step 0 holds what never changes."""
+        """The generator of this place, or of another step; step 0 is for draws that hold for the whole run."""
         return np.random.default_rng([self.seed, self.stream, self.step if step is None else step, self.block])
 
 
@@ -76,7 +76,7 @@ class Delay:
         """Delays of a place.
 
         Args:
-            place: what is asked for.
+            place: step and block of replicas.
 
         Returns:
             Seconds >= 0 that broadcast to ``place.shape``, [replica, micro-batch, stage].
@@ -94,7 +94,7 @@ class BoundedLogNormal(Delay):
     """The delay environment of DropCompute: a log-normal distribution on 1..999, scaled to a mean.
 
     A length L in 1..999 is drawn with p(L) ~ exp(-(ln L - 4)^2 / 2) / L and divided by its mean. With a mean of half of
-    a micro-batch's own latency, as in the paper, that is a standard deviation of .58 and at most 5.7 of this latency.
+    a micro-batch's own latency, as in the paper, the standard deviation is 0.58 and the maximum 5.7 of this latency.
 
     Args:
         mean_s: mean delay.
@@ -106,7 +106,7 @@ class BoundedLogNormal(Delay):
     mean_s: float
 
     def draw(self, place: Place) -> Seconds:
-        """Delays of a place, by the alias method: constant time a draw."""
+        """Delays of a place, by the alias method: constant time per draw."""
         kept, alias, values = _lognormal_tables()
         spot = place.generator().random(place.shape)
         spot *= len(values)
@@ -117,7 +117,7 @@ class BoundedLogNormal(Delay):
 
 @functools.cache
 def _lognormal_tables() -> tuple[Seconds, NDArray[np.intp], Seconds]:
-    """Share of each cell that is its own, whose the rest is (Walker 1977), and values with mean 1."""
+    """Tables of the alias method (Walker 1977): probability of keeping a cell, its alias, and values with mean 1."""
     lengths = np.arange(1, 1000)
     shares = np.exp(-((np.log(lengths) - 4) ** 2) / 2) / lengths
     shares /= shares.sum()
@@ -135,11 +135,11 @@ def _lognormal_tables() -> tuple[Seconds, NDArray[np.intp], Seconds]:
 
 @dataclass(frozen=True)
 class Normal(Delay):
-    """Normal; a draw below 0 becomes 0, so keep the mean some standard deviations above it.
+    """Normal distribution; a draw below 0 becomes 0, so keep the mean some standard deviations above 0.
 
     Args:
-        mean_s: mean before that.
-        std_s: standard deviation before that.
+        mean_s: mean before clamping.
+        std_s: standard deviation before clamping.
     """
 
     kind = "normal"
@@ -156,7 +156,7 @@ class Normal(Delay):
 
 @dataclass(frozen=True)
 class Gamma(Delay):
-    """Gamma.
+    """Gamma distribution.
 
     Args:
         mean_s: mean, above 0.
@@ -179,7 +179,7 @@ class Gamma(Delay):
 
 @dataclass(frozen=True)
 class Exponential(Delay):
-    """Exponential.
+    """Exponential distribution.
 
     Args:
         mean_s: mean.
@@ -195,12 +195,12 @@ class Exponential(Delay):
 
 @dataclass(frozen=True)
 class Bursts(Delay):
-    """Now and then a replica is slow for some steps: all its micro-batches, all stages.
+    """Random bursts: a replica is slow for some steps, in all its micro-batches and stages.
 
     Args:
         probability: that a burst of a replica begins in a step, in [0, 1].
-        num_steps: that it lasts.
-        delay_s: of each micro-batch and stage while it does.
+        num_steps: length of a burst.
+        delay_s: of each micro-batch and stage during a burst.
     """
 
     kind = "bursts"
@@ -224,12 +224,12 @@ class Bursts(Delay):
 
 @dataclass(frozen=True)
 class SlowRank(Delay):
-    """One replica is slower by the same time, always.
+    """One replica is slower by a constant time in every step.
 
     Args:
-        replica: which.
+        replica: index of the slow replica.
         delay_s: of each of its micro-batches.
-        stage: of the pipeline that is slow; -1: all.
+        stage: the slow pipeline stage; -1: all.
     """
 
     kind = "slow_rank"
@@ -253,12 +253,12 @@ class SlowRank(Delay):
 
 @dataclass(frozen=True)
 class SlowPeriods(Delay):
-    """Every replica is slow for some steps of each period, each at its own time.
+    """Every replica is slow for some steps of each period, each at its own random phase.
 
     Args:
-        period_steps: from the begin of one slow time to the next.
-        slow_steps: of each period, at most all.
-        delay_s: of each micro-batch and stage then.
+        period_steps: steps from the start of one slow period to the next.
+        slow_steps: slow steps of each period, at most ``period_steps``.
+        delay_s: of each micro-batch and stage in a slow step.
     """
 
     kind = "slow_periods"
@@ -281,7 +281,7 @@ class SlowPeriods(Delay):
 
 @dataclass(frozen=True)
 class Trace(Delay):
-    """Delays from a file, [replica, step, micro-batch] or with a fourth axis of stages; each axis starts again.
+    """Delays from a file, [replica, step, micro-batch] or with a fourth axis of stages; each axis wraps around.
 
     Args:
         path: a file that ``load_latencies`` reads.
@@ -303,10 +303,10 @@ class Trace(Delay):
 class Resampled(Delay):
     """Delays from a file: each step of each replica is one recorded step of any replica, drawn at random.
 
-    What belongs to one replica is spread over all: a slow one makes all of them slow now and then.
+    Differences between replicas are lost: one slow replica makes all of them slow now and then.
 
     Args:
-        path: a file that ``load_latencies`` reads; at least as many micro-batches and stages as are asked for.
+        path: a file that ``load_latencies`` reads; with at least as many micro-batches and stages as are drawn.
     """
 
     kind = "resampled"
@@ -334,4 +334,4 @@ KINDS: dict[str, type[Delay]] = {
     kind.kind: kind
     for kind in (BoundedLogNormal, Normal, Gamma, Exponential, Bursts, SlowRank, SlowPeriods, Trace, Resampled)
 }
-"""Kinds by name."""
+"""Kind by name."""

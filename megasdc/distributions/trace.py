@@ -1,4 +1,4 @@
-"""How are recorded latencies read from a file?"""
+"""Recorded latencies, read from a NumPy file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_latencies(path: Path) -> NDArray[np.float64]:
         Seconds, [replica, step, micro-batch, stage].
 
     Raises:
-        DataError: it cannot be read, has another shape, or holds a value that is no time.
+        DataError: it cannot be read, has another shape, or holds a value that is negative or not finite.
     """
     try:
         array = np.load(path, allow_pickle=False)

@@ -1,1 +1,1 @@
-"""Is it worth to leave late micro-batches out, and from when on? Formulas, search for a threshold, simulation."""
+"""DropCompute: the paper's formulas, threshold search, simulation, and the decisions of a run."""

@@ -1,4 +1,4 @@
-"""How are micro-batches that were left out made up for? Giladi et al., arXiv 2306.10598, section 4."""
+"""Compensation for dropped micro-batches (Giladi et al., arXiv 2306.10598, section 4)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from megasdc.dropcompute.formulas import extra_steps_share
 
 
 def extra_steps(dropped: int, per_step: int) -> int:
-    """Steps that run more, so that as many micro-batches are completed as were planned at first.
+    """Additional steps after which as many micro-batches are completed as were planned, rounded up.
 
     Args:
-        dropped: micro-batches left out so far, over all replicas.
+        dropped: micro-batches dropped so far, over all replicas.
         per_step: planned in one step, over all replicas.
     """
     return -(-dropped // per_step)
 
 
 def expected_steps(steps: int, drop_rate: float) -> int:
-    """Length of a run that drops so much all the time: I_base (1 + R), R = rate / (1 - rate), rounded up.
+    """Length of a run with this constant drop rate: I_base (1 + R), R = rate / (1 - rate), rounded up.
 
     Args:
         steps: I_base.
-        drop_rate: share of micro-batches left out, below 1.
+        drop_rate: share of micro-batches dropped, below 1.
     """
     return -(-round(steps * (1 + extra_steps_share(drop_rate)) * 1_000_000) // 1_000_000)
 
@@ -30,6 +30,6 @@ def larger_batch(micro_batches: int, drop_rate: float) -> int:
 
     Args:
         micro_batches: wanted, M.
-        drop_rate: share left out, below 1.
+        drop_rate: share dropped, below 1.
     """
     return expected_steps(micro_batches, drop_rate)

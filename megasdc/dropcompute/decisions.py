@@ -1,7 +1,7 @@
-"""Which micro-batches did a run start? Decided by the clock, or read from the log of another run.
+"""Which micro-batches a replica starts: decided by the clock, or replayed from another run's ``decisions.jsonl``.
 
 ``decisions.jsonl`` has a line for each start of the run, ``{"start": {"step", "data", "micro_batches"}}``, and for each
-step ``{"step", "planned", "completed": [of each replica]}``. A start takes back the steps after its own.
+step ``{"step", "planned", "completed": [of each replica]}``. A start line invalidates logged steps after its own.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megasdc.events import open_lines
 
 DECISIONS_FILE = "decisions.jsonl"
 REMEMBERED = 256
-"""Micro-batches from which the next one's time is expected."""
+"""Most recent micro-batches from which the expected duration of the next one is computed."""
 
 
 class ClockDecisions:
-    """Decides by the time that a step has taken.
+    """Decides by the time elapsed in the step.
 
     Args:
         times: of this rank.
         device_lag: micro-batches that the host may be ahead of its device.
-        sigmas: None: a micro-batch is started before tau. Else one is started where it is expected to end by tau: its
-            mean time, and so many standard deviations more, from its start to the end of its backward pass on the
-            first stage, which it reaches through the whole pipeline.
+        sigmas: None: a micro-batch is started if tau has not passed. Else only if it is expected to end by tau: its
+            expected duration is the mean plus so many standard deviations, from its start to the end of its backward
+            pass on the first stage (so through the whole pipeline).
     """
 
     def __init__(self, times: StepTimes, device_lag: int, sigmas: float | None) -> None:
@@ -43,16 +43,16 @@ class ClockDecisions:
         self.tau_s = float("inf")
 
     def time_left_s(self, micro_batch: int) -> float:
-        """Seconds until the next micro-batch must not be started any more."""
+        """Seconds until the deadline for starting the next micro-batch; negative once it has passed."""
         self._times.wait_for(micro_batch - 1 - self._lag)
         return self.tau_s - self._expected_s - self._times.elapsed_s
 
     def decide(self, micro_batch: int) -> bool:
-        """Whether to start it."""
+        """Whether the replica starts this micro-batch."""
         return self.time_left_s(micro_batch) > 0
 
     def learn(self, record: StepRecord) -> None:
-        """Take in the times of a step that has ended."""
+        """Update the expected duration with the times of a finished step."""
         if self._sigmas is None:
             return
         self._durations.extend(end - start for start, end in zip(record.start_s, record.end_s, strict=True))
@@ -60,10 +60,10 @@ class ClockDecisions:
 
 
 def expected_time_s(durations_s: Sequence[float], sigmas: float) -> float:
-    """What a micro-batch is expected to take, seconds, with exactly rounded sums.
+    """Expected duration of a micro-batch in seconds: mean plus standard deviations, with exactly rounded sums.
 
     Args:
-        durations_s: what earlier ones took; the last ``REMEMBERED`` count.
+        durations_s: of earlier ones; the last ``REMEMBERED`` count.
         sigmas: standard deviations above their mean.
     """
     last = durations_s[-REMEMBERED:]
@@ -71,7 +71,7 @@ def expected_time_s(durations_s: Sequence[float], sigmas: float) -> float:
 
 
 class ReplayedDecisions:
-    """Decides as another run did.
+    """Repeats the decisions of another run.
 
     Args:
         replica: of this rank.
@@ -82,11 +82,11 @@ class ReplayedDecisions:
         self._completed = 0
 
     def begin(self, step: StepDecisions) -> None:
-        """The step that comes."""
+        """Set the step that starts now."""
         self._completed = step.completed[self._replica]
 
     def time_left_s(self, micro_batch: int) -> float:
-        """Infinite or nothing."""
+        """Infinity if the other run started it, else 0."""
         return float("inf") if self.decide(micro_batch) else 0.0
 
     def decide(self, micro_batch: int) -> bool:
@@ -96,7 +96,7 @@ class ReplayedDecisions:
 
 @dataclass(frozen=True)
 class StepDecisions:
-    """What one step started.
+    """Micro-batches that one step started.
 
     Args:
         planned: micro-batches of each replica.
@@ -108,12 +108,12 @@ class StepDecisions:
 
     @property
     def dropped(self) -> int:
-        """Micro-batches left out, by all replicas."""
+        """Micro-batches dropped, over all replicas."""
         return self.planned * len(self.completed) - sum(self.completed)
 
 
 class DecisionLog:
-    """Appends to a run's ``decisions.jsonl``; used by rank 0 alone.
+    """Appends to a run's ``decisions.jsonl``; used by rank 0 only.
 
     Args:
         run_dir: the run folder.
@@ -127,7 +127,7 @@ class DecisionLog:
         self._write({"start": {"step": step, "data": data, "micro_batches": micro_batches}})
 
     def add(self, step: int, decisions: StepDecisions) -> None:
-        """Write what a step started."""
+        """Write the decisions of one step."""
         self._write({"step": step, "planned": decisions.planned, "completed": list(decisions.completed)})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -140,10 +140,10 @@ class DecisionLog:
 
 
 def read_decisions(path: Path | str, data: int, micro_batches: int) -> dict[int, StepDecisions]:
-    """The steps of a run that logged its decisions.
+    """The logged decisions of a run, by step.
 
     Args:
-        path: its ``decisions.jsonl``; a last line that was not written whole is left out.
+        path: its ``decisions.jsonl``; an incomplete last line is ignored.
         data: number of replicas that it must have.
         micro_batches: of a replica's step that it must have.
 
@@ -175,7 +175,7 @@ def read_decisions(path: Path | str, data: int, micro_batches: int) -> dict[int,
             else:
                 steps[int(line["step"])] = _step_of(line, data)
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{place}: line {number} of {path} is no decision: {text.strip()[:80]!r}.") from error
+            raise ConfigError(f"{place}: line {number} of {path} is not a decision: {text.strip()[:80]!r}.") from error
     return steps
 
 

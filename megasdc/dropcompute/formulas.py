@@ -1,12 +1,12 @@
-"""What do the closed forms of DropCompute say? Step time, completed micro-batches and effective speed-up.
+"""Closed forms of DropCompute: step time, completed micro-batches and effective speed-up.
 
 Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute variance reduction",
 NeurIPS 2023, arXiv 2306.10598, section 4. N replicas compute M micro-batches a step, whose latencies are independent
 with mean mu and standard deviation s. The time of a replica is taken as normal with mean M mu and variance M s^2, and
 the time T of a step, without communication, is that of the slowest replica. All times are in seconds.
 
-Differences from the paper: the expectation of the largest of N normal values is also given exactly, by quadrature, to
-show what eq. 4 leaves out; so is that of min(tau, T), which eq. 6 has of one step.
+Differences from the paper: the expectation of the largest of N normal values is also computed by quadrature, to show
+the error of eq. 4; so is that of min(tau, T), which eq. 6 states for one step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EULER_GAMMA = float(np.euler_gamma)
 _ERFC = np.frompyfunc(math.erfc, 1, 1)
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
 _FAR = 40.0
-"""Standard deviations beyond which a normal distribution holds nothing that a float64 can show."""
+"""Standard deviations beyond which the tail of a normal distribution is negligible in float64."""
 
 
 def normal_cdf(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
@@ -33,7 +33,7 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
     """E[T] by eq. 4: the largest of N normal values, by the limit of extreme values.
 
     Args:
-        num_replicas: N, >= 2: for one replica the equation has no value.
+        num_replicas: N, >= 2; the equation is undefined for one replica.
         mean_s: of one replica's time, M mu.
         std_s: of one replica's time, sqrt(M) s.
 
@@ -46,13 +46,13 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
     if num_replicas < 2:
         raise ValueError(f"num_replicas is {num_replicas}, needed at least 2")
     inverse = NormalDist().inv_cdf
-    # Phi^-1(1 - p) is -Phi^-1(p), which loses nothing for small p
+    # Phi^-1(1 - p) is -Phi^-1(p), which loses no precision for small p
     far = (1 - EULER_GAMMA) * inverse(1 / num_replicas) + EULER_GAMMA * inverse(1 / (math.e * num_replicas))
     return mean_s - std_s * far
 
 
 def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
-    """E[T] of N normal values without eq. 4's limit, by quadrature.
+    """E[T] of N normal values by quadrature, without eq. 4's limit.
 
     Args:
         num_replicas: N, >= 1.
@@ -76,7 +76,7 @@ def exact_cut(num_replicas: int, cut: float) -> float:
     edges = np.linspace(-_FAR, cut, 17)  # pieces, because Phi^N rises within a fraction of a standard deviation
     half = np.diff(edges)[:, None] / 2
     x = edges[:-1, None] + half * (1 + _NODES)
-    below, above = normal_cdf(x), normal_cdf(-x)  # of the two the smaller one is precise
+    below, above = normal_cdf(x), normal_cdf(-x)  # the smaller of the two is precise
     log = np.where(x < 0, np.log(np.maximum(below, 1e-300)), np.log1p(-np.minimum(above, 0.5)))
     power = np.exp(num_replicas * log)
     return float(cut - (half * _WEIGHTS * power).sum())
@@ -129,7 +129,7 @@ def expected_speedup(
 
 
 def extra_steps_share(drop_rate: float) -> float:
-    """Steps more, over the planned ones, that compute as many micro-batches as without drops: R / (1 - R).
+    """Additional steps, as a share of the planned ones, that make up for the dropped micro-batches: R / (1 - R).
 
     Args:
         drop_rate: R, in [0, 1).

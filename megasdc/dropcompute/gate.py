@@ -1,8 +1,8 @@
-"""How do all ranks of a replica learn whether it starts its next micro-batch?
+"""Agreement of a replica's ranks on whether it starts its next micro-batch.
 
-The first tensor rank of the first stage decides. Its tensor peers hear from it at once; each rank of a later stage
-hears from the rank in its place of the stage before, just before the activation that it announces. The messages go over
-a host group on every device, so that no device is waited for.
+The first tensor rank of the first stage decides and sends the decision to its tensor peers at once. Each rank of a
+later stage receives it from the same tensor rank of the stage before, just before the activation that it announces.
+Messages use a host (CPU) group on every device type, so no rank waits for a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MESSAGE_BYTES = 8
 
 
 def replica_ranks(dims: ParallelDims, replica: int) -> list[int]:
-    """The ranks of one replica, stage by stage, in each by tensor rank."""
+    """The ranks of one replica, ordered by stage, then by tensor rank."""
     first = replica * dims.tensor
     per_stage = dims.tensor * dims.data
     return [first + stage * per_stage + tensor for stage in range(dims.pipeline) for tensor in range(dims.tensor)]
@@ -38,14 +38,14 @@ def new_replica_group(dims: ParallelDims) -> dist.ProcessGroup:
 
 
 class ReplicaGate:
-    """Carries the decisions of one replica to its ranks.
+    """Sends the decisions of one replica to all its ranks.
 
     Args:
         dims: place of this rank.
         group: a host group of the replica's ranks.
-        decide: whether to start a micro-batch; asked on one rank alone.
+        decide: whether to start a micro-batch; called on the deciding rank only.
         time_left: seconds in which it may still be started.
-        min_micro_batches: that are started whatever is decided, at least 1.
+        min_micro_batches: that are always started, at least 1.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ReplicaGate:
         self._time_left = time_left
         self._min_micro_batches = min_micro_batches
         self.open = False
-        """Whether everything is started without a question; the same on all ranks of the replica."""
+        """Whether every micro-batch is started without a decision; the same on all ranks of the replica."""
         self.num_sent = 0
         """Messages that this rank has sent since the run started."""
         self._sent: list[tuple[Any, torch.Tensor]] = []
@@ -76,13 +76,13 @@ class ReplicaGate:
         return float("inf") if self._is_certain(micro_batch) else self._time_left(micro_batch)
 
     def may_start(self, micro_batch: int) -> bool:
-        """Decide, or hear what was decided.
+        """Decide, or receive the decision.
 
         Args:
             micro_batch: the next one; the first is 0.
 
         Raises:
-            RuntimeError: another micro-batch was announced than the one that is asked for.
+            RuntimeError: the received decision is about another micro-batch.
 
         Collective: the ranks of the replica, in the order of the schedule.
         """
@@ -95,12 +95,12 @@ class ReplicaGate:
         return self._receive(micro_batch)
 
     def announce(self, micro_batch: int, starts: bool) -> None:
-        """Tell the next stage; nobody waits for it."""
+        """Send the decision to the next stage; does not block."""
         if not self._is_certain(micro_batch):
             self._send([self._next], micro_batch, starts)
 
     def finish(self) -> None:
-        """The step is over: let go of what was sent, which has all been heard."""
+        """End of the step: complete the sends, all of which have been received."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -120,6 +120,6 @@ class ReplicaGate:
         told = int(message)
         if abs(told) != micro_batch:
             raise RuntimeError(
-                f"rank {self._dims.rank} asks for micro-batch {micro_batch}, rank {self._source} told of {abs(told)}"
+                f"rank {self._dims.rank} asks for micro-batch {micro_batch}, rank {self._source} reported {abs(told)}"
             )
         return told > 0

@@ -1,8 +1,8 @@
-"""When is each micro-batch of a replica started and completed, with one pipeline stage or several?
+"""Start and completion times of a replica's micro-batches, with one pipeline stage or several.
 
-With several stages forwards and backwards follow the order of 1F1B, the schedule of DeepSpeed's `TrainSchedule`: a
-stage starts its next one once it is free and the stage before it (forward) or behind it (backward) has ended the same
-one. Messages between stages take no time, and none waits for its receiver.
+With several stages, forwards and backwards follow 1F1B, the schedule of DeepSpeed's `TrainSchedule`: a
+stage starts its next pass once it is free and the stage before it (forward) or after it (backward) has ended the same
+one. Messages between stages take no time, and sends do not block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Seconds = NDArray[np.float64]
 
 @functools.cache
 def order_of_work(micro_batches: int, stages: int) -> tuple[tuple[int, int, bool], ...]:
-    """All forwards and backwards of a replica in an order in which each comes after what it needs.
+    """All forwards and backwards of a replica, each after the passes that it depends on.
 
     Args:
         micro_batches: M that are started.
         stages: of the pipeline.
 
     Returns:
-        (stage, micro-batch, whether it is a backward), 2 M stages of them; those of one stage in its own order.
+        (stage, micro-batch, whether it is a backward), 2 M stages of them; those of one stage in 1F1B order.
     """
     todo = [_order_of_stage(micro_batches, stages, stage) for stage in range(stages)]
     done: set[tuple[int, int, bool]] = set()
@@ -51,12 +51,12 @@ def _order_of_stage(micro_batches: int, stages: int, stage: int) -> list[tuple[i
 
 
 def micro_batch_times(latencies_s: Seconds, forward_share: float, finish: bool) -> tuple[Seconds, Seconds]:
-    """Starts and ends of micro-batches, seconds from the begin of the step.
+    """Starts and ends of micro-batches, in seconds since the step began.
 
     Args:
         latencies_s: of forward and backward together, [replica, micro-batch, stage].
         forward_share: of the forward in them, in [0, 1]; without effect for one stage.
-        finish: what the ends are asked for.
+        finish: which ends are returned, see Returns.
 
     Returns:
         Starts on the first stage, [replica, micro-batch], which depend on no later micro-batch. Ends,

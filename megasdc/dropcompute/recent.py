@@ -1,4 +1,4 @@
-"""Were too many micro-batches left out lately, and always by the same replica? Counts of the last steps."""
+"""Counts over the last steps: whether too many micro-batches were dropped, and which replica drops in nearly all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from megasdc.dropcompute.decisions import StepDecisions
 
 SLOW_SHARE = 0.9
-"""Share of steps with micro-batches left out from which a replica is called slow,"""
+"""A replica is slow if it dropped micro-batches in at least this share of the steps,"""
 UNLUCKY_SHARE = 0.5
-"""if the median replica is not above this one."""
+"""and the median replica in no more than this share."""
 
 
 @dataclass(frozen=True)
 class SlowReplica:
-    """A replica that is late in nearly every step while others are not.
+    """A replica that is late in nearly every step while most others are not.
 
     Args:
-        replica: which.
-        late_steps: steps in which it left micro-batches out.
-        of_steps: steps that were looked at.
+        replica: its dp_rank.
+        late_steps: steps in which it dropped micro-batches.
+        of_steps: steps in the window.
         median: late steps of the median replica.
     """
 
@@ -32,10 +32,10 @@ class SlowReplica:
 
 
 class RecentSteps:
-    """The last steps in which micro-batches could be left out, and those in which too many had been.
+    """The last steps in which micro-batches could be dropped.
 
     Args:
-        length: steps.
+        length: steps in the window.
     """
 
     def __init__(self, length: int) -> None:
@@ -43,25 +43,25 @@ class RecentSteps:
         self._length = length
 
     def add(self, step: StepDecisions) -> None:
-        """Take in a step."""
+        """Add a step; the oldest one leaves a full window."""
         self._steps.append(step)
 
     @property
     def dropped(self) -> int:
-        """Micro-batches left out in these steps, by all replicas."""
+        """Micro-batches dropped in these steps, over all replicas."""
         return sum(step.dropped for step in self._steps)
 
     def exceeds(self, max_drop_rate: float, per_step: int) -> bool:
-        """Whether more were left out than the rate allows in a whole window.
+        """Whether more were dropped than the rate allows in a full window.
 
         Args:
             max_drop_rate: share.
-            per_step: micro-batches planned in a step, by all replicas.
+            per_step: micro-batches planned in a step, over all replicas.
         """
         return self.dropped > max_drop_rate * self._length * per_step
 
     def slow_replicas(self) -> list[SlowReplica]:
-        """Replicas that are slow and not unlucky; none before the window is full."""
+        """Replicas late in nearly every step while the median replica is not; none before the window is full."""
         if len(self._steps) < self._length:
             return []
         replicas = range(len(self._steps[0].completed))

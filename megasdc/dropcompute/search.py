@@ -1,13 +1,13 @@
-"""Which compute threshold is best for given latencies?
+"""Search for the compute threshold with the largest effective speed-up on given latencies.
 
 Giladi et al., NeurIPS 2023, arXiv 2306.10598: of 200 thresholds the one whose effective speed-up (eq. 6), averaged over
-the steps of a window, is largest. The sums are exactly rounded and the rest is counts, largest values and single
-operations, so that every rank computes the same threshold from the same latencies, on any processor.
+the steps of a window, is largest. Sums are exactly rounded; all else is counts, maxima and single
+operations. So every rank computes the same threshold from the same latencies, on any processor.
 
 Differences from the published code: the step then lasts min(tau, T), as in eq. 6, and not until the last completed
 micro-batch; a micro-batch that ends at tau is completed; the smallest threshold is the first at which a replica
-completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing; of equal ones the largest is
-taken; the drop rate has a bound. ``finish`` is the rule of a pipeline that drains, see ``Rule``.
+completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing; on a tie the largest is
+taken; the drop rate is bounded. ``Rule.finish`` is the rule of a pipeline that drains.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megasdc.errors import ConfigError
 
 Seconds = NDArray[np.float64]
 Chunks = Callable[[], Iterator[tuple[int, Seconds]]]
-"""Gives, each time, the same pieces of latencies: (index of the step from 0, [replica, micro-batch, stage])."""
+"""Yields the same pieces of latencies in every call: (index of the step from 0, [replica, micro-batch, stage])."""
 Times = Callable[[], Iterator[tuple[int, Seconds, Seconds]]]
-"""Gives, each time, the same (index of the step from 0, starts, ends), both as from ``micro_batch_times``."""
+"""Yields the same (index of the step from 0, starts, ends) in every call, both as from ``micro_batch_times``."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens once the threshold has passed.
+    """What happens when the threshold tau has passed.
 
     Args:
-        finish: a micro-batch that was started is finished and counts; none is started later than tau. Else, as in
-            eq. 6, the one in progress at tau is lost and the step ends at tau.
+        finish: a started micro-batch is finished and counts; none is started later than tau. Else, as in eq. 6, the
+            one in progress at tau is lost and the step ends at tau.
         min_micro_batches: that every replica completes whatever the threshold, >= 1; with ``finish`` false also 0.
-        forward_share: of the forward in a latency, in [0, 1], for more than one stage.
+        forward_share: of the forward in a latency, in [0, 1]; used with more than one stage.
     """
 
     finish: bool = False
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Curve:
-    """What each threshold comes to.
+    """Completed micro-batches and step times for each threshold.
 
     Args:
         thresholds_s: tau, [threshold], the last one infinite.
@@ -92,15 +92,15 @@ class Curve:
 
     @property
     def throughput(self) -> Seconds:
-        """Micro-batches per second of all steps together, over those without drops, [threshold]."""
+        """Micro-batches per second over all steps, relative to the throughput without drops, [threshold]."""
         seconds = [math.fsum(column + self.communication_s) for column in self.times_s.T]
         return self.completed_share * seconds[-1] / np.array(seconds)
 
     def best(self, max_drop_rate: float) -> int:
-        """Place of the threshold of the largest S_eff among those that drop no more than a share.
+        """Index of the threshold with the largest S_eff among those within the allowed drop rate.
 
         Args:
-            max_drop_rate: in [0, 1].
+            max_drop_rate: largest share dropped, in [0, 1].
         """
         allowed = 1 - self.completed_share <= max_drop_rate
         speedup = np.where(allowed, self.speedup, -math.inf)
@@ -112,10 +112,10 @@ class Threshold:
     """A chosen threshold.
 
     Args:
-        tau_s: infinite if nothing is gained by dropping.
-        speedup: S_eff that it has on the latencies it was chosen from.
-        drop_rate: share of micro-batches not completed there.
-        curve: of all thresholds that were looked at.
+        tau_s: infinite if dropping gains nothing.
+        speedup: S_eff on the latencies it was chosen from.
+        drop_rate: share of micro-batches not completed on them.
+        curve: of all thresholds tried.
     """
 
     tau_s: float
@@ -130,7 +130,7 @@ def search_threshold(
     """The threshold of the largest effective speed-up on recorded latencies.
 
     Args:
-        latencies_s: [replica, step, micro-batch], or with a fourth axis of stages; finite, >= 0.
+        latencies_s: [replica, step, micro-batch] or [replica, step, micro-batch, stage]; finite, >= 0.
         communication_s: Tc, time of a step that no threshold shortens, >= 0.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
         rule: what happens at the threshold; None: eq. 6 with at least one micro-batch.
@@ -172,11 +172,10 @@ def search_recorded(
 ) -> Threshold:
     """The threshold of the largest effective speed-up on the times of steps in which nothing was dropped.
 
-    The rule is ``finish``: a micro-batch that was started is finished, and none is started later than tau, or, with
-    ``expected_s``, than so long before tau. A replica
-    whose last started micro-batch is m is taken to be done when m was in the recording. With one stage, and with
-    several that are equally fast, that is so; else it can be earlier by forwards of later micro-batches that ran
-    before the backward of m.
+    The rule is ``finish``: a started micro-batch is finished, and none is started later than tau (with ``expected_s``:
+    than that long before tau). A replica whose last started micro-batch is m is taken to be done when m was in the
+    recording. With one stage, or several equally fast ones, that is exact; else the replica can be done earlier, by the
+    forwards of later micro-batches that ran before the backward of m.
 
     Args:
         starts_s: when the first stage started each micro-batch, [replica, step, micro-batch], seconds since the
@@ -186,7 +185,8 @@ def search_recorded(
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
         min_micro_batches: that every replica completes whatever the threshold, >= 1.
         count: of finite thresholds, at equal distances.
-        expected_s: what each replica expects a micro-batch to take, [replica], seconds; None: it asks for its start.
+        expected_s: duration that each replica expects of a micro-batch, [replica], seconds; None: only its start
+            must be before tau.
 
     Returns:
         The same on every rank that gives the same arguments, and for one stage what ``search_threshold`` finds on the
@@ -232,10 +232,10 @@ def _chosen(curve: Curve, max_drop_rate: float) -> Threshold:
 
 
 def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: float, rule: Rule, count: int) -> Curve:
-    """Effective speed-up against the threshold, of latencies that come in pieces and are gone through twice.
+    """Effective speed-up against the threshold, from latencies in pieces, which are read twice.
 
     Args:
-        chunks: gives the pieces.
+        chunks: yields the pieces, in both passes the same.
         sizes: replicas N, steps, micro-batches M.
         communication_s: Tc, >= 0.
         rule: what happens at the threshold.
@@ -283,7 +283,7 @@ def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: floa
 def _grid(
     times: Iterable[tuple[int, Seconds, Seconds]], rule: Rule, longest: Seconds, protected: Seconds, count: int
 ) -> Seconds:
-    """Thresholds at equal distances; also the latest ends of each step, of all and of the protected micro-batches."""
+    """Thresholds at equal distances; fills in the latest end of each step, of all and of protected micro-batches."""
     low, high = math.inf, 0.0
     for step, starts, ends in times:
         first = min(rule.min_micro_batches, starts.shape[1] - 1)

@@ -1,8 +1,8 @@
-"""What would DropCompute bring to so many replicas? Latencies drawn, thresholds tried on them, formulas beside them.
+"""Simulation of DropCompute: drawn latencies, all thresholds tried on them, and the closed forms for comparison.
 
-The formulas know mean and standard deviation of a micro-batch's latency alone and take latencies as independent, so
-they and the simulation part where latencies are not: one slow replica, bursts. They speak of eq. 6, in which the
-micro-batch in progress at tau is lost, and of one stage.
+The formulas use only the mean and standard deviation of a micro-batch's latency and assume independence, so they
+disagree with the simulation where latencies are correlated: one slow replica, bursts. They are for eq. 6, in which
+the micro-batch in progress at tau is lost, and for one stage.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import Curve, Rule, make_curve
 
 _CHUNK = 1 << 20
-"""Latencies that are in memory at once, about."""
+"""Approximate number of latencies in memory at once."""
 _ENOUGH = 1 << 22
-"""Latencies that are drawn if the number of steps is left out, about."""
+"""Approximate number of latencies drawn if ``Simulation.steps`` is 0."""
 _SHOWN = 100_000
-"""Times of replicas that are kept for a picture, at most."""
+"""Largest number of replica times kept for a plot."""
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is simulated.
+    """Parameters of one simulation.
 
     Args:
         replicas: N.
@@ -45,10 +45,10 @@ class Simulation:
         stages: of the pipeline.
         communication_s: Tc, time of a step that no threshold shortens: the all-reduce and the optimizer.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
-        steps: to draw; 0: as many as need about 4 million latencies, at most 1,000.
-        training_steps: of the planned training, for the number of extra steps.
+        steps: to draw; 0: about 4 million latencies' worth, at most 1,000.
+        training_steps: of the planned training run, for the number of extra steps.
         rule: what happens at the threshold.
-        thresholds: that are tried.
+        thresholds: number of finite thresholds tried.
     """
 
     replicas: int
@@ -80,14 +80,14 @@ class Simulation:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are drawn."""
+        """Number of steps drawn."""
         each = self.replicas * self.micro_batches * self.stages
         return self.steps or min(1000, max(1, _ENOUGH // each))
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the drawn latencies of one micro-batch on one stage.
+    """Moments of the drawn latencies of one micro-batch on one stage.
 
     Args:
         mean_s: mu.
@@ -102,13 +102,13 @@ class Moments:
 
 @dataclass(frozen=True)
 class Formulas:
-    """What the closed forms give for the drawn moments.
+    """Results of the closed forms for the drawn moments.
 
     Args:
         longest_s: E[T] by eq. 4; None for one replica.
         exact_longest_s: E[T] of normal times by quadrature.
         completed_share: E[M~] / M by eq. 5, [threshold]; None where started micro-batches are finished.
-        speedup: S_eff, [threshold]; None there too.
+        speedup: S_eff, [threshold]; None in the same case.
     """
 
     longest_s: float | None
@@ -119,14 +119,14 @@ class Formulas:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What was simulated and what came of it.
+    """Parameters and results of one simulation.
 
     Args:
-        simulation: what was asked for.
+        simulation: its parameters.
         moments: of latencies.
         curve: of all thresholds.
-        formulas: None where they have nothing to say: several stages, or latencies that are all the same.
-        replica_times_s: compute times of replicas without drops, for a picture: those of the first steps, at
+        formulas: None where they do not apply: several stages, or latencies that are all the same.
+        replica_times_s: compute times of replicas without drops, for a plot: those of the first steps, at
             most 100,000, [time].
     """
 
@@ -138,7 +138,7 @@ class SimulationResult:
 
     @property
     def best(self) -> int:
-        """Place of the best threshold in the curve."""
+        """Index of the best threshold in the curve."""
         return self.curve.best(self.simulation.max_drop_rate)
 
     @property
@@ -148,10 +148,10 @@ class SimulationResult:
         return float(longest.std(ddof=1) / math.sqrt(len(longest))) if len(longest) > 1 else None
 
     def at(self, place: int) -> dict[str, Any]:
-        """What one threshold comes to, in plain values; an infinite threshold is None.
+        """Results at one threshold, in plain values; an infinite threshold is None.
 
         Args:
-            place: in the curve.
+            place: index in the curve.
         """
         curve = self.curve
         share = float(curve.completed_share[place])
@@ -176,7 +176,7 @@ class SimulationResult:
         return completed, speedup
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As JSON-compatible values."""
         curve, formulas = self.curve, self.formulas
         completed, speedup = self._formula_curves()
         columns = {
@@ -207,7 +207,7 @@ class SimulationResults:
     """Simulations of the same environment, of one or several numbers of replicas.
 
     Args:
-        environment: where latencies came from.
+        environment: source of the latencies.
         results: by rising number of replicas.
     """
 
@@ -215,7 +215,7 @@ class SimulationResults:
     results: tuple[SimulationResult, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As JSON-compatible values."""
         return {"environment": self.environment.as_dict(), "results": [result.as_dict() for result in self.results]}
 
 
@@ -226,8 +226,8 @@ def simulate(simulation: Simulation, environment: Environment, on_progress: OnPr
 
     Args:
         simulation: sizes.
-        environment: gives the latencies.
-        on_progress: told what is done, how much of it, and of how much.
+        environment: draws the latencies.
+        on_progress: called with the name of the work, how much is done, and the total.
 
     Returns:
         The same for the same arguments.
@@ -257,7 +257,7 @@ def simulate(simulation: Simulation, environment: Environment, on_progress: OnPr
 
 
 class _Sums:
-    """What is summed up of latencies while they pass, the first time."""
+    """Running moments of the latencies, in the first of the two passes."""
 
     def __init__(self, simulation: Simulation, total: int, on_progress: OnProgress) -> None:
         self._count, self._mean, self._squares, self._largest = 0, 0.0, 0.0, 0.0
@@ -275,7 +275,7 @@ class _Sums:
         if (room := _SHOWN - sum(map(len, self.times))) > 0:
             self.times.append(micro_batch_times(latencies[:room], self._forward_share, finish=False)[1][:, -1])
         count, mean = latencies.size, float(latencies.mean())
-        ahead = mean - self._mean  # means and squares of parts are joined as by Chan et al. 1979
+        ahead = mean - self._mean  # means and squares of parts are merged as by Chan et al. 1979
         self._squares += float(latencies.var()) * count + ahead**2 * self._count * count / (self._count + count)
         self._count += count
         self._mean += ahead * count / self._count

@@ -1,7 +1,7 @@
-"""What did every micro-batch of a run take? A file a rank, read by the reports of step times.
+"""Log of micro-batch times: one file a rank, read by the reports of step times.
 
-``step_times/rank_NNNNN.jsonl`` of the first tensor rank of each stage of each replica begins, at each start of the run,
-with a line ``{"kind": "layout", ...}``; then each step has a line of seconds since it began on that rank.
+``step_times/rank_NNNNN.jsonl`` is written by the first tensor rank of each stage of each replica. Each start of the
+run writes a line ``{"kind": "layout", ...}``; then each step writes a line of seconds since it began on that rank.
 """
 
 from __future__ import annotations

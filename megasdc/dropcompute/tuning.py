@@ -1,4 +1,4 @@
-"""How is the threshold chosen from a run's own steps? A window of times, gathered once, the same search everywhere."""
+"""Choice of the compute threshold from a run's own steps: times gathered once, then the same search on every rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def measured_communication_s(compute_s: Seconds, step_s: Seconds) -> float:
     """Tc: what a step takes beyond the compute time of its slowest replica, mean over the steps, at least 0.
 
     Args:
-        compute_s: when each replica's micro-batches had ended on its first stage, whose last backward pass is the last
-            of the replica, [replica, step].
+        compute_s: when each replica's micro-batches had ended on its first stage (whose last backward pass is the
+            replica's last), [replica, step].
         step_s: when its optimizer was done, [replica, step].
     """
     rest = step_s.mean(axis=0) - compute_s.max(axis=0)
@@ -31,7 +31,7 @@ def measured_communication_s(compute_s: Seconds, step_s: Seconds) -> float:
 
 
 def expected_times_s(start_s: Seconds, end_s: Seconds, sigmas: float | None) -> Seconds:
-    """What each replica expects its next micro-batch to take, [replica]; 0 where it expects nothing.
+    """Duration that each replica expects of its next micro-batch, [replica]; 0 where ``sigmas`` is None.
 
     Args:
         start_s: [replica, step, micro-batch].
@@ -45,7 +45,7 @@ def expected_times_s(start_s: Seconds, end_s: Seconds, sigmas: float | None) -> 
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """Times of steps in which nothing was left out, of the first stage of every replica, in seconds.
+    """Times of steps in which nothing was dropped, of the first stage of every replica, in seconds.
 
     Args:
         start_s: [replica, step, micro-batch].
@@ -65,7 +65,7 @@ class RecordedSteps:
         return measured_communication_s(self.compute_s, self.step_s)
 
     def expected_s(self, sigmas: float | None) -> Seconds:
-        """What each replica expects a micro-batch to take after these steps, [replica]; 0 where it expects nothing.
+        """Duration that each replica expects of a micro-batch after these steps, [replica]; 0 if ``sigmas`` is None.
 
         Args:
             sigmas: see ``ClockDecisions``.
@@ -73,11 +73,11 @@ class RecordedSteps:
         return expected_times_s(self.start_s, self.end_s, sigmas)
 
     def drop_rate(self, tau_s: float, min_micro_batches: int, sigmas: float | None = None) -> float:
-        """Share of the micro-batches that a threshold would have left out.
+        """Share of the micro-batches that a threshold would have dropped.
 
         Args:
             tau_s: the threshold.
-            min_micro_batches: that are started whatever it is.
+            min_micro_batches: that are always started.
             sigmas: see ``ClockDecisions``.
         """
         latest_s = (tau_s - self.expected_s(sigmas))[:, None, None]
@@ -86,14 +86,14 @@ class RecordedSteps:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was chosen, and from which steps.
+    """The chosen threshold and its figures.
 
     Args:
-        tau_s: infinite: nothing is gained by leaving micro-batches out.
-        drop_rate: share left out at tau in the steps it was chosen from.
+        tau_s: infinite: dropping gains nothing.
+        drop_rate: share dropped at tau in the steps it was chosen from.
         speedup: S_eff there; None where the threshold was given.
         communication_s: Tc that was measured.
-        curve: of all thresholds that were looked at; None where it was given.
+        curve: of all thresholds tried; None where the threshold was given.
     """
 
     tau_s: float
@@ -104,7 +104,7 @@ class Tuning:
 
 
 class TimeWindow:
-    """Collects the times of steps until there are enough.
+    """Collects the times of a fixed number of steps.
 
     Args:
         length: steps.
@@ -118,15 +118,15 @@ class TimeWindow:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough."""
+        """Whether all steps of the window have been added."""
         return len(self._rows) == self._length
 
     def add(self, record: StepRecord) -> None:
-        """Take in a step; only those of ranks that decide are used."""
+        """Add a step; only those of the deciding ranks are used."""
         self._rows.append([*record.start_s, *record.end_s, record.compute_s, record.step_s])
 
     def gather(self, group: dist.ProcessGroup) -> RecordedSteps:
-        """The times of all replicas.
+        """The times of all replicas, in seconds.
 
         Args:
             group: a host group of all ranks.
@@ -153,8 +153,8 @@ def tune(
 
     Args:
         steps: recorded.
-        tau_s: the threshold, if it is given; None: it is searched.
-        max_drop_rate: largest share that may be left out.
+        tau_s: a given threshold; None: it is searched for.
+        max_drop_rate: largest share that may be dropped.
         min_micro_batches: that every replica starts.
         sigmas: see ``ClockDecisions``.
     """

@@ -1,1 +1,1 @@
-"""The pipeline engine and the places where features look in."""
+"""The pipeline engine and its hooks."""

@@ -1,9 +1,9 @@
-"""How does one optimizer step run? Our subclass of DeepSpeed's PipelineEngine.
+"""Training engine of one optimizer step: our subclass of DeepSpeed's PipelineEngine.
 
-It adds what DeepSpeed's engine does not have: hooks around every micro-batch and before the optimizer step, the number
-of the micro-batch that a buffer holds, losses weighted by the tokens that were really used, the sum of partial
-gradients under sequence parallelism, and whether and why a step was skipped. It is used with one stage too. Names that
-start with an underscore are DeepSpeed 0.19's; a test fails loudly if they go.
+It adds to DeepSpeed's engine: hooks around every micro-batch and before the optimizer step, the number of the
+micro-batch that a buffer holds, losses weighted by the tokens used, the sum of partial gradients under sequence
+parallelism, and whether and why a step was skipped. It is used with one stage too. Names that start with an
+underscore are DeepSpeed 0.19's; a test fails if they disappear.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megasdc.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step came to.
+    """Result of one optimizer step.
 
     Args:
         step: its number, the first is 1.
@@ -53,12 +53,12 @@ class StepResult:
 
 
 class TrainingEngine(PipelineEngine):
-    """DeepSpeed's pipeline engine with hooks, true averages and named micro-batches.
+    """DeepSpeed's pipeline engine with hooks, averages over the tokens used, and numbered micro-batches.
 
     Args:
         dims: layout and place of this rank.
         streams: dropout streams of the model; None for a model without.
-        masks_tokens: whether the data can leave tokens out of the loss.
+        masks_tokens: whether the data can mask tokens out of the loss.
         hooks: called in this order.
         **options: passed to DeepSpeed's engine.
 
@@ -78,14 +78,14 @@ class TrainingEngine(PipelineEngine):
         self.dims = dims
         self.hooks = list(hooks)
         self.last_hook = EngineHook()
-        """Called after all hooks before the reduction and before the optimizer: the last word on gradients."""
+        """Called last before the reduction and the optimizer step; sees the gradients that other hooks changed."""
         self.step_control = StepControl(self.optimizer, self.mpu.get_data_parallel_group())
         self.streams = streams
         self.masks_tokens = masks_tokens
         self.gate: MicroBatchGate | None = None
-        """Says which micro-batches this replica starts; None: all."""
+        """Decides which micro-batches this replica starts; None: all."""
         self.divides_by_used = False
-        """Whether gradients are averaged over the micro-batches that were completed instead of those planned."""
+        """Whether gradients are averaged over completed instead of planned micro-batches."""
         self._partial_sums = [
             parameter
             for parameter in self.module.parameters()
@@ -93,7 +93,7 @@ class TrainingEngine(PipelineEngine):
         ]
         self.shared_source: int | None = None
         self.gradient_factor = torch.ones((), dtype=torch.float64)
-        """What the mean of the replicas' gradients was multiplied with in this step, 0-d."""
+        """Factor applied to the mean of the replicas' gradients in this step, 0-d."""
         self._running_step: int | None = None
         self._skipped_before = 0
         self._micro_batch_of_buffer: dict[int, int] = {}
@@ -106,12 +106,12 @@ class TrainingEngine(PipelineEngine):
 
     @property
     def step_number(self) -> int:
-        """The step that runs now or would run next; the first is 1."""
+        """The running step, else the next one; the first is 1."""
         return self.global_steps + 1 if self._running_step is None else self._running_step
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the optimizer did not take the running step; known in ``after_optimizer_step``."""
+        """Whether the optimizer skipped the running step; valid in ``after_optimizer_step``."""
         return bool(self.skipped_steps > self._skipped_before)
 
     def train_step(self, batches: Iterator[Any]) -> StepResult:
@@ -131,13 +131,14 @@ class TrainingEngine(PipelineEngine):
         self._begin()
         for hook in self.hooks:
             hook.before_micro_batches(self)
-        self._running_step = step  # DeepSpeed counts on before the last hooks of a step
+        self._running_step = step  # DeepSpeed increments global_steps before the last hooks of a step
         try:
             self.train_batch(data_iter=batches)
         finally:
             self._running_step = None
         loss_sum, used, completed = self._totals.tolist()
-        self.global_samples += round(completed) * self.micro_batch_size - self.train_batch_size()  # as DeepSpeed counts
+        # DeepSpeed has added the planned samples; only completed ones count
+        self.global_samples += round(completed) * self.micro_batch_size - self.train_batch_size()
         norm = self.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = None
@@ -168,7 +169,7 @@ class TrainingEngine(PipelineEngine):
         """
         self._begin()
         monitor_enabled, self.monitor.enabled = self.monitor.enabled, False
-        hooks, self.hooks = self.hooks, []  # what they see are training micro-batches
+        hooks, self.hooks = self.hooks, []  # hooks are for training micro-batches only
         try:
             loss = self.eval_batch(batches, num_micro_batches=num_micro_batches)
         finally:
@@ -186,9 +187,9 @@ class TrainingEngine(PipelineEngine):
     # --- micro-batches once more --------------------------------------------------------------------------------
 
     def compute_again(self) -> None:
-        """Throw the gradients of this step away and run the micro-batches that this replica completed again.
+        """Discard the gradients of this step and rerun the micro-batches that this replica completed.
 
-        The data iterator must give the step's micro-batches again.
+        The data iterator must yield the step's micro-batches again.
 
         Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``.
         """
@@ -198,15 +199,15 @@ class TrainingEngine(PipelineEngine):
         self._run_micro_batches(self._completed)
 
     def rehearse(self, micro_batch: int) -> None:
-        """Run one micro-batch of this step again, for those who listen; gradients and losses stay as they are.
+        """Recompute one micro-batch of this step for the hooks; gradients and losses are restored.
 
-        The data iterator must give this micro-batch next.
+        The data iterator must yield this micro-batch next.
 
         Args:
             micro_batch: its number in the step.
 
         Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``, or in ``after_optimizer_step`` of
-            a step that was skipped, since parameters are then as they were.
+            a skipped step, whose parameters are unchanged.
         """
         kept = self.total_loss, self._tokens, self._planned_tokens
         with gradients_set_aside(self.optimizer):
@@ -225,7 +226,7 @@ class TrainingEngine(PipelineEngine):
 
     @property
     def completed(self) -> int:
-        """Micro-batches of this step that this replica has completed; known from ``after_micro_batches`` on."""
+        """Micro-batches of this step that this replica has completed; valid from ``after_micro_batches`` on."""
         return self._completed
 
     @property
@@ -234,7 +235,7 @@ class TrainingEngine(PipelineEngine):
         return bool(self.is_first_stage()) and self.dims.tp_rank == 0
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Called by ``train_batch`` with DeepSpeed's schedule, in whose place a gate puts its own."""
+        """Called by ``train_batch`` with DeepSpeed's schedule, which is replaced where a gate is set."""
         if self.gate is not None and type(pipe_schedule) is schedule.TrainSchedule:
             pipe_schedule = GatedSchedule(
                 self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce
@@ -242,10 +243,9 @@ class TrainingEngine(PipelineEngine):
         super()._exec_schedule(pipe_schedule)
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Divide by the accumulation steps on the last stage alone, whose gradients the other stages are sent.
+        """Divide by the accumulation steps on the last stage only, whose gradients the other stages receive.
 
-        DeepSpeed's engine does so from 0.19.3 on; before, a stage's gradients were divided once for each stage behind
-        it too.
+        DeepSpeed's engine does so from 0.19.3 on; before, each further stage divided the gradients again.
         """
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad) if self.is_last_stage() else grad
         return scaled
@@ -266,7 +266,7 @@ class TrainingEngine(PipelineEngine):
         return self._started
 
     def sample_places(self, micro_batch: int) -> tuple[int, ...]:
-        """Places of a micro-batch's samples in the global batch of the step, [b].
+        """Indices of a micro-batch's samples in the global batch of the step, [b].
 
         The k-th sample that replica r takes in a step is number k * replicas + r, whatever the micro-batch size. Where
         ``shared_source`` is set, the first micro-batch is that replica's on all replicas.
@@ -308,7 +308,7 @@ class TrainingEngine(PipelineEngine):
 
     def _run_reduce_tied_grads(self) -> None:
         self._completed = self._started
-        for hook in tuple(self.hooks):  # one of them may let others look in while it runs
+        for hook in tuple(self.hooks):  # a copy: a hook may change the list while it runs
             hook.after_micro_batches(self)
         super()._exec_reduce_tied_grads()
         if self._partial_sums:
@@ -351,7 +351,7 @@ class TrainingEngine(PipelineEngine):
     def _reduce_totals(self, loss_sum: torch.Tensor | None) -> torch.Tensor:
         """[sum of losses, sum of used tokens, micro-batches], summed over replicas.
 
-        The first two are over the planned tokens of a micro-batch.
+        The first two are divided by the planned tokens of a micro-batch.
 
         Collective: the data group of the last stage, then each replica's pipeline group.
         """
@@ -385,11 +385,7 @@ class TrainingEngine(PipelineEngine):
 
 
 class _MicroBatchesAlone:
-    """A training schedule without what ends the step.
-
-    Args:
-        whole: DeepSpeed's schedule.
-    """
+    """DeepSpeed's training schedule without the instructions that end the step."""
 
     def __init__(self, whole: schedule.TrainSchedule) -> None:
         self._whole = whole
@@ -407,7 +403,7 @@ class _MicroBatchesAlone:
 def build_engine(
     pipeline: Any, deepspeed_config: dict[str, Any], groups: list[dict[str, Any]], **options: Any
 ) -> TrainingEngine:
-    """Make the engine of a stage, as ``deepspeed.initialize`` would make DeepSpeed's own.
+    """Build the engine of a stage, as ``deepspeed.initialize`` builds DeepSpeed's own.
 
     Args:
         pipeline: the stage.

@@ -1,8 +1,8 @@
-"""In which order does a stage work when its replica may stop starting micro-batches in the middle of a step?
+"""Pipeline schedule of a stage whose replica may stop starting micro-batches in the middle of a step.
 
-DeepSpeed's 1F1B order, walked slot by slot: before each forward slot the stage learns whether its replica starts the
-micro-batch. Stage 0 asks the gate; a later stage learns it from the stage before, where the activation would have been
-announced, so that nobody waits for a message that does not come. What was started is finished.
+DeepSpeed's 1F1B order, slot by slot: before each forward slot the stage learns whether its replica starts the
+micro-batch. Stage 0 asks the gate; a later stage receives the decision from the stage before, where the activation
+would have been announced, so no rank waits for a message that is never sent. A started micro-batch is finished.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from deepspeed.runtime.pipe import schedule
 
 
 class MicroBatchGate(Protocol):
-    """Says whether a replica starts its next micro-batch."""
+    """Decides whether a replica starts its next micro-batch."""
 
     def time_left_s(self, micro_batch: int) -> float:
-        """Seconds in which the replica may still start it; infinite where nothing limits it. Asked where it is decided.
+        """Seconds in which the replica may still start it; infinite without a limit. Called on the deciding rank.
 
         Args:
             micro_batch: the next one; the first is 0.
@@ -25,26 +25,26 @@ class MicroBatchGate(Protocol):
         ...
 
     def may_start(self, micro_batch: int) -> bool:
-        """Whether the replica starts it; asked on every rank of the stage just before it would.
+        """Whether the replica starts it; called on every rank just before the forward pass.
 
         Collective: the ranks of the replica, each at its own time.
         """
         ...
 
     def announce(self, micro_batch: int, starts: bool) -> None:
-        """Tell the next stage; called where the activation of this micro-batch is sent, or would be."""
+        """Send the decision to the next stage; called where the activation of this micro-batch is sent, or would be."""
         ...
 
 
 class GatedSchedule(schedule.TrainSchedule):
-    """The training schedule of one stage, decided as it runs.
+    """The training schedule of one stage, decided while it runs.
 
     Args:
         micro_batches: planned.
         stages: of the pipeline.
         stage_id: this stage.
-        may_start: asked before each forward pass.
-        announce: told what was decided, where the next stage waits for it.
+        may_start: called before each forward pass.
+        announce: called with the decision, where the next stage waits for it.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class GatedSchedule(schedule.TrainSchedule):
         return int(self._num_buffers)
 
     def steps(self) -> Iterator[list[Any]]:
-        """Lists of instructions; what is decided comes between them.
+        """Lists of instructions; decisions are made between them.
 
-        ``micro_batches`` becomes the number that is completed, from which on the order is that of a shorter step.
+        A refused micro-batch sets ``micro_batches`` to the number completed; from there on the order is that of the
+        shorter step.
         """
         slot, previous = 0, -1
         while slot < 2 * (self.micro_batches + self.stages - 1):

@@ -1,4 +1,4 @@
-"""Where can a feature look in while a step runs?"""
+"""Hooks: the points of a step at which a feature is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class EngineHook:
-    """Base of what looks in while the engine runs a step; each method does nothing unless overridden.
+    """Base class of hooks; each method does nothing unless overridden.
 
     Hooks are called in the order of the engine's list. A hook calls no other hook. On a rank that fails, no further
     hook is called.
@@ -24,7 +24,7 @@ class EngineHook:
         Args:
             engine: of the first stage's first tensor rank.
             micro_batch: the next one; the first of a step is 0.
-            time_left_s: until the replica must not start any more, infinite where nothing limits it.
+            time_left_s: until the replica must not start it any more; infinite without a limit.
         """
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
@@ -42,15 +42,15 @@ class EngineHook:
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """All micro-batches have run; no gradient has been mixed with that of another stage or replica yet.
 
-        The only place where a hook may call ``engine.compute_again``; it may call ``engine.rehearse`` here, and in
-        ``after_optimizer_step`` of a step that was skipped.
+        A hook may call ``engine.compute_again`` only here; it may call ``engine.rehearse`` here and in
+        ``after_optimizer_step`` of a skipped step.
         """
 
     def before_reduction(self, engine: TrainingEngine) -> None:
         """Gradients of all micro-batches are accumulated; they are about to be summed over replicas."""
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Gradients are reduced; the optimizer has not looked at them yet."""
+        """Gradients are reduced; the optimizer has not read them yet."""
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """The optimizer has stepped, or skipped the step (``engine.is_skipped``); parameters are gathered."""

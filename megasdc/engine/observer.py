@@ -1,6 +1,6 @@
-"""How does a feature see what every submodule of a rank computes, each result at its address?
+"""Observation of every submodule's results on a rank, each with its address.
 
-Listeners are called in the order given: what changes results on purpose comes before what records them.
+Listeners are called in the order given: fault injection comes before recording.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
 
 Listener = Callable[[Address, Tensor], Tensor | None]
-"""Called with the address and value of a result; answers None, or the value to go on with, [the same shape]."""
+"""Called with the address and value of a result; returns None, or the value to use instead, [the same shape]."""
 
 
 class Observer(EngineHook):
-    """Shows listeners the results of one rank, in the order in which they come.
+    """Calls listeners with the results of one rank, in the order in which they are computed.
 
-    While it is attached, forward and backward passes in training show their results; evaluations do not.
+    While it is attached, forward and backward passes in training are observed; evaluations are not.
 
     Args:
         engine: the engine; the observer adds itself to its hooks.
-        submodules: which submodules, from ``list_submodules(engine.module)``.
+        submodules: to observe, from ``list_submodules(engine.module)``.
         listeners: called in this order for every result.
-        gradients: whether backward results and weight gradients are shown too.
+        gradients: whether backward results and weight gradients are observed too.
 
     Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
         the collectives of column-parallel layers are called from another place.
@@ -77,7 +77,7 @@ class Observer(EngineHook):
         self._undo.callback(engine.hooks.remove, self)
 
     def close(self) -> None:
-        """Take every hook away; idempotent."""
+        """Remove every hook; idempotent."""
         self._undo.close()
 
     # --- which micro-batch --------------------------------------------------------------------------------------
@@ -101,19 +101,19 @@ class Observer(EngineHook):
     # --- results ------------------------------------------------------------------------------------------------
 
     def before_reduction(self, engine: TrainingEngine) -> None:
-        """Show what this rank gives to the sum over replicas; an answer has no effect here."""
+        """Emit this rank's accumulated gradients; a listener's return value has no effect here."""
         for fqn, slot, parameter in self._parameters:
             gradient = accumulated_gradient(engine.optimizer, parameter).detach()
             self._emit(Address(self._step, None, ACCUMULATED_GRAD, fqn, slot), gradient)
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Show this rank's shard of the reduced gradients."""
+        """Emit this rank's shard of the reduced gradients."""
         for fragment in owned_fragments(engine.optimizer):
             if fragment.gradient is not None and (name := self._names.get(id(fragment.parameter))):
                 self._emit_in_place(REDUCED_GRAD, *name, fragment.gradient)
 
     def _emit_update(self, engine: TrainingEngine) -> None:
-        """Show what the inner optimizer has just stepped, before it is gathered."""
+        """Emit what the inner optimizer has just stepped, before it is gathered."""
         stepped = {id(flat) for group in engine.optimizer.optimizer.param_groups for flat in group["params"]}
         for fragment in owned_fragments(engine.optimizer):
             name = self._names.get(id(fragment.parameter))
@@ -125,7 +125,7 @@ class Observer(EngineHook):
                 self._emit_in_place(UPDATE, fqn, f"{parameter}.{state}", value)
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Show the parameters as they were gathered."""
+        """Emit the gathered parameters."""
         for fqn, slot, parameter in self._parameters:
             self._emit_in_place(PARAMETER, fqn, slot, parameter.data)
 

@@ -1,4 +1,4 @@
-"""When did each micro-batch of a step start and end on this rank, and how long did this rank work on it?"""
+"""Start, end and busy time of each micro-batch of a step on this rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StepRecord:
     """Times of one step on one rank, in seconds since the step began there.
 
     Args:
-        start_s: when this rank turned to each micro-batch that it completed, [completed]; on the rank that decides,
-            when it began to decide.
+        start_s: start time of each completed micro-batch, [completed]; on the rank that decides,
+            when the decision began.
         end_s: when its backward pass ended, [completed].
         busy_s: seconds in its forward and backward pass, without waiting for other stages, [completed].
-        compute_s: when the last of them had ended.
+        compute_s: when all micro-batches had ended.
         step_s: when the optimizer was done.
     """
 
@@ -36,14 +36,14 @@ class StepRecord:
 
 
 class StepTimes(EngineHook):
-    """Takes times between the engine's hook calls; must stand before hooks that take time.
+    """Measures times between the engine's hook calls; must come before hooks that take time.
 
     On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, and
     decisions are made on the host's clock, which ``wait_for`` keeps close to the device.
 
     Args:
         device: where the engine computes.
-        now: seconds on a clock that never goes back.
+        now: seconds on a monotonic clock.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
@@ -74,7 +74,7 @@ class StepTimes(EngineHook):
         return self._now() - self._host_origin
 
     def wait_for(self, micro_batch: int) -> None:
-        """Return when the backward pass of a micro-batch has ended on the device; at once where there is none.
+        """Wait until the backward pass of a micro-batch has ended on the device; returns at once where there is none.
 
         Args:
             micro_batch: of this step; negative: none.
@@ -85,18 +85,18 @@ class StepTimes(EngineHook):
             self._ends[micro_batch].synchronize()
 
     def before_micro_batches(self, engine: TrainingEngine) -> None:
-        """The step's time begins."""
+        """The step begins."""
         self._reset()
         self._origin = self._mark()
         self._host_origin = self._now() if self._on_device else self._origin
 
     def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
-        """A micro-batch's time begins where it is decided."""
+        """Start of a micro-batch on the rank that decides."""
         if self._recording:
             self._starts.append(self._mark())
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Elsewhere it begins here."""
+        """Start of a forward pass; on other ranks also the start of the micro-batch."""
         if not self._recording:
             return
         self._open = self._mark()
@@ -104,33 +104,33 @@ class StepTimes(EngineHook):
             self._starts.append(self._open)
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """The rank has worked on it."""
+        """End of a forward pass."""
         if self._recording:
             self._spans.append([(self._open, self._mark())])
 
     def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """The rank works on it again."""
+        """Start of a backward pass."""
         if self._recording:
             self._open = self._mark()
 
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """The micro-batch's time has ended."""
+        """End of a backward pass, and of the micro-batch."""
         if self._recording:
             self._ends.append(self._mark())
             self._spans[micro_batch].append((self._open, self._ends[-1]))
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
-        """What runs again from here on is not counted."""
+        """Stop recording: micro-batches recomputed after this are not counted."""
         if self._recording:
             self._recording = False
             self._compute = self._mark()
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """The step's time has ended."""
+        """The step ends."""
         self._stepped = self._mark()
 
     def take(self) -> StepRecord:
-        """The times of the step that has ended.
+        """The times of the finished step.
 
         Sync: waits for the device.
         """

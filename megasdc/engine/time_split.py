@@ -1,4 +1,4 @@
-"""Where does the time of a step go? Seconds in forward, backward, optimizer and data, without device syncs."""
+"""Time of a step by part: seconds in forward, backward, optimizer and data, without device syncs while steps run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TimeSplit(EngineHook):
-    """Adds up the time between the engine's hook calls.
+    """Sums the time between the engine's hook calls.
 
     On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, so
     that the host does not wait while steps run.
@@ -69,7 +69,7 @@ class TimeSplit(EngineHook):
         self._close("optimizer")
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the host's time in the data iterator too."""
+        """Yield the batches, and count the host's time in the data iterator."""
         while True:
             start = time.perf_counter()
             try:
@@ -80,7 +80,7 @@ class TimeSplit(EngineHook):
             yield batch
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call, and start anew.
+        """Seconds by part since the last call; resets the sums.
 
         Sync: waits for the device.
         """

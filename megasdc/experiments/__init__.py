@@ -1,1 +1,1 @@
-"""Sweeps: the experiments of papers as files of runs, repeatable by one command."""
+"""Sweeps: experiments of papers as files that describe many runs, repeatable by one command."""

@@ -1,4 +1,4 @@
-"""How long will a sweep take? A few steps of one run of each shape, as many side by side as later, then arithmetic."""
+"""Estimated duration of a sweep, from a few steps of one run of each shape, as many at once as later."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from typing import Any
 from megasdc.data.manifest import digest_settings
 from megasdc.experiments.outcome import Outcome
 from megasdc.experiments.plan import PlannedRun, measured_folder
-from megasdc.experiments.run_process import server, start_ranks, warm_up
+from megasdc.experiments.run_process import start_ranks, warm_up
 from megasdc.experiments.runner import write_config
 from megasdc.metrics.writer import read_metrics
+from megasdc.parallel.processes import fork_server
 
 PROBE_FOLDER = ".probe"
 PROBE_STEPS = 6
-"""Steps of a probe; the first ones warm up and are left out."""
+"""Steps of a probe; the first ones warm up and are not counted."""
 WARM_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What runs of one shape cost.
+    """Duration of runs of one shape.
 
     Args:
-        step_s: seconds of a step, with as many runs side by side as later.
+        step_s: seconds of a step, with as many runs at once as later.
         overhead_s: seconds of a run besides its steps: start, evaluation, save.
     """
 
@@ -37,17 +38,17 @@ class Speed:
     overhead_s: float
 
     def seconds(self, run: PlannedRun) -> float:
-        """Of one run."""
+        """Duration of one run."""
         return self.overhead_s + self.step_s * steps_of(run)
 
 
 def steps_of(run: PlannedRun) -> int:
-    """Steps that a run takes itself."""
+    """Steps that a run takes itself, after its start checkpoint."""
     return run.last_step - (0 if run.start is None else run.start.step)
 
 
 def shape_of(run: PlannedRun) -> str:
-    """Names what decides on the cost of a step: model, batch, layout, study."""
+    """Digest of the settings that determine the cost of a step: model, batch, layout, study."""
     own, batch = (
         run.config["megasdc"],
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -63,20 +64,20 @@ def shape_of(run: PlannedRun) -> str:
 
 
 def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> dict[str, Speed]:
-    """Run the first steps of one run of each shape, unhealthy where there is one.
+    """Run the first steps of one run of each shape, an unhealthy one where there is one.
 
     Args:
         runs: planned.
-        folder: of the sweep; a folder in it is made and removed.
-        workers: as many copies of the run at once.
+        folder: of the sweep; a folder in it is created and removed.
+        workers: copies of the run at once.
 
     Returns:
-        By shape; one whose first steps fail is left out, for its runs will tell why.
+        By shape; without those whose first steps fail, since their runs will report the cause.
     """
     chosen: dict[str, PlannedRun] = {}
     for run in sorted(runs, key=lambda run: run.healthy):
         chosen.setdefault(shape_of(run), run)
-    context = server()
+    context = fork_server()
     warm_up(context)
     try:
         speeds = {shape: _probe(run, folder / PROBE_FOLDER, workers, context) for shape, run in chosen.items()}
@@ -117,7 +118,7 @@ def _step_seconds(folder: Path) -> float | None:
 
 
 def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, Outcome]) -> dict[str, Speed]:
-    """What finished runs took, by shape; their start is in the seconds of a step."""
+    """Speeds from finished runs, by shape; their overhead is contained in the seconds of a step."""
     found: dict[str, list[float]] = {}
     for run in runs:
         outcome = outcomes.get(run.run_id)

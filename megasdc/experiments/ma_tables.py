@@ -1,4 +1,4 @@
-"""What did unhealthy nodes compute, and what came of it? One row a node, from the studies that a sweep has run.
+"""Tables of unhealthy nodes: mismatches and their effect on training, a row per node, from a sweep's studies.
 
 The research questions of Ma, Pei, Lausen, Karypis 2025, Understanding Silent Data Corruption in LLM Training
 (https://arxiv.org/abs/2502.12340): RQ1, submodules, with computation synchronization; RQ2, gradients of a step, with
@@ -22,7 +22,7 @@ PLACES = {
     for phase in ("forward", "backward")
     for part in ("attention", "ffn")
 }
-"""Columns of RQ1: part and phase, and what profiles call the frequency."""
+"""Columns of RQ1, (part, phase), and the names of their frequencies in profiles."""
 NOISE = "worst_gradient_noise_to_signal"
 
 
@@ -34,10 +34,10 @@ class StudiedNode:
         cell: of the sweep.
         run_id: of the study.
         node: its name, with the seed of the run where its cell has several.
-        control: whether it stands for chance.
+        control: whether it is a control, which shows the effect of chance.
         published: figures of its profile by name.
         mode: of the study.
-        mismatches: by part and phase, what differed; computation_sync.
+        mismatches: by part and phase; computation_sync.
         wrong_steps: steps with a mismatch; computation_sync.
         noise: worst ||g_u - g_h|| / ||g_h|| of a step; parameter_sync. None: it was never finite.
         noise_step: its step.
@@ -45,7 +45,7 @@ class StudiedNode:
         loss_difference: of the last step.
         largest_loss_difference: of any step.
         spikes: of the unhealthy replica's loss.
-        disagreement: share of validation tokens predicted otherwise; free_run.
+        disagreement: share of validation tokens with another prediction; free_run.
     """
 
     cell: str
@@ -66,11 +66,11 @@ class StudiedNode:
 
     @property
     def label(self) -> str:
-        """Its name, with what it stands for."""
+        """Its name; a control is marked as chance."""
         return f"{self.node} (chance)" if self.control else self.node
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """As plain values."""
         rows = {f"{phase} {part}": row.as_dict() for (part, phase), row in self.mismatches.items()}
         return {**vars(self), "published": dict(self.published), "mismatches": rows}
 
@@ -79,7 +79,7 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
     """Read the studies of a sweep.
 
     Args:
-        results: of the sweep; what is no study, or has ended without its losses, is left out.
+        results: of the sweep; runs that are no study, or ended without losses, are ignored.
 
     Raises:
         DataError: a study's files are damaged.
@@ -94,7 +94,7 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
 
 
 def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the node of each row is called: with the seed where its cell has several.
+    """Name of each row's node, with the seed where its cell has several.
 
     Args:
         rows: of results, with ``cell``, ``node`` and ``seed``.
@@ -140,8 +140,8 @@ class Value:
     """One cell of a table.
 
     Args:
-        text: as it is read.
-        number: that it is sorted by; None: by its text.
+        text: as displayed.
+        number: by which it is sorted; None: by its text.
     """
 
     text: str
@@ -150,12 +150,12 @@ class Value:
 
 @dataclass(frozen=True)
 class NodeTable:
-    """A table that can be printed or put on a page.
+    """A table for a terminal or a page.
 
     Args:
-        name: of a file.
-        heading: the question.
-        note: what the columns are.
+        name: of its file.
+        heading: the research question.
+        note: meaning of the columns.
         columns: their names; the first is the node.
         rows: of values, as many as columns.
     """
@@ -168,7 +168,7 @@ class NodeTable:
 
 
 def node_tables(nodes: Sequence[StudiedNode]) -> list[NodeTable]:
-    """The tables of those modes that were run, in the order of the research questions."""
+    """The tables of the modes that were run, in the order of the research questions."""
     made = {COMPUTATION_SYNC: _submodules, PARAMETER_SYNC: _gradients, FREE_RUN: _trainings}
     return [make(chosen) for mode, make in made.items() if (chosen := [one for one in nodes if one.mode == mode])]
 

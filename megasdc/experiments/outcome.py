@@ -1,19 +1,19 @@
-"""How did a run end? A status, why, and its losses, from what the run wrote; kept in one file that appears whole.
+"""Outcome of a run: status, reason and losses, from the files that the run wrote; stored atomically in one file.
 
-A run is finished when its ``result.json`` is there. Not a number, divergence and failure are results.
+A run is finished when its ``result.json`` exists. NaN, divergence and failure are results.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megasdc.durable import write_durably
 from megasdc.errors import ERRORS_BY_EXIT_CODE, NonFiniteError, PeerError, StorageError
 from megasdc.experiments.run_process import LOG_FOLDER
 from megasdc.metrics.writer import read_metrics
@@ -26,20 +26,20 @@ _TAIL_BYTES = 20_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """Outcome of a run.
 
     Args:
-        run_id: names it.
-        status: done; diverged: see ``diverged_why``; nan: most of its last losses are not numbers, or it skipped too
-            many steps in a row; failed: it ended with another error.
+        run_id: of the run.
+        status: done; diverged: see ``diverged_why``; nan: most of its last losses are not finite, or it skipped too
+            many steps in a row; failed: it ended with another error or too early.
         reason: why it is not done, else empty.
-        final_loss: mean training loss over the last steps, nats; None where it is not a number or there is none.
+        final_loss: mean training loss over the last steps, nats; None where it is not finite or there is none.
         eval_loss: validation loss at the end; None likewise.
         steps: the last step that was taken.
         skipped_steps: steps that the optimizer did not take.
         seconds: of the process that finished it, its start included.
         exit_codes: of its ranks; empty where none was started.
-        judged_by: the yardstick's values.
+        judged_by: values of the ``Yardstick``.
     """
 
     run_id: str
@@ -56,13 +56,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What a run is judged by.
+    """Criteria by which a run is judged.
 
     Args:
         final_steps: last steps whose mean is the final loss.
         diverged_rise: share by which it may be above the lowest mean over as many steps.
-        entropy: a final loss above it, nats, has diverged: that of a model that knows only how frequent tokens are;
-            None: runs are too short for that.
+        entropy: a run with a final loss above it, nats, has diverged; the loss of a model that knows token frequencies
+            alone. None: not used, since runs are too short.
     """
 
     final_steps: int
@@ -71,23 +71,23 @@ class Yardstick:
 
     @property
     def values(self) -> tuple[float | None, ...]:
-        """What an outcome keeps of it."""
+        """The values that an outcome stores."""
         return self.final_steps, self.diverged_rise, self.entropy
 
 
 def judge(
     run_id: str, folder: Path, measured: Path, codes: Sequence[int], last_step: int, seconds: float, by: Yardstick
 ) -> Outcome:
-    """Read what a run has written and say how it ended.
+    """Determine a run's outcome from the files that it wrote.
 
     Args:
-        run_id: names it.
-        folder: the run's.
-        measured: where its losses are.
+        run_id: of the run.
+        folder: of the run.
+        measured: folder of its losses, see ``measured_folder``.
         codes: exit codes of its ranks.
         last_step: that it was to reach.
-        seconds: that it took.
-        by: what it is judged by.
+        seconds: duration of the run.
+        by: the criteria.
     """
     rows = read_metrics(measured)
     losses = [(row["step"], _number(row["train/loss"])) for row in rows if "train/loss" in row]
@@ -135,14 +135,14 @@ def _status(
 
 
 def final_mean(losses: Sequence[tuple[int, float]], final_steps: int) -> float:
-    """Mean over the last steps, those left out whose loss is not a number: such a step is skipped by the optimizer.
+    """Mean over the last steps without losses that are not finite: the optimizer skips such a step.
 
     Args:
         losses: step and mean loss since the line before, in order.
-        final_steps: how many steps.
+        final_steps: number of steps.
 
     Returns:
-        NaN where that leaves less than half of them.
+        NaN where less than half of them are finite.
     """
     last = [loss for step, loss in losses if step > losses[-1][0] - final_steps]
     finite = [loss for loss in last if math.isfinite(loss)]
@@ -150,15 +150,15 @@ def final_mean(losses: Sequence[tuple[int, float]], final_steps: int) -> float:
 
 
 def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstick) -> str | None:
-    """Say by what a run that ended with a finite loss has diverged; None: it has not.
+    """Why a run with a finite final loss counts as diverged; None: it does not.
 
-    Its final loss is above that of token frequencies, or above the lowest mean over as many successive steps by more
-    than ``diverged_rise``: the loss has risen and not come back.
+    Its final loss is above that of token frequencies, or by more than ``diverged_rise`` above the lowest mean over as
+    many successive steps: the loss has risen and not recovered.
 
     Args:
-        losses: as for ``final_mean``; lines with NaN break a window.
+        losses: as for ``final_mean``; a window with NaN is ignored.
         final: their final mean.
-        by: the yardstick.
+        by: the criteria.
     """
     if by.entropy is not None and final > by.entropy:
         return f"the final loss {final:.4f} is above {by.entropy:.4f}, that of token frequencies"
@@ -173,17 +173,15 @@ def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstic
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write it under a temporary name and rename it."""
-    temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / RESULT_FILE)
+    """Write ``result.json``, whole."""
+    write_durably(folder / RESULT_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """The outcome of a finished run; None where it is not finished.
 
     Raises:
-        StorageError: the file is none of this version.
+        StorageError: the file is damaged or of another version.
     """
     path = folder / RESULT_FILE
     if not path.exists():
@@ -203,7 +201,7 @@ def _number(value: Any) -> float:
 
 
 def _first_failure(codes: Sequence[int]) -> int:
-    """A rank that lost its peer, or was ended with it, says less than the one that failed by itself."""
+    """First exit code of a rank that failed by itself; else of one that lost its peer or was killed; 0: none failed."""
     failed = [code for code in codes if code]
     alone = [code for code in failed if code > 0 and code != PeerError.exit_code]
     return (alone or failed or [0])[0]

@@ -1,12 +1,12 @@
-"""What did unhealthy nodes do to the final loss? The metrics of Pei et al. for one cell.
+"""Effect of unhealthy nodes on the final loss: the metrics of Pei et al. for one cell.
 
 Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709: *worst case* is the largest final loss over unhealthy
 nodes and its increase over the healthy one's; *number of worse cases* counts nodes with a relative increase above
-0.5 %; nodes that diverged or ended with NaN are counted apart.
+0.5 %; nodes that diverged or ended with NaN are counted separately.
 
 Differences: with several seeds a node's increase is over the healthy run of the same seed, its mean over seeds decides
 whether it is worse, and the worst case is the node with the largest mean increase. A node counts as diverged or NaN
-when it was with any seed. Added: a control, perturbed by one low bit once, says how far two runs part by chance alone.
+when it was with any seed. Added: a control, with one low bit changed once, shows how far runs diverge by chance alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ending:
         node: its node.
         seed: its seed.
         status: done, diverged, nan or failed.
-        loss: final loss; None where it is not a number.
+        loss: final loss; None where it is not finite.
         control: whether the node is a control, not an unhealthy one.
     """
 
@@ -48,20 +48,20 @@ class CellScore:
     """The metrics of one cell.
 
     Args:
-        healthy: mean final loss of the healthy runs that are done; None: none is.
+        healthy: mean final loss of the done healthy runs; None: there is none.
         healthy_spread: standard deviation over seeds; None with fewer than two.
-        worst: mean final loss of the worst node, of those that are done with every seed; None: there is none.
+        worst: mean final loss of the worst node, among those that are done with every seed; None: there is none.
         worst_node: its name.
         worst_increase: its mean relative increase.
         worst_spread: standard deviation of that increase over seeds; None with fewer than two.
         worse: nodes whose mean relative increase is above epsilon.
         diverged: nodes that diverged with some seed.
         nan: nodes that ended with NaN with some seed and did not diverge.
-        failed: nodes with runs that ended otherwise.
+        failed: nodes with failed runs that neither diverged nor ended with NaN.
         nodes: nodes that were run.
         seeds: seeds that were run.
         healthy_failed: healthy runs that are not done.
-        chance: largest relative difference, up or down, of a control's run from the healthy one; None without any.
+        chance: largest absolute relative difference of a control's final loss from the healthy one; None without any.
     """
 
     healthy: float | None
@@ -84,7 +84,7 @@ def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore
     """Score the runs of one cell.
 
     Args:
-        endings: of all nodes, the healthy one among them.
+        endings: of all nodes, including the healthy one.
         epsilon: see ``EPSILON``.
     """
     by_node: dict[str, list[Ending]] = {}
@@ -116,7 +116,7 @@ def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore
 
 
 def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
-    """Score every cell of a sweep's results, in the order in which they come.
+    """Score every cell of a sweep's results, in the order of the rows.
 
     Args:
         rows: with ``cell, node, control, seed, status, final_loss``.
@@ -129,7 +129,7 @@ def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
 
 
 def relative_increase(loss: float, healthy: float) -> float:
-    """How much a final loss is above the healthy one, as a share of it."""
+    """Relative increase of a final loss over the healthy one: (loss / healthy - 1)."""
     return loss / healthy - 1
 
 
@@ -138,7 +138,7 @@ def _increases(runs: Sequence[Ending], base: Mapping[int, float]) -> list[float]
 
 
 def _worst_status(runs: Sequence[Ending]) -> str:
-    """Diverged before NaN before failed before done."""
+    """Worst status of a node's runs, in the order diverged, NaN, failed, done."""
     found = {one.status for one in runs}
     return next((status for status in (DIVERGED, NAN, FAILED) if status in found), DONE)
 

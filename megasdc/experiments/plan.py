@@ -1,4 +1,4 @@
-"""Which runs does a sweep need? Every cell, node and seed as a whole checked configuration; equal ones are one run."""
+"""Plan of a sweep: each cell, node and seed as a complete, checked configuration; equal ones share a run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megasdc.experiments.papers import PAPER_TABLES, missing_row
 from megasdc.experiments.sweep_file import HEALTHY, CellSpec, NodeSpec, Overrides, SweepFile
 
 SEED_STRIDE = 1_000_003
-"""Seed of a fault's draws: this times the node's seed, plus the fault's own, plus that of the run."""
+"""Seed of a fault: the node's seed times this, plus the fault's own seed, plus the run's seed."""
 _OWN_PLACES = ("run_dir", "progress_bar")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts if not from scratch.
+    """Checkpoint from which a run starts.
 
     Args:
-        run_id: of the healthy run whose checkpoint is taken.
+        run_id: of the healthy run that saves the checkpoint.
         step: of the checkpoint.
     """
 
@@ -41,10 +41,10 @@ class PlannedRun:
     """One run.
 
     Args:
-        run_id: a digest of its configuration and start; names its folder.
-        label: cell, node and seed that asked for it first.
-        config: the whole resolved configuration; ``logging.run_dir`` is set when the run starts.
-        ranks: processes.
+        run_id: a digest of its configuration, start and number of ranks; names its folder.
+        label: the first cell, node and seed that need it.
+        config: the resolved configuration; ``logging.run_dir`` is set when the run starts.
+        ranks: number of processes.
         start: None: from scratch.
         last_step: after which it ends.
         healthy: whether it has no faults.
@@ -63,7 +63,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Place:
-    """One place in the table of results: a cell on a node with a seed, and the run that fills it."""
+    """One row of the results: a cell, node and seed, and the run that provides it."""
 
     cell: str
     node: str
@@ -77,13 +77,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a sweep does.
+    """Plan of a sweep.
 
     Args:
         sweep: with its size applied.
-        cells: its rows, the grid multiplied out.
-        varied: settings that differ between cells, by dotted path.
-        runs: by id; each after the one that it starts from, healthy ones before the others.
+        cells: with the grid expanded.
+        varied: dotted paths of the settings that cells set.
+        runs: by id; each after the one from which it starts, healthy ones before the others.
         places: one for each cell, node and seed; several may share a run.
     """
 
@@ -95,7 +95,7 @@ class Plan:
 
 
 def build_plan(sweep: SweepFile) -> Plan:
-    """Multiply a sweep out and check every run's configuration.
+    """Expand a sweep and check every run's configuration.
 
     Args:
         sweep: with its size applied.
@@ -120,7 +120,7 @@ def build_plan(sweep: SweepFile) -> Plan:
 
 
 def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
-    """The cells, each with every combination of the grid; named by what they set."""
+    """The cells, each with every combination of the grid; names contain the grid's values."""
     cells = sweep.cells or [CellSpec.model_validate({"name": "all"})]
     if not sweep.grid:
         yield from cells
@@ -133,7 +133,7 @@ def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
 
 
 def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
-    """The runs of some cells, with those that they start from.
+    """The runs of some cells, including those from which they start.
 
     Args:
         plan: of the sweep.
@@ -151,7 +151,7 @@ def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
 
 
 def _file_problems(sweep: SweepFile, cells: Sequence[CellSpec]) -> list[str]:
-    """What names nothing or names two things."""
+    """Problems of the file: names that are unknown or not unique, missing values."""
     names = [cell.name for cell in cells]
     known = f"there are {', '.join(names)}"
     nodes = [HEALTHY, *(node.name for node in sweep.nodes)]
@@ -194,13 +194,13 @@ def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) ->
 
 
 def _in_order(runs: dict[str, PlannedRun]) -> dict[str, PlannedRun]:
-    """Those that others start from first, then the healthy ones."""
+    """Runs from which others start first, then the healthy ones."""
     ordered = sorted(runs.values(), key=lambda run: (not run.donor, not run.healthy))
     return {run.run_id: run for run in ordered}
 
 
 class _Builder:
-    """Makes and checks configurations, and keeps equal ones once."""
+    """Builds and checks configurations; equal ones become one run."""
 
     def __init__(self, sweep: SweepFile, cells: dict[str, CellSpec]) -> None:
         self._sweep = sweep
@@ -210,7 +210,7 @@ class _Builder:
         self._bad: set[tuple[str, str]] = set()
 
     def add(self, cell: CellSpec, node: NodeSpec | None, seed: int) -> PlannedRun | None:
-        """The run of a place; None where its configuration is wrong."""
+        """The run of a cell, node and seed; None where its configuration is wrong."""
         if cell.start is None:
             return self._run(cell, node, seed, None, stop=None)
         donor = self._run(self._cells[cell.start.cell or cell.name], None, seed, None, stop=cell.start.step)
@@ -249,7 +249,7 @@ class _Builder:
         )
 
     def _refuse(self, cell: str, where: str, problems: Sequence[str]) -> None:
-        """Keep problems; one that all nodes of a cell have is told once."""
+        """Store problems; one that several nodes of a cell have is reported once."""
         for problem in problems:
             if (cell, problem) not in self._bad:
                 self._bad.add((cell, problem))
@@ -270,7 +270,7 @@ class _Builder:
 
 
 def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dict[str, Any]]:
-    """Entries of ``faults`` that make a node.
+    """Entries of ``faults`` that simulate a node.
 
     Args:
         node: None: none.
@@ -286,24 +286,24 @@ def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dic
 
 
 def measured_folder(run: PlannedRun, folder: Path) -> Path:
-    """Where a run's losses are: in a study, those of the replica that is compared with the trusted one."""
+    """Folder of a run's losses; in a study, that of the unhealthy replica."""
     study = StudySection.model_validate(run.config["megasdc"]["study"])
     return folder if study.mode is None else replica_folder(folder, harmed_replica(study))
 
 
 def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, start: Start | None) -> list[str]:
-    """What a configuration that is right by itself may not say in a sweep."""
+    """Problems of a configuration that is valid by itself but not in a sweep."""
     sections, problems = config.megasdc, []
     if node is None and sections.faults:
         problems.append("megasdc.faults: the base has faults, so no run is healthy; faults come from nodes.")
     if sections.study.mode is not None and sections.study.replicas != 2:
         problems.append(
-            f"megasdc.study.replicas: {sections.study.replicas}; a sweep harms one replica and trusts one: 2."
+            f"megasdc.study.replicas: {sections.study.replicas}; a sweep injects faults into one and trusts one: 2."
         )
     if sections.study.mode is not None and start is not None:
-        problems.append("start: a study of a sweep begins from scratch; leave it out.")
+        problems.append("start: a study of a sweep begins from scratch; remove it.")
     if sections.checkpoint.folder is not None:
-        problems.append("megasdc.checkpoint.folder: each run has a folder of its own; leave it out.")
+        problems.append("megasdc.checkpoint.folder: each run has a folder of its own; remove it.")
     if sweep.final_steps % sections.logging.interval:
         problems.append(
             f"megasdc.logging.interval: {sections.logging.interval} does not divide final_steps {sweep.final_steps}."
@@ -317,7 +317,7 @@ def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, st
 
 
 def _start_problems(donor: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """What a checkpoint would bring along against what the cell says."""
+    """Settings that a checkpoint restores and in which it differs from the cell."""
     places = ("model", "data", "parallel")
     differing = [f"megasdc.{name}" for name in places if donor["megasdc"][name] != config["megasdc"][name]]
     before, now = (

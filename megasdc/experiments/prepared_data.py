@@ -1,4 +1,4 @@
-"""Are the data of all runs there, or can they be made? Asked before the first run, made before it too."""
+"""Data of all runs of a sweep: checked before the first run, and prepared where they are missing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def data_of(run: PlannedRun) -> DataSection:
 
 
 def find_missing_data(runs: Iterable[PlannedRun]) -> list[DataSection]:
-    """Check that data are whole, or that their sources are there; a source on the hub is not looked at.
+    """Check that data are complete, or that their sources exist; a source on the Hugging Face hub is not checked.
 
     Args:
         runs: planned.
 
     Returns:
-        The sections that are yet to be prepared, each once.
+        The sections whose data must be prepared, each once.
 
     Raises:
-        ConfigError: data are damaged, or sources are not there; all problems at once.
+        ConfigError: data are damaged, or sources are missing; all problems at once.
     """
     missing, problems = [], []
     for section in {(data := data_of(run)).model_dump_json(): data for run in runs}.values():
@@ -53,13 +53,13 @@ def _verify(section: DataSection) -> None:
     if not section.blend:
         verify_prepared(section.path)
         return
-    from megasdc.data.dataset import verify_data  # brings torch and Megatron-core along, which take seconds
+    from megasdc.data.dataset import verify_data  # imports torch and Megatron-core, which takes seconds
 
     verify_data(section)
 
 
 def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:
-    """Make them, on all cores of this process.
+    """Prepare data, on all cores of this process.
 
     Args:
         missing: from ``find_missing_data``.
@@ -73,5 +73,5 @@ def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:
 
 
 def frequency_entropy(section: DataSection) -> float:
-    """Loss of a model that knows only how frequent tokens are, nats; of a blend, that of its first part."""
+    """Loss of a model that knows token frequencies alone, nats; of a blend, that of its first part."""
     return Manifest.load(section.folders[0]).unigram_entropy_nats

@@ -1,7 +1,7 @@
-"""Where are the results of a sweep? Tidy tables in parquet beside the run folders; written here, and read here.
+"""Results of a sweep: tidy parquet tables beside the run folders, written and read here.
 
 ``sweep.json``: the sweep with its size applied, its cells, its nodes' profiles and versions. ``results.parquet``: one
-row a cell, node and seed; cells that are equal on a node share a run, so a ``run_id`` may stand in several rows.
+row per cell, node and seed; cells that are equal on a node share a run, so a ``run_id`` may occur in several rows.
 ``series.parquet``: ``run_id, step, name, value``. ``runs/RUN_ID``: run folders.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megasdc.config import load_profile
+from megasdc.durable import replacing, write_durably
 from megasdc.errors import StorageError
 from megasdc.experiments.outcome import FAILED, RESULT_FILE, Outcome, read_outcome
 from megasdc.experiments.plan import Plan, measured_folder
@@ -28,7 +28,7 @@ from megasdc.metrics.writer import read_metrics
 
 SWEEP_FILE, RESULTS_FILE, SERIES_FILE, RUNS_FOLDER = "sweep.json", "results.parquet", "series.parquet", "runs"
 SERIES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "eval/loss")
-"""Metrics that are kept step by step, those of bounds too; the rest stays in the run folders."""
+"""Metrics that are kept step by step, besides those of ``bounds/``; the rest stays in the run folders."""
 PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core")
 _PARTS = ("sweep", "size", "cells", "varied", "profiles", "places", "runs", "versions")
 _SERIES_SCHEMA = pa.schema(
@@ -55,7 +55,7 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class SweepResults:
-    """A sweep's folder as it was read.
+    """Contents of a sweep's folder.
 
     Args:
         folder: the folder.
@@ -69,11 +69,11 @@ class SweepResults:
 
     @property
     def places(self) -> int:
-        """Rows that there will be when every run has finished."""
+        """Number of rows once every run has finished."""
         return len(self.sweep["places"])
 
     def run_folder(self, run_id: str) -> Path:
-        """Of a run."""
+        """Folder of a run."""
         return self.folder / RUNS_FOLDER / run_id
 
     def series(self, run_ids: Iterable[str] | None = None, names: Iterable[str] | None = None) -> pa.Table:
@@ -92,16 +92,16 @@ class SweepResults:
 
 
 def read_sweep(folder: Path | str) -> SweepResults:
-    """Read the results of a sweep, also while it is going on.
+    """Read the results of a sweep, also of one in progress.
 
     Raises:
-        StorageError: the folder is none of a sweep or is damaged, or has no tables yet.
+        StorageError: the folder holds no sweep, is damaged, or has no tables yet.
     """
     root = Path(folder)
     try:
         sweep = json.loads((root / SWEEP_FILE).read_text(encoding="utf-8"))
         rows = pq.read_table(root / RESULTS_FILE).to_pylist()
-    except FileNotFoundError as error:  # pyarrow's has no name
+    except FileNotFoundError as error:  # pyarrow's error has no filename
         missing_file = root / (RESULTS_FILE if (root / SWEEP_FILE).exists() else SWEEP_FILE)
         raise StorageError(
             f"{missing_file} is missing: {root} is no folder of `megasdc sweep`, or its tables are not "
@@ -117,16 +117,16 @@ def read_sweep(folder: Path | str) -> SweepResults:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what a run computes."""
+    """Versions of the packages that determine what a run computes."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 class ResultStore:
-    """Keeps the tables of a sweep up to date.
+    """Outcomes and tables of a sweep.
 
     Args:
         folder: of the sweep.
-        plan: its plan.
+        plan: of the sweep.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -136,18 +136,18 @@ class ResultStore:
         self.outcomes: dict[str, Outcome] = {}
 
     def run_folder(self, run_id: str) -> Path:
-        """Of a run."""
+        """Folder of a run."""
         return self.folder / RUNS_FOLDER / run_id
 
     def load(self) -> None:
-        """Take up the runs that have finished."""
+        """Read the outcomes of finished runs."""
         for run_id in self._plan.runs:
             outcome = read_outcome(self.run_folder(run_id))
             if outcome is not None:
                 self.outcomes[run_id] = outcome
 
     def forget_failed(self) -> None:
-        """Let runs that failed run again."""
+        """Remove the outcomes of failed runs, so that they run again."""
         for run_id, outcome in list(self.outcomes.items()):
             if outcome.status == FAILED:
                 del self.outcomes[run_id]
@@ -166,18 +166,19 @@ class ResultStore:
             "runs": {run.run_id: {"label": run.label, "last_step": run.last_step} for run in plan.runs.values()},
             "versions": versions(),
         }
-        _replace(self.folder / SWEEP_FILE, lambda path: path.write_text(json.dumps(content, indent=2) + "\n"))
+        write_durably(self.folder / SWEEP_FILE, json.dumps(content, indent=2) + "\n")
 
     def write_tables(self) -> None:
-        """Write both tables whole."""
+        """Write both tables, each atomically."""
         for run_id in self.outcomes:
             if run_id not in self._series:
                 measured = measured_folder(self._plan.runs[run_id], self.run_folder(run_id))
                 self._series[run_id] = _series_of(run_id, measured)
         results = self._results()
         series = pa.concat_tables([_SERIES_SCHEMA.empty_table(), *self._series.values()])
-        _replace(self.folder / RESULTS_FILE, lambda path: pq.write_table(results, path))
-        _replace(self.folder / SERIES_FILE, lambda path: pq.write_table(series, path))
+        for name, table in ((RESULTS_FILE, results), (SERIES_FILE, series)):
+            with replacing(self.folder / name, "wb") as file:
+                pq.write_table(table, file)
 
     def _results(self) -> pa.Table:
         plan, said = self._plan, json.dumps(versions())
@@ -196,12 +197,12 @@ class ResultStore:
 
 
 def _profiles(sweep: SweepFile) -> list[str]:
-    """Names of the profiles that nodes have, each once; what they say is kept, for their files may change."""
+    """Names of the nodes' profiles, each once; their contents are stored, since the files may change."""
     return list(dict.fromkeys(node.profile for node in sweep.nodes if node.profile is not None))
 
 
 def _column(values: Sequence[Any]) -> pa.Array:
-    """Numbers as numbers, all else as JSON; null where a cell does not set it."""
+    """Numbers as numbers, anything else as JSON; null where a cell does not set it."""
     if all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values):
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
@@ -216,9 +217,3 @@ def _series_of(run_id: str, folder: Path) -> pa.Table:
     ]
     steps, names, values = zip(*found, strict=True) if found else ((), (), ())
     return pa.table([[run_id] * len(steps), list(steps), list(names), list(values)], schema=_SERIES_SCHEMA)
-
-
-def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(temporary)
-    os.replace(temporary, path)

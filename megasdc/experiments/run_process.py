@@ -1,66 +1,26 @@
-"""How does a run become processes? Forks of one server that has imported everything; each trains as any rank does.
+"""Processes of a run: forks of a server that has imported everything; each trains as any rank does.
 
-Importing the stack costs seconds, so a server does it once and each rank is a fork of it. A device cannot be used
-after a fork, so that on hosts with GPUs every rank is a fresh process. A rank ends when the process that started it
-is gone: nobody else would read its results, and who comes next would write into the same folder.
+A rank ends when the process that started it is gone: nobody would read its results, and a later sweep would write to
+the same folder.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import sys
-import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megasdc.parallel.local_ranks import base_environment, hold_store, rank_environment
+from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.processes import leave_with_the_starter
 
-PRELOAD = (
-    "numpy",
-    "torch",
-    "torch.distributed.elastic.rendezvous",
-    "torch.utils.tensorboard",
-    "deepspeed",
-    "deepspeed.runtime.pipe.engine",
-    "deepspeed.runtime.bf16_optimizer",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "deepspeed.comm.torch",
-    "megatron.core",
-    "megasdc.train.build",
-    "megasdc.train.main",
-    "megasdc.imports.frozen",
-)
 LOG_FOLDER = "logs"
-ORPHANED = 79
-"""Exit code of a rank whose starter is gone; that of a lost peer."""
-
-
-def server() -> Any:
-    """The multiprocessing context that ranks are started with; its server starts with the first rank.
-
-    Its environment is this process's when it starts, so what torch reads once is set here.
-
-    Raises:
-        LaunchError: what the ranks need cannot be compiled.
-    """
-    import torch
-
-    os.environ.update({name: value for name, value in base_environment(1).items() if name not in os.environ})
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:Transformer Engine and Apex are not installed")
-    if torch.cuda.device_count():
-        return multiprocessing.get_context("spawn")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
 
 
 def warm_up(context: Any) -> None:
-    """Wait until the server has imported everything, so that what is timed next does not."""
+    """Wait until the server has imported everything, so that a measurement does not include it."""
     process = context.Process(target=os.getpid)
     process.start()
     process.join()
@@ -72,8 +32,8 @@ class RunningRanks:
 
     Args:
         processes: by rank.
-        lifelines: held open as long as the ranks may go on.
-        store: the rendezvous; lives here, so that no port is guessed.
+        lifelines: pipes; a rank ends when its pipe is closed.
+        store: the rendezvous; hosted here, so that no port must be chosen in advance.
     """
 
     processes: list[Any]
@@ -85,13 +45,13 @@ class RunningRanks:
 
     @property
     def sentinels(self) -> list[int]:
-        """What is ready once a process has ended, of those that ``settle`` has not seen ended yet."""
+        """Sentinels to wait on, of the processes that had not ended at the last ``settle``."""
         return [process.sentinel for process, code in zip(self.processes, self._codes, strict=True) if code is None]
 
     def settle(self) -> list[int] | None:
         """Exit codes, negative for signals, once all have ended; None before.
 
-        When one rank has failed the others are ended: without it they would wait until their timeout.
+        When one rank has failed, the others are killed: they would wait for it until their timeout.
         """
         self._codes = [process.exitcode for process in self.processes]
         if any(self._codes):
@@ -106,7 +66,7 @@ class RunningRanks:
         return codes if len(codes) == len(self.processes) else None
 
     def end(self) -> None:
-        """End all processes and wait for them."""
+        """Kill all processes and wait for them."""
         for process in self.processes:
             if process.exitcode is None:
                 process.kill()
@@ -120,11 +80,11 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
     """Start the ranks of a run.
 
     Args:
-        context: from ``server``.
-        config: the run's file.
-        folder: the run's; what ranks print goes to ``logs`` in it.
-        ranks: how many.
-        slot: place among the runs side by side; with GPUs, decides on which.
+        context: from ``megasdc.parallel.processes.fork_server``.
+        config: configuration file of the run.
+        folder: of the run; output of the ranks goes to ``logs`` in it.
+        ranks: number of ranks.
+        slot: index among the concurrent runs; selects the GPUs.
     """
     store = hold_store()
     logs = folder / LOG_FOLDER
@@ -146,7 +106,7 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
 
 
 def _visible(devices: str) -> str:
-    """Those of the devices that this process itself may use."""
+    """CUDA_VISIBLE_DEVICES for devices numbered among those that this process may use."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not own:
         return devices
@@ -155,23 +115,17 @@ def _visible(devices: str) -> str:
 
 
 def _rank_main(lifeline: Connection, settings: dict[str, str], config: str, log: str) -> None:
-    """Body of a rank: train as the entry script does, and leave with its exit code."""
+    """Body of a rank: train as the entry script does, and end with its exit code."""
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(settings)
-    threading.Thread(target=_leave_with_the_starter, args=(lifeline,), daemon=True).start()
+    leave_with_the_starter(lifeline)
     from megasdc.train.main import pretrain
 
     code, _ = pretrain(config, [])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the interpreter's own end takes as long as some steps
-
-
-def _leave_with_the_starter(lifeline: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv()
-    os._exit(ORPHANED)
+    os._exit(code)  # the interpreter's shutdown takes as long as some steps

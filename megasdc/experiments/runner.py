@@ -1,7 +1,7 @@
-"""How does a sweep run? Several runs side by side, each finished run kept, until none is left.
+"""Runner of a sweep: several runs at once, until all are finished.
 
-Whatever is killed, and when, no finished run is repeated: a run counts as finished by its result file alone. One that
-was cut off goes on from its own checkpoint if it has one, else it starts anew.
+No finished run is repeated, whenever the sweep is killed: a run is finished if its result file exists. An interrupted
+run resumes from its own checkpoint if it has one, else it starts again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import step_folder
+from megasdc.durable import write_durably
 from megasdc.errors import PeerError, StorageError
 from megasdc.events import EventLog
 from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
 from megasdc.experiments.plan import Plan, PlannedRun, measured_folder
 from megasdc.experiments.prepared_data import data_of, frequency_entropy
 from megasdc.experiments.results import ResultStore
-from megasdc.experiments.run_process import RunningRanks, server, start_ranks
+from megasdc.experiments.run_process import RunningRanks, start_ranks
 from megasdc.experiments.sweep_file import SweepFile
+from megasdc.parallel.processes import fork_server
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 MOST_ATTEMPTS = 3
-"""How often a run is started whose processes were killed by a signal."""
+"""Maximum of starts of a run whose processes are killed by a signal."""
 
 
 @dataclass
 class _Active:
-    """A run under way."""
+    """A run in progress."""
 
     run: PlannedRun
     ranks: RunningRanks
@@ -48,13 +50,13 @@ class _Active:
 
 
 class Runner:
-    """Runs what is not finished.
+    """Runs all runs that are not finished.
 
     Args:
         store: of the sweep's folder, loaded.
-        events: of the sweep; told the start and end of each run.
-        workers: runs side by side.
-        sweep: says how runs are judged and what is kept of them.
+        events: of the sweep; receives the start and end of each run.
+        workers: number of concurrent runs.
+        sweep: criteria for runs, and whether checkpoints are kept.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Runner:
         self._events = events
         self._workers = workers
         self._sweep = sweep
-        self._context = server()
+        self._context = fork_server()
         self._active: list[_Active] = []
         self._attempts: dict[str, int] = {}
 
@@ -76,10 +78,10 @@ class Runner:
         """Run those that have no outcome yet.
 
         Args:
-            runs: by id, those that others start from included.
+            runs: by id, including those from which others start.
 
         Yields:
-            Each outcome, once its result file is there.
+            Each outcome, once its result file exists.
 
         Raises:
             StorageError: a run folder cannot be written.
@@ -132,7 +134,7 @@ class Runner:
         self._active.append(_Active(run, ranks, slot, time.monotonic()))
 
     def _again(self, active: _Active, codes: list[int]) -> bool:
-        """Whether a run was killed from outside and may be started once more."""
+        """Whether a run was killed by a signal and may be started again."""
         killed = any(code < 0 for code in codes) and not any(0 < code != PeerError.exit_code for code in codes)
         again = killed and self._attempts[active.run.run_id] < MOST_ATTEMPTS
         if again:
@@ -158,7 +160,7 @@ class Runner:
         return outcome
 
     def _lost_start(self, run: PlannedRun) -> bool:
-        """Whether the run that this one starts from has ended without its checkpoint."""
+        """Whether the run from which this one starts has ended with NaN or failed."""
         if run.start is None or run.start.run_id not in self._store.outcomes:
             return False
         return self._store.outcomes[run.start.run_id].status not in (DONE, DIVERGED)
@@ -173,13 +175,13 @@ class Runner:
 
 
 def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
-    """What a run is judged by."""
+    """The criteria for a run."""
     entropy = frequency_entropy(data_of(run)) if sweep.diverged_above_frequencies else None
     return Yardstick(sweep.final_steps, sweep.diverged_rise, entropy)
 
 
 def judge_again(store: ResultStore, plan: Plan) -> None:
-    """Judge finished runs anew where the sweep's file now says otherwise how."""
+    """Judge finished runs again where the criteria in the sweep's file have changed."""
     for run_id, outcome in list(store.outcomes.items()):
         run, folder = plan.runs[run_id], store.run_folder(run_id)
         by = yardstick(plan.sweep, run)
@@ -191,11 +193,11 @@ def judge_again(store: ResultStore, plan: Plan) -> None:
 
 
 def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
-    """Write the file that a run is started with.
+    """Write the configuration file of a run.
 
     Args:
         run: planned.
-        folder: of the run; everything that it writes goes there.
+        folder: of the run; all its output goes there.
         **training: values of ``megasdc.training`` to change.
     """
     own = run.config["megasdc"]
@@ -205,17 +207,12 @@ def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
         if isinstance(config.get(key), dict) and config[key].get("enabled"):
             config[key] = {**config[key], "output_path": str(folder / key)}
     path = folder / CONFIG_FILE
-    temporary = folder / f".{CONFIG_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_durably(path, json.dumps(config, indent=2) + "\n")
     return path
 
 
 def _take_checkpoint(donor: Path, folder: Path, step: int) -> None:
-    """Give a run the checkpoint that it starts from, unless it has one of its own; files are linked, not copied.
-
-    The folder appears by one rename.
-    """
+    """Hard-link the checkpoint from which a run starts, unless it has its own; the folder appears by one rename."""
     own = folder / CHECKPOINTS
     if own.exists():
         return
@@ -234,10 +231,10 @@ def _link(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold a sweep's folder.
+    """Lock a folder against other processes of ``megasdc sweep``.
 
     Raises:
-        StorageError: another process works in it, or it cannot be written.
+        StorageError: another process holds it, or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

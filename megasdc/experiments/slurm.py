@@ -1,4 +1,4 @@
-"""How does a sweep run on a cluster? An array job, one run a task; those that others start from come first."""
+"""A sweep as a SLURM array job, one run per task; runs from which others start come first."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ after=(--dependency=afterany:"$job")"""
 
 
 def write_job(plan: Plan, arguments: list[str], out: Path, at_once: int) -> Path:
-    """Write the array job and what submits it.
+    """Write the array job and the script that submits it.
 
     Args:
-        plan: of the sweep; a task's number is its run's place in it.
+        plan: of the sweep; a task's number is the index of its run.
         arguments: of ``megasdc sweep``, without ``--slurm``.
         out: the sweep's folder, shared by all hosts.
-        at_once: most tasks at the same time.
+        at_once: maximum of concurrent tasks.
 
     Returns:
-        The script to start with bash.
+        The script that submits, to be run with bash.
     """
     command = shlex.join([sys.executable, "-m", "megasdc", "sweep", *arguments])
     runs = list(plan.runs.values())

@@ -1,4 +1,4 @@
-"""What does ``megasdc sweep`` do? Check everything, estimate, run what is not finished, keep the tables up to date."""
+"""``megasdc sweep``: checks everything, estimates, runs what is not finished, keeps the tables up to date."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
 OnEstimate = Callable[[float | None, int, int], None]
-"""Told seconds, None where the first steps of a run failed; runs that are left; runs side by side."""
+"""Takes seconds (None where the first steps of a run failed), number of remaining runs, number of concurrent runs."""
 ARRAY_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that was read and checked, before anything is started.
+    """A sweep that was read and checked, before any run is started.
 
     Args:
         plan: of all runs.
-        chosen: runs that are to be run, by id.
-        size: the size that was chosen; None: the file has none.
+        chosen: runs to run, by id.
+        size: the chosen size; None: the file has none.
         out: folder of the results.
     """
 
@@ -56,7 +57,7 @@ def open_sweep(
         size: one of its sizes; None: its first.
         out: folder of the results; None: ``runs/sweeps/NAME-SIZE``.
         only: names of the cells to run; empty: all.
-        to_run: check also that data are there or can be prepared.
+        to_run: check also that data exist or can be prepared.
 
     Raises:
         ConfigError: with every problem; also if the folder holds another sweep.
@@ -73,14 +74,19 @@ def open_sweep(
 
 
 def _check_folder(folder: Path, sweep: SweepFile, size: str | None) -> None:
-    """Refuse a folder of another sweep; one of the same, changed, keeps the runs whose configuration is unchanged."""
+    """Refuse a folder of another sweep; a changed sweep of the same name and size keeps runs that are unchanged."""
     path = folder / SWEEP_FILE
     if not path.exists():
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if (found["sweep"]["name"], found["size"]) != (sweep.name, size):
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        name, its_size = found["sweep"]["name"], found["size"]
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged and is written anew: %s", path, error)
+        return
+    if (name, its_size) != (sweep.name, size):
         raise ConfigError(
-            f"--out: {folder} holds the sweep {found['sweep']['name']!r} of size {found['size']!r}, not "
+            f"--out: {folder} holds the sweep {name!r} of size {its_size!r}, not "
             f"{sweep.name!r} of size {size!r}; choose another folder."
         )
 
@@ -94,15 +100,15 @@ def run_sweep(
     on_progress: OnProgress = lambda what, done, total: None,
     on_estimate: OnEstimate = lambda seconds, left, workers: None,
 ) -> SweepTable:
-    """Run what is not finished.
+    """Run all runs that are not finished.
 
     Args:
         sweep: checked.
-        workers: runs side by side; None: as cores and devices allow.
+        workers: number of concurrent runs; None: as cores and devices allow.
         progress: show the bar of data preparation.
-        retry_failed: run those again that ended as failed.
-        on_progress: told (what, done, total).
-        on_estimate: told before the first run, if more are left than run at once.
+        retry_failed: repeat failed runs.
+        on_progress: called with (what, done, total).
+        on_estimate: called before the first run, if more runs remain than ``workers``.
 
     Returns:
         The table.
@@ -133,11 +139,11 @@ def run_sweep(
 
 
 def run_task(sweep: Sweep, number: int) -> PlannedRun:
-    """Run one run of a sweep, as a task of an array job does; the tables are left to ``gather``.
+    """Run one run of a sweep, as a task of an array job; ``gather`` writes the tables.
 
     Args:
         sweep: checked.
-        number: the run's place in the plan.
+        number: index of the run in the plan.
 
     Raises:
         ConfigError: there is no such run, or there are too few devices.
@@ -153,16 +159,15 @@ def run_task(sweep: Sweep, number: int) -> PlannedRun:
         if run.start.run_id not in store.outcomes:
             raise ConfigError(f"--task: run {number} starts from {run.start.run_id}, which has not finished.")
     with alone(store.run_folder(run.run_id)):
-        store.load()
-        events = EventLog(store.run_folder(run.run_id) / "task", 0)
-        for _ in Runner(store, events, 1, sweep.plan.sweep).run({run.run_id: run}):
-            pass
-        events.close()
+        store.load()  # under the lock: an earlier task may have finished the run
+        with closing(EventLog(store.run_folder(run.run_id) / "task", 0)) as events:
+            for _ in Runner(store, events, 1, sweep.plan.sweep).run({run.run_id: run}):
+                pass
     return run
 
 
 def gather(sweep: Sweep) -> SweepTable:
-    """Write the tables of what has finished, and return the table."""
+    """Write the tables of the finished runs, and return the scored table."""
     _open_store(sweep, retry_failed=False).write_tables()
     return tabulate(read_sweep(sweep.out))
 
@@ -176,7 +181,7 @@ def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
 
 
 def choose_workers(plan: Plan, asked: int | None = None) -> int:
-    """How many runs are made side by side.
+    """Number of concurrent runs.
 
     Args:
         plan: of the sweep.
@@ -184,7 +189,7 @@ def choose_workers(plan: Plan, asked: int | None = None) -> int:
             ranks where it has any.
 
     Raises:
-        ConfigError: the devices do not suffice, for one run or for so many.
+        ConfigError: there are too few devices for one run, or for ``asked`` runs.
     """
     ranks, devices = plan.sweep.ranks, count_accelerators()
     if devices and devices < ranks * (asked or 1):
@@ -215,7 +220,7 @@ def _open_store(sweep: Sweep, retry_failed: bool) -> ResultStore:
 
 
 def _estimate(sweep: Sweep, store: ResultStore, left: list[PlannedRun], workers: int, tell: OnEstimate) -> None:
-    """Tell how long the rest takes, from finished runs where there are, else from the first steps of a run."""
+    """Estimate the remaining time, from finished runs where there are any, else from the first steps of a run."""
     speeds = speeds_from(sweep.plan.runs.values(), store.outcomes)
     unknown = [run for run in left if shape_of(run) not in speeds]
     if unknown:

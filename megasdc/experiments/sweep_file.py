@@ -1,6 +1,6 @@
-"""What may a sweep file say? One JSON object: a base configuration, what varies, nodes, seeds, sizes.
+"""Format of a sweep file: one JSON object with a base configuration, variations, nodes, seeds and sizes.
 
-Paths, in the file and in its base, mean the folder that the command is started in.
+Paths, in the file and in its base, are relative to the working folder of the command.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megasdc.errors import ConfigError
 HEALTHY = "healthy"
 """Name of the node without faults, which every sweep has."""
 Overrides = dict[str, Any]
-"""Values by dotted path, as ``--set`` takes them."""
+"""Values by dotted path, as for ``--set``."""
 
 
 class StartSpec(Section):
-    """From which checkpoint the runs of a cell start: the healthy run's of a cell, with the same seed."""
+    """Checkpoint from which the runs of a cell start: that of a cell's healthy run with the same seed."""
 
     cell: str | None = Field(None, description="The cell whose healthy run is taken; null: this one.")
     step: PositiveInt = Field(..., description="After which step.")
 
 
 class CellSpec(Section):
-    """One row of a table: settings that all nodes and seeds are run with."""
+    """One row of a table: settings with which all nodes and seeds are run."""
 
     name: str = Field(..., min_length=1, description="As tables show it.")
     set: Overrides = Field({}, description="Values by dotted path, over those of the sweep.")
@@ -45,23 +45,23 @@ class NodeSpec(Section):
     name: str = Field(..., min_length=1, description="As tables show it.")
     profile: str | None = Field(None, description="A node profile by its name or path; null: `faults` alone.")
     faults: list[FaultSpec] = Field([], description="Faults besides those of the profile.")
-    seed: NonNegativeInt = Field(0, description="Of its draws, together with the seed of the run.")
+    seed: NonNegativeInt = Field(0, description="Seed of its draws, used together with the seed of the run.")
     control: bool = Field(
         False,
-        description="Perturbed by so little that what it changes is chance: no unhealthy node, but what differences of "
+        description="Perturbed by so little that its effect is chance: not an unhealthy node, but what differences of "
         "others are to be seen against.",
     )
 
 
 class DecisiveSpec(Section):
-    """Cells that a finding hangs on, which are run with more seeds."""
+    """Cells that decide on a finding, run with other, usually more, seeds."""
 
     cells: list[str] = Field([], description="Their names; a cell made by a grid has the name that is printed.")
     seeds: list[NonNegativeInt] = Field([], description="Seeds of these cells, instead of `seeds`.")
 
 
 class Variant(Section):
-    """What one size says otherwise; a field that is given takes the place of the sweep's, `set` is laid over it."""
+    """Differences of one size; a given field replaces the sweep's, and `set` is merged into the sweep's."""
 
     base: str | None = Field(None, description="See the sweep.")
     ranks: PositiveInt | None = Field(None, description="See the sweep.")
@@ -84,7 +84,7 @@ class SweepFile(Section):
     base: str = Field(..., description="Configuration file of every run; without faults.")
     ranks: PositiveInt = Field(1, description="Ranks of a run, processes of one host.")
     set: Overrides = Field({}, description="Values by dotted path, over those of the base.")
-    grid: dict[str, list[Any]] = Field({}, description="Values to go through by dotted path; all combinations.")
+    grid: dict[str, list[Any]] = Field({}, description="Values to combine by dotted path; all combinations are run.")
     cells: list[CellSpec] = Field([], description="Rows; with a grid, each with all of its combinations.")
     nodes: list[NodeSpec] = Field([], description="Unhealthy nodes; a healthy one is always run.")
     seeds: list[NonNegativeInt] = Field([1234], min_length=1, description="Seeds of weights and of fault draws.")
@@ -110,7 +110,7 @@ def load_sweep(path: Path | str, size: str | None) -> SweepFile:
 
     Args:
         path: the file.
-        size: name of the variant; None: the file as it stands, if it has no sizes, else its first size.
+        size: name of the variant; None: its first size, or the file itself if it has no sizes.
 
     Returns:
         The sweep with the variant applied, ``sizes`` holding that one alone.
@@ -156,7 +156,7 @@ def _told(raw: Any, item: Mapping[str, Any]) -> str:
 
 
 def _fields_at(path: tuple[str | int, ...]) -> list[str]:
-    """Names of the fields of the object at a path; places in lists and names of sizes are passed over."""
+    """Names of the fields of the object at a path; list indices and names of sizes are skipped."""
     model: type[BaseModel] = SweepFile
     for key in path:
         if isinstance(key, str) and key in model.model_fields:

@@ -1,4 +1,4 @@
-"""How is a sweep shown? The paper's table beside ours, one row a cell."""
+"""Table of a sweep beside the paper's, one row per cell, for a terminal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megasdc.experiments.results import SweepResults
 
 @dataclass(frozen=True)
 class SweepTable:
-    """What a sweep came to.
+    """Scored results of a sweep.
 
     Args:
         name: of the sweep.
         size: its size; None: it has none.
         folder: of the results.
-        done: rows that are there.
-        planned: rows that there will be.
+        done: number of finished rows.
+        planned: number of all rows.
         scores: by cell.
-        papers: rows of the paper by cell; None: none stands beside it.
+        papers: rows of the paper by cell; None: there is none for it.
         tables: of papers.
         nodes: of studies, where the sweep's runs are studies.
     """
@@ -45,12 +45,12 @@ class SweepTable:
 
     @property
     def trained_scores(self) -> dict[str, CellScore]:
-        """Scores without cells of studies that keep replicas equal, where no node can be better or worse."""
+        """Scores without cells of studies that synchronize replicas, where no node can be better or worse."""
         kept_equal = {one.cell for one in self.nodes if one.mode != FREE_RUN}
         return {cell: score for cell, score in self.scores.items() if cell not in kept_equal}
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """As plain values."""
         cells = [
             {"cell": cell, **asdict(score), "paper": None if (row := self.papers[cell]) is None else asdict(row)}
             for cell, score in self.scores.items()
@@ -68,7 +68,7 @@ class SweepTable:
 
 
 def tabulate(results: SweepResults) -> SweepTable:
-    """Score the rows that are there."""
+    """Score the finished rows."""
     scores = score_cells(results.rows)
     rows = {cell["name"]: cell["paper"] for cell in results.sweep["cells"]}
     papers = {cell: find_row(rows[cell]) if rows.get(cell) else None for cell in scores}
@@ -87,7 +87,7 @@ def tabulate(results: SweepResults) -> SweepTable:
 
 
 def render_table(table: SweepTable, console: Console) -> None:
-    """Print it."""
+    """Print the table."""
     if not table.done:
         console.print(f"no run has finished yet; there will be {table.planned:,} rows")
     for studied in node_tables(table.nodes):

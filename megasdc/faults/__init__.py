@@ -1,1 +1,1 @@
-"""Everything that harms a run on purpose."""
+"""Fault injection."""

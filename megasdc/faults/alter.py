@@ -1,4 +1,4 @@
-"""What happens to harmed elements? Bits are changed on integer views, values by arithmetic in fp64."""
+"""Changes to the elements that a fault hits: bits on integer views, values by arithmetic in fp64."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 
 class UnfitError(ValueError):
-    """A spec asks for bits that the tensor's type does not have; it does not fire there."""
+    """A spec names bits that the tensor's type does not have; it does not fire there."""
 
 
 def alter_elements(values: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
-    """Return what harmed elements become.
+    """New values of the elements that a fault hits.
 
     Args:
         values: [n], the elements; fp32, bf16, fp16, fp64 or an integer type.
         spec: the kind and its numbers.
-        draws: where random bits and noise come from.
+        draws: source of random bits and noise.
 
     Returns:
         [n], the same type and device.
@@ -61,13 +61,13 @@ def _alter_bits(values: Tensor, spec: FaultSpec, draws: np.random.Generator) -> 
 
 
 def bit_masks(dtype: torch.dtype, count: int, spec: FaultSpec, draws: np.random.Generator) -> np.ndarray:
-    """Which bits of each element are meant.
+    """Mask of the bits to change in each element.
 
     Args:
         dtype: type of the elements.
         count: number of elements.
         spec: its ``bits`` and ``num_bits``.
-        draws: where random bits come from.
+        draws: source of random bits.
 
     Returns:
         [count], signed integers as wide as the type.

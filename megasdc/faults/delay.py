@@ -1,8 +1,8 @@
-"""How does a rank become late on purpose, by the same seconds whenever and wherever it is asked?
+"""Injected delays, reproducible from the configuration.
 
-What a delay comes to is a function of its entry in `delay` and of (step, replica, micro-batch, stage), the one that
-simulations draw from (``megasdc.distributions``): a run repeats its delays, also over a resume, and no global generator
-is touched. Delays are slept on the host, once the rank's device has done what it was given before.
+A delay is a function of its entry in `delay` and of (step, replica, micro-batch, stage), the function that simulations
+use too (``megasdc.distributions``): a run repeats its delays, also after a resume, and no global random generator is
+used. The host sleeps after a device synchronization, so that pending device work does not hide the delay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megasdc.parallel.dims import ParallelDims
 
 
 def build_delay(spec: DelaySpec) -> Delay:
-    """The distribution of an entry, without its place and unit."""
+    """The distribution of an entry; ``rank``, ``steps`` and ``micro_batch_latency_s`` are applied elsewhere."""
     values = {field.name: getattr(spec, field.name) for field in fields(KINDS[spec.kind])}
     if spec.kind == "slow_rank":
         values["stage"] = -1 if spec.stage is None else spec.stage
@@ -37,18 +37,18 @@ def build_delay(spec: DelaySpec) -> Delay:
 def draw_delays(
     spec: DelaySpec, index: int, step: int, replica: int, micro_batches: int, stages: int
 ) -> NDArray[np.float64]:
-    """Delays of one entry in one step of one replica, whatever ranks the entry is for.
+    """Delays of one entry in one step of one replica, whichever ranks the entry applies to.
 
     Args:
         spec: the entry.
-        index: its place in the list.
+        index: its index in the list.
         step: first is 1.
-        replica: which.
+        replica: its dp_rank.
         micro_batches: of a step.
         stages: of the pipeline.
 
     Returns:
-        Seconds, [micro-batch, stage]: what ``Environment.draw`` gives for the delay at this place of its list.
+        Seconds, [micro-batch, stage]: what ``Environment.draw`` returns for the delay at this index of its list.
 
     Raises:
         DataError: the entry's file cannot be read, or does not fit.
@@ -59,15 +59,15 @@ def draw_delays(
 
 
 def check_delays(specs: Sequence[DelaySpec], micro_batches: int, stages: int) -> None:
-    """Read the files of delays.
+    """Check that the files of delays can be read and fit.
 
     Args:
-        specs: entries that the configuration's checks let pass.
+        specs: entries that passed the configuration's checks.
         micro_batches: of a step.
         stages: of the pipeline.
 
     Raises:
-        ConfigError: a file is none, or does not fit; all are told.
+        ConfigError: a file cannot be read, or does not fit; the message lists all such entries.
     """
     problems = []
     for index, spec in enumerate(specs):
@@ -80,12 +80,12 @@ def check_delays(specs: Sequence[DelaySpec], micro_batches: int, stages: int) ->
 
 
 class InjectedDelays(EngineHook):
-    """Sleeps before micro-batches where entries say so.
+    """Sleeps before micro-batches as the entries specify.
 
     Args:
         specs: all entries of the run.
         dims: place of this rank.
-        host: name of this rank's host; None: as the system says.
+        host: name of this rank's host; None: the system's host name.
     """
 
     def __init__(self, specs: Sequence[DelaySpec], dims: ParallelDims, host: str | None = None) -> None:
@@ -103,19 +103,19 @@ class InjectedDelays(EngineHook):
 
     @property
     def here(self) -> list[int]:
-        """Places in the list of entries that are for this rank."""
+        """Indices of the entries that apply to this rank."""
         return sorted(self._here)
 
     def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
-        """Sleep what ends when the replica's time is up."""
+        """Sleep for preemptible delays, at most until the replica's deadline."""
         self._sleep(self._planned_s(engine, micro_batch, cut=True), time_left_s)
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Sleep what lasts to its end."""
+        """Sleep for all other delays, in full."""
         self._sleep(self._planned_s(engine, micro_batch, cut=False), math.inf)
 
     def take(self) -> tuple[float, float]:
-        """Seconds slept, and seconds that were cut off, since the last call."""
+        """Seconds slept, and seconds cut off by the deadline, since the last call."""
         taken = self._slept_s, self._cut_s
         self._slept_s = self._cut_s = 0.0
         return taken
@@ -137,7 +137,7 @@ class InjectedDelays(EngineHook):
             return
         deadline = time.monotonic() + time_left_s
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what the device has still to do would otherwise hide the delay
+            torch.cuda.synchronize()  # pending device work would otherwise hide the delay
         lasting_s = min(delay_s, max(0.0, deadline - time.monotonic()))
         time.sleep(lasting_s)
         self._slept_s += lasting_s

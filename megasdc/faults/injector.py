@@ -1,4 +1,4 @@
-"""Which results are harmed, how, and what exactly was done? The ground truth that detectors are scored against."""
+"""Fault injection into tensors, with a record of every change: the ground truth that detectors are scored against."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bits import as_bits, element_bits
 
 SHOWN = 16
-"""Elements of a firing that are kept one by one."""
+"""Elements of a firing that are recorded one by one."""
 
 
 @dataclass(frozen=True)
 class Firing:
-    """One time that a fault fired.
+    """One firing of a fault.
 
     Args:
-        spec: place of the spec in the list, profiles expanded.
+        spec: index of the spec in the list, profiles expanded.
         kind: the spec's kind.
-        address: what was harmed. Of phase ``tokens`` the name is ``tokens``, of ``checkpoint`` the file's.
+        address: of the tensor. In phase ``tokens`` the name is ``tokens``, in ``checkpoint`` the file's name.
         rank: global rank.
         dtype: type of the elements.
         shape: of the tensor.
         elements: how many elements were chosen.
-        changed: how many of them have other bits now; may be 0, as when a bit is stuck where it was anyway.
-        indices: row-major places of the first ``SHOWN`` chosen elements.
-        bits_before: their bits as unsigned integers.
-        bits_after: their bits now.
-        before: their values.
-        after: their values now.
+        changed: how many of them changed bits; may be 0, as when a stuck bit had its value already.
+        indices: row-major indices of the first ``SHOWN`` chosen elements.
+        bits_before: their bits before, as unsigned integers.
+        bits_after: their bits after.
+        before: their values before.
+        after: their values after.
     """
 
     spec: int
@@ -62,7 +62,7 @@ class Firing:
     after: tuple[float, ...]
 
     def fields(self) -> dict[str, Any]:
-        """What an event says beside step and micro-batch; bits in hexadecimal, values as text."""
+        """Fields of the event, without step and micro-batch; bits in hexadecimal, values as text."""
         found = {name: value for name, value in vars(self).items() if name not in ("kind", "address", "rank")}
         found |= {name: getattr(self.address, name) for name in ("phase", "fqn", "slot")}
         found["fault"] = self.kind
@@ -75,13 +75,13 @@ class Firing:
 
 @dataclass
 class Tally:
-    """What one spec met on one rank.
+    """Counts of one spec on one rank.
 
     Args:
-        here: whether the spec means this rank.
-        wide: whether the model is wide enough for it.
-        seen: results that fit, in its steps and micro-batches.
-        due: of those, how often the draw said to fire.
+        here: whether the spec applies to this rank.
+        wide: whether the model has the spec's ``min_hidden_size``.
+        seen: matching results in its steps and micro-batches.
+        due: of those, how often the random draw chose to fire.
         fired: how often it fired.
         changed: how often some bit changed.
         reasons: why it did not fire when it was due.
@@ -97,14 +97,14 @@ class Tally:
 
 
 class Injector:
-    """Harms results as specs say; a listener of ``engine.observer.Observer`` that comes before those that record.
+    """Injects faults into results as specs say; a listener of ``engine.observer.Observer`` that precedes recorders.
 
     Args:
         specs: the faults, without profiles (``config.expand_faults``).
         dims: layout and place of this rank.
         hidden_size: width of the model.
-        on_firing: told every firing.
-        host: name of this rank's host; None: as the system says.
+        on_firing: called with every firing.
+        host: name of this rank's host; None: the system's host name.
         vocab_size: ids that tokens may have; needed with phase ``tokens``.
 
     Raises:
@@ -138,11 +138,11 @@ class Injector:
         self._calls_step = 0
 
     def __call__(self, address: Address, result: Tensor) -> Tensor | None:
-        """Harm a copy of one result if a spec says so.
+        """Inject faults into a copy of one result, if a spec fires.
 
         Args:
-            address: where it belongs.
-            result: any shape; is left as it is.
+            address: of the result.
+            result: any shape; is not changed.
 
         Returns:
             A changed copy with the same strides, or None if no bit changed.
@@ -152,10 +152,10 @@ class Injector:
         return self._harm(address, result, lambda: result.detach().clone())
 
     def harm(self, address: Address, kept: Tensor) -> bool:
-        """Harm where it lies what is not a result on its way: states, gradients, bytes of a file.
+        """Inject faults in place into stored data: states, gradients, bytes of a file.
 
         Args:
-            address: names it.
+            address: of the data.
             kept: any shape; is changed.
 
         Returns:
@@ -166,7 +166,7 @@ class Injector:
         return self._harm(address, kept, lambda: kept) is not None
 
     def _harm(self, address: Address, result: Tensor, take: Callable[[], Tensor]) -> Tensor | None:
-        """Change what ``take`` gives, if a spec fires; None if no bit changed."""
+        """Change the tensor that ``take`` returns, if a spec fires; None if no bit changed."""
         fitting = self._fits(address)
         if not fitting:
             return None
@@ -182,18 +182,18 @@ class Injector:
         return harmed
 
     def wants(self, *phases: str) -> bool:
-        """Whether any spec on this rank may harm one of these phases."""
+        """Whether any spec may fire on this rank in one of these phases."""
         return any(
             tally.here and tally.wide and spec.phase in phases
             for spec, tally in zip(self.specs, self.tallies, strict=True)
         )
 
     def state_dict(self) -> dict[str, int]:
-        """How often each spec has changed bits on this rank, by a name that changes with the spec."""
+        """How often each spec has changed bits on this rank, by a key that changes with the spec."""
         return {self._key(index): tally.changed for index, tally in enumerate(self.tallies) if tally.changed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take up what ``state_dict`` gave; a spec that fires once does not again."""
+        """Restore ``state_dict``, so that a spec with ``once`` does not fire again."""
         for index, tally in enumerate(self.tallies):
             tally.changed = state.get(self._key(index), 0)
 
@@ -201,7 +201,7 @@ class Injector:
         return f"{index} {self.specs[index].model_dump_json(exclude_defaults=True)}"
 
     def _fits(self, address: Address) -> tuple[int, ...]:
-        """Specs that mean this tensor, whatever the step."""
+        """Indices of the specs that match this tensor, whatever the step."""
         key = (address.phase, address.fqn, address.slot)
         if key not in self._fitting:
             self._fitting[key] = tuple(
@@ -212,7 +212,7 @@ class Injector:
         return self._fitting[key]
 
     def _count_call(self, address: Address) -> int:
-        """How often this address came before: work that is repeated draws anew."""
+        """Earlier calls with this address in the step, so that a recomputation draws anew."""
         if address.step != self._calls_step:
             self._calls.clear()
             self._calls_step = address.step
@@ -233,7 +233,7 @@ class Injector:
     def _fire(
         self, index: int, address: Address, result: Tensor, call: int
     ) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """Places and new values of what changes; None: nothing."""
+        """Indices and new values of the changed elements; None if no bit changes."""
         spec, tally = self.specs[index], self.tallies[index]
         draws = self._draws[index].generator(address.step, address.micro_batch, f"{address.fqn} {address.slot}", call)
         chosen = pick_elements(result, spec, draws)
@@ -289,7 +289,7 @@ def _integers(values: Tensor) -> Tensor:
 
 
 def _differs(before: Tensor, after: Tensor) -> Tensor:
-    """Where the bits differ; values would call two NaN different and two zeros equal."""
+    """Where the bits differ; comparing values would make NaN differ from itself, and the two zeros equal."""
     return _integers(before) != _integers(after)
 
 
@@ -320,9 +320,9 @@ def check_specs(specs: Sequence[FaultSpec], dims: ParallelDims) -> None:
 
 
 def harmed_submodules(specs: Sequence[FaultSpec], submodules: Sequence[Submodule]) -> list[Submodule]:
-    """The submodules whose results some spec may harm on some rank.
+    """Submodules into whose results some spec may inject a fault, on any rank.
 
-    Which rank does not matter, because all ranks of a tensor group must observe the same submodules.
+    All ranks of a tensor group must observe the same submodules, so the rank is not considered.
 
     Args:
         specs: the faults of the whole run.

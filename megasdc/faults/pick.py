@@ -1,4 +1,4 @@
-"""Which elements of a tensor does a fault harm? Places in row-major order, the same on every device."""
+"""Choice of the elements that a fault hits: row-major indices, the same on every device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megasdc.config import FaultSpec
 
 
 def pick_elements(result: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
-    """Choose elements.
+    """Choose the elements that a fault hits.
 
     Args:
         result: any shape and type.
         spec: pattern, count and range of values.
-        draws: where random places come from.
+        draws: source of random indices.
 
     Returns:
-        [n], int64, on the device of ``result``: row-major places, each once, possibly none. Random ones among values in
-        range if a range is given; of other patterns those that are out of range are left out.
+        [n], int64, on the device of ``result``: distinct row-major indices, possibly none. With a range of values,
+        random indices are drawn among the elements in range; other patterns drop those out of range.
 
     Sync: waits for the device if a range is given.
     """
@@ -69,10 +69,10 @@ def _placed(result: Tensor, spec: FaultSpec, draws: np.random.Generator) -> np.n
 
 
 def _periodic(numel: int, elements: int, period: int, run: int, draws: np.random.Generator) -> np.ndarray:
-    """Runs of ``run`` elements, one every ``period``, from a random start that leaves room for all if there is any."""
+    """Runs of ``run`` elements, one every ``period``, from a random start such that all fit, if they can."""
     runs = math.ceil(elements / run)
     extent = (runs - 1) * period + run
     start = int(draws.integers(max(1, numel - extent + 1)))
-    runs, run = min(runs, math.ceil(numel / period)), min(run, numel)  # those that can lie inside
+    runs, run = min(runs, math.ceil(numel / period)), min(run, numel)  # limited to what can fit
     places = (start + np.arange(runs)[:, None] * period + np.arange(run)).ravel()[:elements]
     return places[places < numel]

@@ -1,4 +1,4 @@
-"""How does a rank end, stand still or become slow on purpose?"""
+"""Process faults: a rank exits, is killed, stops, hangs or slows down."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megasdc.parallel.dims import ParallelDims
 logger = logging.getLogger(__name__)
 
 OnProcessFault = Callable[[int, ProcessFaultSpec, int, int | None], None]
-"""Told (index of the spec, spec, step, micro_batch) before anything happens; of a slow rank at its first pass."""
+"""Called with (index of the spec, spec, step, micro_batch) before the fault; for ``slow`` at its first pass only."""
 
 
 class ProcessFaults(EngineHook):
-    """Ends, stops or slows this rank where specs say so.
+    """Ends, stops or slows this rank as the specs say.
 
     Each spec acts once in the life of a process; ``slow`` acts on every pass that fits.
 
     Args:
         specs: all process faults of the run.
         dims: place of this rank.
-        on_firing: told what is about to happen; what it writes must be on the disk when it returns.
+        on_firing: called before the fault; what it writes must be on disk when it returns.
         fired_before: indices of specs that fired on this rank before it was restarted; they act again only with
-            ``after_restart``.
-        host: name of this rank's host; None: as the system says.
+            ``after_restart``, or if they are ``slow``.
+        host: name of this rank's host; None: the system's host name.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class ProcessFaults(EngineHook):
         return sorted(self._told)
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Act, or note when the pass starts."""
+        """Act, or record the start of the pass."""
         self._before_pass("forward", engine, micro_batch)
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Make the pass longer."""
+        """Lengthen the pass."""
         self._after_pass("forward", engine, micro_batch)
 
     def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Act, or note when the pass starts."""
+        """Act, or record the start of the pass."""
         self._before_pass("backward", engine, micro_batch)
 
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Make the pass longer."""
+        """Lengthen the pass."""
         self._after_pass("backward", engine, micro_batch)
 
     def before_reduction(self, engine: TrainingEngine) -> None:
@@ -132,7 +132,7 @@ class ProcessFaults(EngineHook):
 
 def _do(spec: ProcessFaultSpec) -> None:
     if spec.kind == "exit":
-        os._exit(spec.exit_code)  # without closing anything, as a process that dies
+        os._exit(spec.exit_code)  # no cleanup, as in a crash
     if spec.kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if spec.kind == "sigstop":
@@ -142,7 +142,7 @@ def _do(spec: ProcessFaultSpec) -> None:
 
 
 def _time_on_device() -> float:
-    """Seconds, when everything that was issued has been done."""
+    """Monotonic seconds after all issued device work has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""When does a fault fire, and with which random numbers? Functions of seeds and addresses, nothing is remembered."""
+"""When a fault fires, and its random numbers: stateless functions of seeds and addresses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megasdc.model.randomness import mix
 from megasdc.parallel.dims import ParallelDims
 
 _FIRE, _BURST, _ELEMENTS, _SAME = range(4)
-"""What a draw is for; keeps the draws apart."""
+"""Purpose of a draw, part of its key; keeps draws for different purposes independent."""
 
 
 def is_here(spec: FaultPlace, dims: ParallelDims, host: str) -> bool:
-    """Whether a spec means this rank."""
+    """Whether a spec applies to this rank."""
     wanted = (spec.rank, spec.replica, spec.stage, spec.tensor_rank)
     place = (dims.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank)
     return all(want is None or want == here for want, here in zip(wanted, place, strict=True)) and (
@@ -25,7 +25,7 @@ def is_here(spec: FaultPlace, dims: ParallelDims, host: str) -> bool:
 
 
 def in_steps(spec: FaultPlace, step: int, micro_batch: int | None) -> bool:
-    """Whether a spec means this step and micro-batch."""
+    """Whether a spec applies to this step and micro-batch."""
     first, last = spec.steps
     assert first is not None, "checked when the configuration was read"
     if step < first or (last is not None and step > last):
@@ -34,11 +34,11 @@ def in_steps(spec: FaultPlace, step: int, micro_batch: int | None) -> bool:
 
 
 class Draws:
-    """The random decisions of one spec on one rank.
+    """Random draws of one spec on one rank.
 
     Args:
         spec: the spec.
-        index: its place in the list.
+        index: its index in the list.
         rank: global rank.
     """
 
@@ -48,13 +48,13 @@ class Draws:
         self._shared = (spec.seed, rank)
 
     def fires(self, step: int, micro_batch: int | None, name: str, call: int) -> bool:
-        """Whether the spec fires at one result that fits.
+        """Whether the spec fires at one matching result.
 
         Args:
             step: optimizer step, first is 1.
             micro_batch: micro-batch in the step, or None.
             name: names the tensor.
-            call: how often this address was seen before in this step.
+            call: how often this address occurred before in this step.
         """
         spec = self._spec
         if spec.burst is not None and not self._in_burst(step):
@@ -70,7 +70,7 @@ class Draws:
         return any(_uniform(*self._own, _BURST, start) < burst.probability for start in starts)
 
     def generator(self, step: int, micro_batch: int | None, name: str, call: int) -> np.random.Generator:
-        """Draws elements, bits and noise of one firing; always the same of a spec with ``same_elements``.
+        """Generator of elements, bits and noise of one firing; the same at every firing with ``same_elements``.
 
         Args:
             step: see ``fires``.
@@ -94,5 +94,5 @@ def _hash(text: str) -> int:
 
 
 def _uniform(*key: int) -> float:
-    """A number in [0, 1) that depends on the key alone."""
+    """A number in [0, 1) that depends on the key only."""
     return mix(*key) / 2**63

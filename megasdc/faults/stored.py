@@ -1,4 +1,4 @@
-"""How is harmed what no observation shows: tokens, gradients before their sum, optimizer states, saved files?"""
+"""Fault injection into what is not observed: tokens, gradients before their sum, optimizer states, saved files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 
 
 class StateFaults(EngineHook):
-    """Harms accumulated gradients before they are summed over replicas, and optimizer states before they are read.
+    """Injects faults into accumulated gradients before their sum over replicas, and into optimizer states.
 
     Args:
-        engine: the engine; add the hook to its hooks where ``Injector.wants`` says so.
-        injector: decides and tells.
+        engine: the engine; add the hook to its hooks where ``Injector.wants`` returns True.
+        injector: decides and records.
     """
 
     def __init__(self, engine: TrainingEngine, injector: Injector) -> None:
@@ -38,7 +38,7 @@ class StateFaults(EngineHook):
         self._states = injector.wants(OPTIMIZER_STATE)
 
     def before_reduction(self, engine: TrainingEngine) -> None:
-        """Harm what this rank gives to the sum over replicas."""
+        """Inject into what this rank contributes to the sum over replicas."""
         if not self._collective:
             return
         for fqn, slot, parameter in self._parameters:
@@ -46,7 +46,7 @@ class StateFaults(EngineHook):
             self._injector.harm(Address(engine.step_number, None, COLLECTIVE, fqn, slot), gradient)
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Harm the masters and moments that this rank keeps."""
+        """Inject into the master weights and moments of this rank."""
         if not self._states:
             return
         for fragment in owned_fragments(engine.optimizer):
@@ -58,14 +58,14 @@ class StateFaults(EngineHook):
 
 
 class HarmedBatches:
-    """Micro-batches whose tokens (first stage) and labels (last stage) may be harmed after the loader's checks.
+    """Micro-batches with faults injected into tokens (first stage) and labels (last stage), after the loader's checks.
 
-    An id that would leave the vocabulary stays as it was, because a device stops at such an id.
+    An id that would leave the vocabulary is not changed, because a device fails on such an id.
 
     Args:
         batches: yields the micro-batches of this replica.
-        injector: decides and tells; made with ``vocab_size``.
-        engine: says which step runs and which stage this is.
+        injector: decides and records; made with ``vocab_size``.
+        engine: gives the running step and this rank's stage.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], injector: Injector, engine: TrainingEngine) -> None:
@@ -92,12 +92,12 @@ class HarmedBatches:
 
 
 def harm_file(path: Path, step: int, injector: Injector) -> bool:
-    """Harm bytes of a saved file where they are.
+    """Inject a fault into the bytes of a saved file, in place.
 
     Args:
         path: the file, not empty.
         step: step of its checkpoint.
-        injector: decides and tells.
+        injector: decides and records.
 
     Returns:
         Whether some bit changed.

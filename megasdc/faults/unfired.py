@@ -1,4 +1,4 @@
-"""Why did a fault that was armed never fire? Told from what all ranks met."""
+"""Why an armed fault never fired, from the counts of all ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megasdc.faults.injector import Tally
 
 
 def why_unfired(spec: FaultSpec, tallies: Sequence[Tally]) -> str | None:
-    """Say why a spec changed nothing in a whole run, as far as it is known.
+    """The reason why a spec changed nothing in a whole run, as far as it is known.
 
     Args:
         spec: the spec.
-        tallies: what each rank met.
+        tallies: of each rank.
 
     Returns:
         None if some bit was changed on some rank.
@@ -23,14 +23,14 @@ def why_unfired(spec: FaultSpec, tallies: Sequence[Tally]) -> str | None:
         return None
     here = [tally for tally in tallies if tally.here]
     if not here:
-        return "no rank is at its rank, replica, stage, tensor rank and host"
+        return "no rank matches its rank, replica, stage, tensor rank and host"
     if not any(tally.wide for tally in here):
         return f"the model is narrower than min_hidden_size {spec.min_hidden_size}"
     seen, due, fired = (sum(getattr(tally, name) for tally in here) for name in ("seen", "due", "fired"))
     if not seen:
         return f"no result of phase {spec.phase} that fits came in its steps and micro-batches on its ranks"
     if not due:
-        return f"its probability and bursts never said so at {seen} results that fit"
+        return f"its probability and bursts never made it fire at {seen} results that fit"
     if fired:
         return f"it fired {fired} times, but the chosen bits already had their values"
     reasons = sum((tally.reasons for tally in here), Counter[str]())

@@ -1,1 +1,1 @@
-"""Record golden traces, and verify ranks against them: alone, under the launcher, or every device by itself."""
+"""Recording of golden traces, and verification of ranks: alone, under the launcher, or every device by itself."""

@@ -1,4 +1,4 @@
-"""How do watchers on many hosts talk? Through a key-value store that rank 0 holds; what died cannot answer."""
+"""Messages between the watchers of a launch, through a key-value store on rank 0, so that a dead rank blocks nobody."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import join_store
 
 START_S = 300.0
-"""Seconds that ranks may differ in when they start."""
+"""Largest difference of the ranks' start times, in seconds."""
 GRACE_S = 30.0
-"""Seconds of silence after which a watcher that had given a sign of life counts as gone."""
+"""Seconds without a sign of life after which a started watcher counts as gone."""
 POLL_S = 0.2
 
 
 class Board:
-    """Messages between the watchers of a launch, each written once under a name, as JSON.
+    """Messages between the watchers of a launch, as JSON, each written once under a name.
 
     Args:
         rank: of this watcher.
-        world: how many there are.
+        world: number of watchers.
 
     Raises:
         LaunchError: rank 0 cannot be reached; by every method too, once rank 0 has gone.
@@ -45,7 +45,7 @@ class Board:
         self.sign()
 
     def sign(self, runs: int = 0) -> None:
-        """Tell rank 0 that this watcher lives, and how many runs its rank has done."""
+        """Send rank 0 a sign of life, with the number of runs that this rank has done."""
         self.tell(f"alive/{self.rank}", [time.time(), runs])
 
     def tell(self, name: str, message: Any) -> None:
@@ -54,12 +54,12 @@ class Board:
             self._store.set(name, json.dumps(message))
 
     def read(self, name: str) -> Any:
-        """A message; None where nothing has been written yet."""
+        """A message; None if it has not been written yet."""
         with self._store_errors():
             return json.loads(self._store.get(name)) if self._store.check([name]) else None
 
     def wait(self, name: str, what: str) -> Any:
-        """A message that another rank writes soon, with signs of life until then.
+        """Wait for a message of another rank, and send signs of life meanwhile.
 
         Args:
             name: of the message.
@@ -77,13 +77,13 @@ class Board:
         return message
 
     def leave(self, readers: int) -> None:
-        """Stay until all who read the last message have read it, or some seconds have passed.
+        """Wait until all readers of the last message have read it, for at most ``GRACE_S`` seconds.
 
-        The launcher ends all ranks of a host as soon as one of them ends with an exit code, and the store ends with
-        rank 0.
+        The launcher ends all ranks of a host as soon as one of them ends with a non-zero exit code, and the store ends
+        with rank 0.
 
         Args:
-            readers: how many ranks read it, this one among them.
+            readers: number of ranks that read it, this one included.
         """
         deadline = time.monotonic() + GRACE_S
         try:
@@ -94,10 +94,10 @@ class Board:
                     read = self._store.add("read", 0)
         except LaunchError:
             if self.rank == 0:
-                raise  # its own store; another rank that finds it gone has nothing more to wait for
+                raise  # its own store; on another rank the message was read, and the store is no longer needed
 
     @contextmanager
-    def _store_errors(self, text: str = "rank 0, which collects the reports, has gone") -> Iterator[None]:
+    def _store_errors(self, text: str = "rank 0, which collects the reports, has ended") -> Iterator[None]:
         try:
             yield
         except MegasdcError:

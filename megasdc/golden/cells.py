@@ -1,6 +1,6 @@
-"""How does a rank of a cell become a process that is watched? A death or a hang of it is a result.
+"""Watched processes of a cell's ranks; a death or a hang is a result, not an error.
 
-The watcher computes nothing itself: it starts the rank, follows its reports, and ends it when it makes no progress.
+The watcher computes nothing itself: it starts the rank, reads its reports, and ends it when it makes no progress.
 """
 
 from __future__ import annotations
@@ -8,42 +8,44 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.parallel.processes import start_module
+
 POLL_S = 0.1
 START_S = 300.0
-"""Seconds that imports, groups and the model may take, more than the timeout."""
+"""Seconds that imports, groups and the model may take, in addition to the timeout."""
 SILENCE_S = 10.0
-"""Seconds without a sign of life after which a process counts as frozen, once it hangs."""
+"""Seconds without a sign of life after which a hanging process counts as frozen."""
 REPORT_S = 1.0
-"""Seconds between two times that progress is told."""
+"""Seconds between progress reports."""
 LOG_LINES = 15
 
 
 @dataclass
 class RankReport:
-    """What became of one rank.
+    """Report on one rank.
 
     Args:
-        host: where it ran.
+        host: of the rank.
         rank: global rank of the watcher.
-        cell: which cell.
-        cell_rank: its rank in there.
-        ended: ``done``, ``died``, ``hung``, ``failed`` with a documented error, or ``absent``.
+        cell: index of the cell.
+        cell_rank: rank in the cell.
+        ended: ``done``, ``died``, ``hung``, ``failed`` with a documented error, ``stopped`` after another rank of the
+            cell had ended, or ``absent``.
         code: exit code; negative: the signal that killed it.
         differences: parts of the key that differ, as [golden, here].
         runs: one finding a run.
-        position: results that it had computed when it ended.
+        position: number of results computed when it ended.
         last: address of the last of them.
         silent_s: seconds since its last sign of life, when it ended.
-        detail: why, for people.
-        changed: of each fault of a drill, how often it changed bits; None while that is not known.
-        acted: of each process fault of a drill, whether it acted, as 0 or 1; None while that is not known.
+        detail: the reason, for people.
+        changed: of each fault of a drill, how often it changed bits; None while unknown.
+        acted: of each process fault of a drill, whether it acted, as 0 or 1; None while unknown.
     """
 
     host: str
@@ -65,18 +67,24 @@ class RankReport:
 
 
 class WatchedRank:
-    """One rank of a cell, started and followed.
+    """The process of one rank of a cell, and its report.
 
     Args:
-        request: what ``megasdc.golden.rank`` is asked; its ``folder`` is the rank's own or its cell's, and takes the
-            request too, since a drill can be longer than an argument may be.
+        request: of ``megasdc.golden.rank``; written to a file in its ``folder`` (the rank's own or its cell's), since a
+            drill can be longer than an argument may be.
         environment: of the process, with rendezvous and rank.
         report: filled in as the rank reports.
-        timeout_s: seconds without progress after which the rank hangs.
+        timeout_s: seconds without progress after which the rank counts as hung.
+        fresh: see ``start_module``.
     """
 
     def __init__(
-        self, request: dict[str, Any], environment: dict[str, str], report: RankReport, timeout_s: float
+        self,
+        request: dict[str, Any],
+        environment: dict[str, str],
+        report: RankReport,
+        timeout_s: float,
+        fresh: bool = False,
     ) -> None:
         folder = Path(request["folder"])
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,22 +99,17 @@ class WatchedRank:
         self._offset = 0
         self._progress_at = self._pulse_at = time.monotonic()
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megasdc.golden.rank", str(asked)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
+            self._process = start_module("megasdc.golden.rank", [str(asked)], environment, *streams, fresh)
 
     @property
     def pid(self) -> int:
-        """Of the rank's process."""
+        """Process id of the rank."""
         return self._process.pid
 
     def poll(self) -> bool:
-        """Read new reports; whether the rank has ended, or has made no progress for too long."""
-        code = self._process.poll()  # before reading, so that nothing written before the end is missed
+        """Read new reports; returns whether the rank has ended or hung."""
+        code = self._process.poll()  # before reading, so that no report written before the end is missed
         self._read()
         if code is not None:
             self._end(code)
@@ -187,8 +190,8 @@ class WatchedRank:
 def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:
     """Follow ranks on this host until all have ended.
 
-    Once one of a cell has died, hung or failed, the others of the cell cannot go on and get ``grace_s`` seconds to end
-    by themselves; other cells are left alone.
+    Once one rank of a cell has died, hung or failed, the others of the cell cannot continue and get ``grace_s`` seconds
+    to end by themselves; other cells are not affected.
 
     Args:
         ranks: started ones.

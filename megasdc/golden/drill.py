@@ -1,4 +1,4 @@
-"""How is a verification drilled? Faults that harm its ranks on purpose, so that one sees it find them."""
+"""Drill of a verification: injected faults in its ranks, to see them detected."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megasdc.train.golden_key import workload_of
 from megasdc.train.workload import Workload
 
 SEEDS_APART = 1_000_003
-"""Between the seeds of two repeats, so that a fault that comes and goes is drawn anew in each."""
+"""Difference of the seeds of two repeats, so that an intermittent fault is drawn anew in each."""
 
 
 class DrillFile(BaseModel):
-    """A file of faults: the lists that a run's configuration holds under the same names; ranks are those of a cell."""
+    """A file of faults: lists as in a run's configuration, under the same names; ranks are those of a cell."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,18 +35,18 @@ class DrillFile(BaseModel):
 
 
 def load_drill(path: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """Read a file of faults and check it as a run's are; profiles are put in the place of their names.
+    """Read a file of faults and check it as in a run; profiles are expanded.
 
     Args:
         path: the file.
-        header: of the golden file whose workload is harmed.
+        header: of the golden file whose workload gets the faults.
 
     Returns:
-        Its contents, plain.
+        Its contents, in plain values.
 
     Raises:
-        ConfigError: it cannot be read, or a fault in it is wrong, or cannot be in this workload.
-        TraceError: this version does not read the golden trace's configuration.
+        ConfigError: it cannot be read, a fault is invalid, or does not apply to this workload.
+        TraceError: this version cannot read the golden trace's configuration.
     """
     try:
         drill = DrillFile.model_validate_json(path.read_bytes(), strict=True)
@@ -99,7 +99,7 @@ class Drill:
         return [int(index in self._process.acted) for index in range(self._num_process_faults)]
 
     def start(self, repeat: int) -> tuple[list[Listener], list[EngineHook]]:
-        """Listeners and hooks that harm one repeat, values drawn anew; a process fault acts once in all repeats."""
+        """Listeners and hooks that inject faults into one repeat, drawn anew; a process fault acts once in all."""
         hooks: list[EngineHook] = [self._process] if self._process.armed else []
         if not self._specs:
             return [], hooks

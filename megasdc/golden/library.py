@@ -1,4 +1,4 @@
-"""Which of many golden traces is for this machine? The one whose key is this machine's."""
+"""Choice of the golden trace for this machine, by its key."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megasdc.sdc.golden import load_header
 from megasdc.train.golden_key import compare_key
 
 SHOWN = 3
-"""Parts of a key that are told of each file that does not fit."""
+"""Number of differing key parts named for each file that does not fit."""
 OF_THE_RANK = ("threads",)
-"""Parts of a key that are set when a rank is started, and say nothing of what starts it."""
+"""Parts of a key that are set when a rank is started, so the parent process does not compare them."""
 
 
 def choose_golden(folder: Path, ranks: int | None = None, layout: dict[str, int] | None = None) -> Path:
-    """Pick a golden file by its key.
+    """Choose a golden file by its key.
 
     Args:
         folder: with files ``*.golden``.
-        ranks: only traces whose ranks divide this number; None: of any number.
-        layout: only traces of this layout; None: of any.
+        ranks: only traces whose number of ranks divides this number; None: any.
+        layout: only traces of this layout; None: any.
 
     Returns:
         The file that fits; of several the one with the most ranks, then the first by name.
 
     Raises:
-        TraceError: none fits; says of each what differs.
+        TraceError: none fits; the message names the differences of each.
     """
     files = sorted(folder.glob("*.golden"))
     if not files:

@@ -1,8 +1,8 @@
-"""How is a fleet verified under the launcher? Each launched rank watches one rank of a cell; rank 0 collects.
+"""Verification of a fleet under the launcher: each launched rank watches one rank of a cell; rank 0 collects.
 
-Ranks are cut into cells of as many as the golden trace has, in order. A cell is a world of its own, so that one that
-hangs holds up no other. Reports travel over a board, never through a collective: what died cannot answer. What goes
-wrong on one host alone - no golden file, none that fits - is a report of its ranks like any other.
+Ranks are cut in order into cells of the golden trace's size. A cell is a world of its own, so that a hang affects no
+other cell. Reports are sent over the board, never by a collective, which a dead rank would block. Errors of one host
+only (no golden file, none that fits) are reports of its ranks like any other.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def verify_as_launched(
     """Verify as one rank of a launch.
 
     Args:
-        golden: the file, or a library folder of which each host takes the file for it; at this path on every host.
+        golden: the file, or a library folder from which each host chooses; at this path on every host.
         repeats: runs of each case.
-        minutes: instead of repeats: so long.
-        timeout_s: seconds without progress after which a rank hangs.
-        faults: a drill, file of faults that harm ranks on purpose, read on rank 0; None: none.
-        on_result: on rank 0, given the result before any rank ends, since the launcher ends a host's ranks together.
+        minutes: run time instead of repeats; None: ``repeats`` decides.
+        timeout_s: seconds without progress after which a rank counts as hung.
+        faults: file of faults for a drill, read on rank 0; None: none.
+        on_result: called on rank 0 before any rank ends, since the launcher ends a host's ranks together.
         on_progress: on rank 0, see ``Progress``.
 
     Returns:
-        The exit code, the same on every rank that lives to see it.
+        The exit code, the same on every surviving rank.
 
     Raises:
         MegasdcError: rank 0 cannot begin - golden file or drill cannot be used, or the number of ranks is not a
@@ -83,7 +83,7 @@ def verify_as_launched(
 
 
 def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any]:
-    """What rank 0 says to all: layout of a cell, workload, cases, drill. Hosts' files may differ, but not in layout."""
+    """Rank 0's message to all: layout of a cell, workload, cases, drill. Hosts' files may differ, but not in layout."""
     try:
         header = load_header(choose_golden(golden, board.world) if golden.is_dir() else golden)
         if board.world % layout_size(header):
@@ -102,11 +102,11 @@ def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any
 
 
 def _take_plan(board: Board) -> dict[str, Any]:
-    plan: dict[str, Any] = board.wait("plan", "rank 0 did not say what is verified")
+    plan: dict[str, Any] = board.wait("plan", "rank 0 did not report what is verified")
     if "failed" not in plan:
         return plan
     board.leave(board.world)
-    error = MegasdcError(f"rank 0 cannot begin: {plan['failed']}")
+    error = MegasdcError(f"rank 0 cannot start: {plan['failed']}")
     error.exit_code = plan["exit_code"]
     raise error
 
@@ -119,7 +119,7 @@ def _watch_rank(
     request: dict[str, Any],
     on_look: Callable[[], None],
 ) -> None:
-    """Verify one rank and fill in its report; what goes wrong is a report too."""
+    """Verify one rank and fill in its report; errors are reports too."""
 
     def look() -> None:
         board.sign(len(report.runs))
@@ -130,7 +130,7 @@ def _watch_rank(
         file, environment = _join_cell(board, report, golden, plan, store)
         with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
             asked = {**request, "golden": str(file.resolve()), "folder": scratch}
-            watch([WatchedRank(asked, environment, report, request["timeout_s"])], look)
+            watch([WatchedRank(asked, environment, report, request["timeout_s"], fresh=True)], look)
     except MegasdcError as error:
         report.ended, report.code, report.detail = "failed", error.exit_code, str(error)
 
@@ -138,7 +138,7 @@ def _watch_rank(
 def _join_cell(
     board: Board, report: RankReport, golden: Path, plan: dict[str, Any], store: Any
 ) -> tuple[Path, dict[str, str]]:
-    """This host's golden file, and the environment of a rank that meets the others on the host of the cell's first.
+    """This host's golden file, and the environment of a rank, whose cell meets on the host of its first rank.
 
     Raises:
         TraceError: there is no such file, here or for another rank of the cell, or they are not the same.
@@ -152,7 +152,7 @@ def _join_cell(
             raise TraceError(f"{file} is of layout {header['layout']}, but rank 0's golden trace of {plan['layout']}")
         seat["digest"] = header_digest(header)
     finally:
-        board.tell(f"seat/{report.rank}", seat)  # in any case, since the other ranks of the cell wait for it
+        board.tell(f"seat/{report.rank}", seat)  # also after an error, since the other ranks of the cell wait for it
     size, first = layout_size(plan), report.rank - report.cell_rank
     names = {rank: f"rank {rank} of the same cell" for rank in range(first, first + size)}
     seats = [board.wait(f"seat/{rank}", f"{name} did not start") for rank, name in names.items()]
@@ -167,19 +167,19 @@ def _join_cell(
 
 
 def _own_address() -> str:
-    """The address under which other hosts reach this one: where a packet to rank 0's host would leave from."""
+    """Address of this host for other hosts: the source address of a packet to rank 0's host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         return str(probe.getsockname()[0])
 
 
 class Collector:
-    """Every rank's report, on rank 0; of a watcher that never started or fell silent, that it gave none.
+    """Collects every rank's report on rank 0; a watcher that never started or fell silent is reported as absent.
 
     Args:
         board: with the reports.
         size: ranks of a cell.
-        on_runs: told the runs that all ranks have done.
+        on_runs: called with the number of runs done by all ranks.
     """
 
     def __init__(self, board: Board, size: int, on_runs: Callable[[int], None]) -> None:
@@ -189,10 +189,10 @@ class Collector:
         self._reports: dict[int, RankReport] = {}
         self._runs = [0] * board.world
         self._seen: list[tuple[Any, float]] = [(None, time.monotonic())] * board.world
-        """Of each rank its last sign of life, and when it was new."""
+        """Of each rank its last sign of life, and when that changed."""
 
     def look(self) -> None:
-        """See what has come."""
+        """Read new reports and signs of life."""
         for rank in set(range(self._board.world)) - set(self._reports):
             said = self._board.read(f"report/{rank}")
             if said is not None:
@@ -212,7 +212,7 @@ class Collector:
             self._reports[rank] = RankReport("?", rank, *divmod(rank, self._size), detail=detail)
 
     def wait(self) -> list[RankReport]:
-        """Of all ranks, in order."""
+        """Wait for the reports of all ranks; returns them in order."""
         self.look()
         while len(self._reports) < self._board.world:
             time.sleep(REPORT_S)
@@ -221,7 +221,7 @@ class Collector:
 
 
 def _take_verdict(board: Board) -> int:
-    """The exit code that rank 0 found."""
+    """The exit code that rank 0 decided."""
     while (verdict := board.read("verdict")) is None:
         time.sleep(REPORT_S)
     board.leave(verdict["readers"])

@@ -1,4 +1,4 @@
-"""What does somebody see who waits for golden runs?"""
+"""Progress bar of golden runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def run_progress(
     clock: Callable[[], float] = time.monotonic,
     unit: str = "runs",
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar of runs; yields what is to be told runs done, and of how many (None: time decides).
+    """A progress bar of runs; yields a function of (runs done, total; None where time decides).
 
     Args:
-        console: where it is drawn.
-        what: is being done.
-        minutes: where time decides: how long after the first run. The bar is one of time then.
+        console: output.
+        what: name of the work.
+        minutes: where time decides: duration after the first run. The bar then shows time.
         clock: seconds.
         unit: what is counted.
     """

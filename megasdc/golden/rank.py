@@ -1,8 +1,8 @@
-"""What does one rank of a cell do? Runs the workload, records or verifies, and reports a line a run.
+"""One rank of a cell: runs the workload, records or verifies it, and reports a line for each run.
 
-Started as ``python -m megasdc.golden.rank REQUEST`` by ``megasdc.golden.cells``; a cell is as many ranks as a golden
-trace has, in a world of its own. The request is a JSON file: ``folder`` to report in, ``golden`` file, or null to
-record what ``config`` says, ``repeats``, ``minutes`` or null, ``timeout_s``, ``drill`` from ``load_drill`` or null.
+Started as ``python -m megasdc.golden.rank REQUEST`` by ``megasdc.golden.cells``; a cell has as many ranks as the golden
+trace, in a world of its own. The request is a JSON file: ``folder`` for reports; ``golden`` file, or null to record
+``config``; ``repeats``; ``minutes`` or null; ``timeout_s``; ``drill`` from ``load_drill`` or null.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ with imports_kept():
 PULSE_S = 1.0
 """Seconds between signs of life."""
 LONGER_S = 600.0
-"""Seconds that a collective may take more than the watcher waits for progress: who hangs is the watcher's to say. A
-collective that gives up ends its process, with NCCL by a signal, and then who waited looks like who died."""
+"""Seconds by which collectives' timeouts exceed the watcher's, so that the watcher detects a hang first. A
+collective that times out ends its process, with NCCL by a signal, so that a waiting rank would look like a dead one."""
 
 
 class Reports:
-    """Lines of JSON that the process watching this rank reads; a thread adds a sign of life with the progress made.
+    """Lines of JSON for the watching process; a thread adds signs of life with the progress.
 
     Args:
         path: the file.
@@ -67,7 +67,7 @@ class Reports:
             self._file.flush()
 
     def count(self, address: Address, _result: torch.Tensor) -> None:
-        """A listener: how far this rank has come."""
+        """A listener that counts results as progress."""
         self.results += 1
         self.last = str(address)
 
@@ -105,11 +105,11 @@ def _verify(request: dict[str, Any], to: Reports) -> None:
     share = bool(header["config"].get("megasdc", {}).get("parallel", {}).get("share_devices"))
     # Before the key, which asks for this rank's device.
     groups.init_process_group(request["timeout_s"] + LONGER_S, share_devices=share)
-    key, differences = compare_key(header)  # before anything of the model's size is built
+    key, differences = compare_key(header)  # before the model is built
     differences |= refused
     to.send("key", key=key, algorithm=header["algorithm"], differences=differences)
     if _any_rank(bool(differences)):
-        return  # all ranks of a cell stop together: what one receives from another is not comparable either
+        return  # all ranks of a cell stop together: values received from such a rank are not comparable either
     config = workload_of(header)
     workload, dims = _build(config, request["timeout_s"])
     golden = load_golden(Path(request["golden"]), dims.rank)
@@ -131,12 +131,12 @@ def _verify(request: dict[str, Any], to: Reports) -> None:
 
 
 def _prepare(header: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Set environment and threads as the workload needs them; what stands against it, as a part of a key."""
+    """Set environment and threads as the workload needs them; returns obstacles as parts of a key."""
     try:
         config = workload_of(header)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
     except TraceError:
-        return {}  # comparing the key tells it
+        return {}  # compare_key reports it
     except ConfigError as error:
         return {"environment": ("deterministic", "; ".join(error.problems))}
     prepare_cpu(config.megasdc.parallel.threads)
@@ -144,7 +144,7 @@ def _prepare(header: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _build(config: RunConfig, timeout_s: float) -> tuple[Workload, ParallelDims]:
-    """Everything that computes, once the process group is there."""
+    """Workload and layout, once the process group exists."""
     set_deterministic(config.megasdc.determinism)
     parallel = config.megasdc.parallel
     dims = groups.init_model_parallel(parallel.tensor, parallel.pipeline, timeout_s + LONGER_S)
@@ -154,7 +154,7 @@ def _build(config: RunConfig, timeout_s: float) -> tuple[Workload, ParallelDims]
 
 
 def _goes_on(repeat: int, started: float, request: dict[str, Any]) -> bool:
-    """Whether another repeat starts: decided by rank 0 of the cell where time decides."""
+    """Whether another repeat starts; where time decides, as soon as any rank's time is up, none does."""
     if request["minutes"] is None:
         return repeat < int(request["repeats"])
     return repeat == 0 or not _any_rank(time.monotonic() - started >= 60.0 * float(request["minutes"]))
@@ -168,7 +168,7 @@ def _any_rank(value: bool) -> bool:
 
 
 def main() -> int:
-    """Run as a rank; 0, or the exit code of what went wrong."""
+    """Run as a rank; returns 0 or the exit code of the error."""
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     reports = Reports(Path(request["folder"]) / f"rank_{rank:05d}.jsonl")

@@ -1,4 +1,4 @@
-"""How is a golden trace made? The workload runs several times in fresh processes; only what repeats is kept."""
+"""Recording of a golden trace: the workload runs in two sets of processes, and must repeat exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megasdc.sdc.trace_file import read_trace
 from megasdc.train.workload import workload_cases, workload_config
 
 LAUNCHES = 2
-"""Sets of fresh processes; what only repeats inside one process is no golden trace."""
+"""Sets of processes, forks and fresh ones; results that repeat only inside one process are not golden."""
 
 
 def record(
@@ -42,10 +42,10 @@ def record(
         replicas: data-parallel size of the golden layout.
         repeats: runs of each case in each of two sets of processes, at least 1.
         timeout_s: seconds without progress after which a rank hangs.
-        on_progress: told runs done, and of how many.
+        on_progress: called with runs done and their total.
 
     Returns:
-        What was written.
+        The golden trace, as written.
 
     Raises:
         ConfigError: the configuration does not fit.
@@ -65,7 +65,8 @@ def record(
         for launch in range(LAUNCHES):
             folder = Path(scratch) / f"launch_{launch}"
             before = launch * total // LAUNCHES
-            reports = _run(workload, layout, folder, repeats, timeout_s, partial(_report, on_progress, before, total))
+            told = partial(_report, on_progress, before, total)
+            reports = _run(workload, layout, folder, repeats, timeout_s, told, fresh=launch > 0)
             for repeat in range(repeats):
                 for case in range(len(cases)):
                     _keep(kept, folder, launch, repeat, case, layout, workload)
@@ -94,6 +95,7 @@ def _run(
     repeats: int,
     timeout_s: float,
     on_progress: Callable[[int], None],
+    fresh: bool,
 ) -> list[RankReport]:
     request: dict[str, Any] = {
         "folder": str(folder),
@@ -110,7 +112,7 @@ def _run(
         report = RankReport(socket.gethostname(), rank, 0, rank)
         threads = workload.megasdc.parallel.threads
         environment = rank_environment(rank, layout.world_size, threads, "127.0.0.1", store.port)
-        ranks.append(WatchedRank(request, environment, report, timeout_s))
+        ranks.append(WatchedRank(request, environment, report, timeout_s, fresh))
     watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks)))
     reports = [rank.report for rank in ranks]
     bad = [report for report in reports if report.ended != "done"]
@@ -122,7 +124,7 @@ def _run(
 
 
 def _check_not_empty(traces: dict[int, Trace], case: int, layout: ParallelDims, workload: RunConfig) -> None:
-    """A rank of which nothing is recorded would be healthy whatever it computes."""
+    """Raise TraceError for a rank without results, which would be healthy whatever it computes."""
     without = [rank for rank, trace in traces.items() if not trace]
     if not without:
         return
@@ -136,7 +138,7 @@ def _check_not_empty(traces: dict[int, Trace], case: int, layout: ParallelDims, 
     raise TraceError(
         f"case {case} leaves no result of rank{'s' if len(without) > 1 else ''} {', '.join(map(str, without))} of "
         f"{layout}, so that nothing could be verified there: {chosen}, of {steps} steps with micro-batches 0 to "
-        f"{micro_batches - 1}; choose what every rank computes, or leave these settings out"
+        f"{micro_batches - 1}; choose what every rank computes, or remove these settings"
     )
 
 

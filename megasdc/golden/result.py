@@ -1,4 +1,4 @@
-"""What is said at the end of a verification? A verdict a rank, a table, JSON, an exit code."""
+"""Result of a verification: a verdict for each rank, a table, JSON, an exit code."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ EXIT_CODES = {
     NOT_COMPARABLE: TraceError.exit_code,
     STOPPED: PeerError.exit_code,
 }
-"""Exit code by verdict; where several verdicts were given, that of the first in this order."""
+"""Exit code by verdict; of several verdicts, the first in this order decides."""
 _FAILED = {
     PeerError.exit_code: STOPPED,
     HangError.exit_code: STOPPED,
     TraceError.exit_code: NOT_COMPARABLE,
     ConfigError.exit_code: NOT_COMPARABLE,
 }
-"""Verdict of a rank that ended by a documented error; any other is a death."""
+"""Verdict by exit code of a rank that ended with a documented error; any other code is a death."""
 _STYLES = {
     HEALTHY: "green",
     DIVERGENT: "bold red",
@@ -64,7 +64,7 @@ class VerifyResult:
 
     Args:
         layout: of a cell.
-        reports: what became of each rank.
+        reports: of each rank.
         verdicts: in the same order.
     """
 
@@ -74,22 +74,22 @@ class VerifyResult:
 
     @property
     def unfired(self) -> list[int]:
-        """Faults of a drill that changed nothing on any rank; empty as long as some rank has not told."""
+        """Faults of a drill that changed nothing on any rank; empty while a rank has not reported."""
         return _never([report.changed for report in self.reports])
 
     @property
     def unfired_process_faults(self) -> list[int]:
-        """Process faults of a drill that acted on no rank; empty as long as some rank has not told."""
+        """Process faults of a drill that acted on no rank; empty while a rank has not reported."""
         return _never([report.acted for report in self.reports])
 
     @property
     def exit_code(self) -> int:
-        """0: all healthy."""
+        """By ``EXIT_CODES``; 0 if no verdict is listed there."""
         given = {verdict.status for verdict in self.verdicts}
         return next((code for status, code in EXIT_CODES.items() if status in given), 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
+        """As JSON-compatible values."""
         return {
             "exit_code": self.exit_code,
             "layout": self.layout.layout,
@@ -111,7 +111,7 @@ class VerifyResult:
 
 
 def _never(counts: Sequence[list[int] | None]) -> list[int]:
-    """Places that are zero on every rank; none as long as some rank has not told."""
+    """Indices that are zero on every rank; none while a rank has not reported."""
     told = [of_rank for of_rank in counts if of_rank is not None]
     if len(told) < len(counts):
         return []
@@ -123,7 +123,7 @@ def _all(result: VerifyResult) -> set[str]:
 
 
 def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> VerifyResult:
-    """Give every rank its verdict.
+    """The verdict on every rank.
 
     Args:
         reports: of all ranks of all cells.
@@ -147,7 +147,7 @@ def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Veri
 
 
 def _gaps_of(header: dict[str, Any]) -> tuple[str, ...]:
-    """What leaves results of the workload out of the trace, as far as this version can tell."""
+    """Settings that exclude results from the trace, as far as this version can read them."""
     try:
         config = workload_of(header)
     except TraceError:
@@ -157,7 +157,7 @@ def _gaps_of(header: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> RankVerdict:
-    if compared.status == DIVERGENT:  # whatever came after
+    if compared.status == DIVERGENT:  # whatever happened after
         return replace(compared, detail=report.detail)
     if compared.status == INCONCLUSIVE:
         return replace(compared, detail="; ".join(filter(None, (compared.detail, report.detail))))
@@ -181,11 +181,11 @@ def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> Ran
 
 
 def _behind(members: Sequence[RankReport], wrong: bool) -> set[int]:
-    """Of ranks that hang, those that others seem to wait for: frozen ones, else those with the fewest results.
+    """Hung ranks that others seem to wait for: frozen ones, else those with the fewest results.
 
-    The latter is no more than a hint: a rank that skips a step on its own runs ahead, and the healthy ones wait behind
-    it. Where a run has shown something ``wrong``, that explains the hang, and no rank is told apart by its results; nor
-    where another rank ended by itself, for then they waited for that one.
+    The latter is only a hint: a rank that skips a step on its own runs ahead, and the healthy ones wait behind it.
+    Where a run is already ``wrong``, that explains the hang, and ranks are not told apart by their results; nor where
+    another rank ended by itself, since the others waited for that one.
     """
     hung = [report for report in members if report.ended == "hung"]
     frozen = {report.cell_rank for report in hung if _frozen(report)}
@@ -209,7 +209,7 @@ def _finding(run: dict[str, Any]) -> Finding:
 
 
 def render_result(result: VerifyResult, console: Console) -> None:
-    """Print the table, and one line that sums it up."""
+    """Print the table and a summary."""
     table = Table(title=f"golden verification, {result.layout}")
     for name in ("host", "rank", "place", "verdict", "runs", "compared", "first difference", "results that differ"):
         table.add_column(name)
@@ -231,8 +231,8 @@ def render_result(result: VerifyResult, console: Console) -> None:
         if verdict.detail:
             console.print(Text(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}"))
     for number in result.unfired:
-        console.print(f"fault {number} of the drill never changed anything: no result fitted, or no draw said to fire")
+        console.print(f"fault {number} of the drill never changed anything: no result matched, or no draw made it fire")
     for number in result.unfired_process_faults:
-        console.print(f"process fault {number} of the drill never acted: its steps or micro-batches did not come")
+        console.print(f"process fault {number} of the drill never acted: its steps or micro-batches were not reached")
     counts = ", ".join(f"{sum(v.status == s for v in result.verdicts)} {s}" for s in sorted(_all(result)))
     console.print(f"{len(result.verdicts)} ranks: {counts}")

@@ -1,4 +1,4 @@
-"""Does every rank compute what the golden trace says? Alone on this host, or every device of it by itself."""
+"""Verification against a golden trace without a launcher: one cell on this host, or every device by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasdc.parallel.local_ranks import count_accelerators, hold_store, rank_en
 from megasdc.sdc.golden import load_header
 
 Progress = Callable[[int, int | None], None]
-"""Called with runs done by all ranks, and of how many; None where time decides."""
+"""Called with runs done by all ranks, and the total; None where time decides."""
 
 
 def verify_here(
@@ -32,12 +32,12 @@ def verify_here(
 
     Args:
         golden: the file.
-        devices: None: one cell, as many ranks as the golden trace has. A number: so many cells of one rank each, that
-            do not communicate, one a device; on a host without accelerators, side by side on its processor.
+        devices: None: one cell, with as many ranks as the golden trace. A number: so many cells of one rank each, which
+            do not communicate, one for each device; on a host without accelerators, side by side on its processor.
         repeats: runs of each case.
-        minutes: instead of repeats: so long.
-        timeout_s: seconds without progress after which a rank hangs.
-        drill: faults that harm the ranks on purpose, from ``load_drill``; None: none.
+        minutes: run time instead of repeats; None: ``repeats`` decides.
+        timeout_s: seconds without progress after which a rank counts as hung.
+        drill: faults to inject, from ``load_drill``; None: none.
         on_progress: see ``Progress``.
 
     Raises:
@@ -52,7 +52,7 @@ def verify_here(
     cells = devices or 1
     total = None if minutes is not None else cells * size * repeats * len(header["cases"])
     ranks: list[WatchedRank] = []
-    stores: list[Any] = []  # a rendezvous each cell
+    stores: list[Any] = []  # one rendezvous for each cell
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         for cell in range(cells):
             request = {
@@ -85,12 +85,12 @@ def _check_devices(devices: int, header: dict[str, Any]) -> None:
 
 
 def golden_threads(header: dict[str, Any]) -> int:
-    """CPU threads of a rank; 0, which leaves the choice, where another version of megasdc says it elsewhere."""
+    """CPU threads of a rank; 0 (PyTorch's choice) where another version of megasdc stores them elsewhere."""
     return int(header["config"].get("megasdc", {}).get("parallel", {}).get("threads", 0))
 
 
 def layout_size(header: dict[str, Any]) -> int:
-    """Ranks of a cell.
+    """Number of ranks of a cell.
 
     Raises:
         TraceError: the header's layout has none.

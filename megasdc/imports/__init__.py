@@ -1,8 +1,8 @@
-"""How are large libraries imported without being searched for garbage again and again?
+"""Imports of large libraries without repeated garbage collection of their objects.
 
-PyTorch, DeepSpeed and Megatron-core make half a million objects that stay until the process ends. Python looks through
-them a dozen times while they are imported, a fifth of that time, and then at every full collection, a quarter of a
-second each; DeepSpeed asks for up to six while it builds an optimizer.
+PyTorch, DeepSpeed and Megatron-core create half a million objects that live until the process ends. Python traverses
+them a dozen times during the import, a fifth of its time, and then at every full collection, a quarter of a second
+each; DeepSpeed requests up to six while it builds an optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["imports_kept"]
 
 @contextmanager
 def imports_kept() -> Iterator[None]:
-    """Collect nothing inside, and never look at what is there at the end of it again."""
+    """No automatic garbage collection inside; objects that exist at the end are never collected (``gc.freeze``)."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Named last among a fork server's preloaded modules: no fork of it searches what was imported until then.
+"""Last of a fork server's preloaded modules: freezes all objects, so that no fork's garbage collection visits them.
 
-A search would also copy the memory pages of all those objects into the fork.
+A visit would also copy the memory pages of all these objects into the fork.
 """
 
 import gc

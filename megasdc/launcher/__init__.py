@@ -1,1 +1,1 @@
-"""How do I start a run and know how it ended? A checked front for DeepSpeed's launcher, with a true exit code."""
+"""Launcher: a checked front for DeepSpeed's launcher, with a reliable exit code."""

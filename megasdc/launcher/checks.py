@@ -1,4 +1,4 @@
-"""Is every host fit to start? One look at all hosts in parallel, every problem named with its host and remedy."""
+"""Checks of all hosts before a start, in parallel; every problem is reported with its host and remedy."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LOOPBACK = "127."
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What a run needs of every host.
+    """Requirements of a run on every host.
 
     Attributes:
         cwd: working folder of the ranks.
         python_path: folders of PYTHONPATH.
         path: folders put before PATH.
-        readable: files and folders that ranks read.
-        writable: folders that ranks write to.
-        master_port: port that rank 0 listens on; None: a free one is held for it.
-        compilers: programs that compile where there is no accelerator, each with the setting that needs it.
-        cpu_only: DeepSpeed is told to use no accelerator.
+        readable: files and folders that ranks must be able to read.
+        writable: folders that ranks must be able to write to.
+        master_port: port that rank 0 listens on; None: the launch reserves a free one.
+        compilers: compilers needed on hosts without an accelerator, each with the setting that needs it.
+        cpu_only: whether DeepSpeed is set to use no accelerator.
         gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.
     """
 
@@ -50,19 +50,19 @@ class HostNeeds:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What was found on the hosts: facts by host, and problems that forbid a start."""
+    """Results of all hosts: facts by host, and problems that prevent a start."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
     def num_unwritable(self) -> int:
-        """Problems that are folders which cannot be written to."""
+        """Number of problems that are folders without write permission."""
         return sum(len(found["unwritable"]) for found in self.facts.values())
 
 
 def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) -> HostReport:
-    """Look at every host, and at this one for comparison of versions.
+    """Probe every host, and this one to compare versions.
 
     Args:
         placement: the hosts that take part.
@@ -104,11 +104,11 @@ def version_problems(versions: Mapping[str, Mapping[str, str | None]], here: Map
     """Compare package versions between hosts.
 
     Args:
-        versions: version of each package, or None where it is not installed, by host.
+        versions: version of each package, None if not installed, by host.
         here: the same of the host that starts the run.
 
     Returns:
-        One sentence for every package that is missing or not the same everywhere.
+        One sentence for every package that is missing or differs between hosts.
     """
     problems = []
     for name in DISTRIBUTIONS:
@@ -127,7 +127,7 @@ def version_problems(versions: Mapping[str, Mapping[str, str | None]], here: Map
 def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placement: Placement) -> list[str]:
     problems = []
     if found["missing_cwd"]:
-        problems.append(f"{host}: working folder {needs.cwd} is not there; share or create it, or start elsewhere")
+        problems.append(f"{host}: working folder {needs.cwd} does not exist; share or create it, or start elsewhere")
     try:
         check_range({"python": found["python"], **found["versions"]})
     except LaunchError as error:
@@ -145,7 +145,7 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
 
 
 def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[str]:
-    """Return what keeps ranks without an accelerator from starting."""
+    """Problems that keep ranks without an accelerator from starting."""
     problems = [
         f"{host}: {name} is not on PATH, and for {needs.compilers[name]} code is compiled with it; {remedy}"
         for name, remedy in (("g++", "install g++"), ("ninja", f"pip install ninja into {sys.prefix}"))
@@ -153,7 +153,7 @@ def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several
     ]
     own = found["own_address"]
     if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):
-        leads = f"leads to {own}" if own else "leads nowhere"
+        leads = f"resolves to {own}" if own else "does not resolve"
         problems.append(
             f"{host}: its own name {found['hostname']} {leads}, where other hosts cannot reach gloo; "
             "correct /etc/hosts there or set GLOO_SOCKET_IFNAME"
@@ -162,13 +162,13 @@ def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several
 
 
 def master_address(first_host: str, addresses: Sequence[str]) -> str | None:
-    """Return the address that the first host's name leads to, if that host has it on a network card.
+    """Return the address that the first host's name resolves to, if the host has it on a network interface.
 
-    DeepSpeed takes the first address of ``hostname -I``, which may be a container bridge.
+    DeepSpeed uses the first address of ``hostname -I``, which may be that of a container bridge.
 
     Args:
         first_host: host of rank 0.
-        addresses: its addresses, as it says itself.
+        addresses: its own addresses, as the probe reports them.
 
     Returns:
         The address, or None: leave it to DeepSpeed.

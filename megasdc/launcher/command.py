@@ -1,7 +1,7 @@
-"""Which command starts the ranks? DeepSpeed's launcher with one encoded argument for every rank.
+"""Command line that starts the ranks: DeepSpeed's launcher with one encoded argument for every rank.
 
 DeepSpeed's runner, which reads the hostfile and reaches hosts, and on each host its launch.py, which starts the ranks
-there. On this host alone launch.py is started at once: the runner would add nothing but the seconds of its imports.
+there. On a single local host launch.py is started directly: the runner would only add seconds of imports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANK_MODULE = "megasdc.launcher.rank"
 GRACE_OPTION = "--stop_grace_s="
 DEFAULT_MASTER_PORT = 29500
 LOCAL_ADDRESS = "127.0.0.1"
-"""Where ranks of one host alone meet, whatever ``--master_addr`` says: DeepSpeed's runner sets it too."""
+"""Master address for a single local host, whatever ``--master_addr`` is: DeepSpeed's runner sets it too."""
 BACKENDS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 BACKENDS_WITH_FILTERS = ("pdsh", "slurm")
 BACKEND_PROGRAM = {
@@ -52,7 +52,7 @@ FRONT_OPTIONS = {
     "--node_rank": "use launch/no_ssh.sh, once on every host",
     "--module": "megasdc launch starts ranks through a module of its own",
     "--no_python": "ranks are Python processes",
-    "--no_local_rank": "leave it out; the training script takes --local_rank and does without",
+    "--no_local_rank": "remove it; the training script accepts --local_rank",
     "--save_pid": "DeepSpeed 0.19.8 fails with it where hosts share /tmp",
     "--autotuning": "megasdc has no autotuning",
 }
@@ -60,7 +60,7 @@ FRONT_OPTIONS = {
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What the front must know of the extra options of DeepSpeed's launcher; None where one is not given.
+    """Extra options of DeepSpeed's launcher that the front needs; empty or None if not given.
 
     ``others`` are words that only DeepSpeed's runner knows.
     """
@@ -75,13 +75,13 @@ def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
     """Read the extra options, and refuse those that the front sets itself or a remote shell would interpret.
 
     Args:
-        arguments: options for DeepSpeed's launcher, handed on as they are.
+        arguments: options for DeepSpeed's launcher, passed on unchanged.
 
     Returns:
         The options that the front needs too.
 
     Raises:
-        LaunchError: with every problem found.
+        LaunchError: options are invalid; lists every problem.
     """
     problems = [
         f"launcher option {word}: {FRONT_OPTIONS[word.split('=')[0]]}"
@@ -106,11 +106,11 @@ def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
 
 
 def backend_problems(backend: str, filtered: bool) -> list[str]:
-    """Say why DeepSpeed would refuse a backend.
+    """Problems for which DeepSpeed would refuse a backend.
 
     Args:
         backend: name of the launcher backend.
-        filtered: whether only a part of the hostfile is used.
+        filtered: whether only part of the hostfile is used.
     """
     if backend not in BACKENDS:
         return [f"--launcher {backend}: DeepSpeed has {', '.join(BACKENDS)}"]
@@ -126,11 +126,11 @@ def backend_problems(backend: str, filtered: bool) -> list[str]:
 
 
 def node_words(grace_s: float, logs: str | None) -> list[str]:
-    """Return the module that runs launch.py on a host, and its own options.
+    """Return the module that runs launch.py on a host, with its own options.
 
     Args:
         grace_s: seconds that ranks have to save.
-        logs: folder for what DeepSpeed's launcher says; None: the console.
+        logs: folder for the log of DeepSpeed's launcher; None: the console.
     """
     return [NODE_MODULE, f"{GRACE_OPTION}{grace_s:g}", *([folder_option(logs)] if logs else [])]
 
@@ -138,15 +138,15 @@ def node_words(grace_s: float, logs: str | None) -> list[str]:
 def node_command(
     placement: Placement, rank: RankCommand, launch_id: str, *, grace_s: float, logs: str, master_port: int
 ) -> list[str]:
-    """Return the command that starts all ranks on this host, as DeepSpeed's runner would make it.
+    """Return the command that starts all ranks on this host, as DeepSpeed's runner would build it.
 
     Args:
         placement: slots of this host.
         rank: what every rank runs.
-        launch_id: names this launch on the command lines.
+        launch_id: identifies this launch on the command lines.
         grace_s: seconds that ranks have to save.
-        logs: folder for what DeepSpeed's launcher says.
-        master_port: where the ranks meet.
+        logs: folder for the log of DeepSpeed's launcher.
+        master_port: port of the rendezvous.
     """
     world = base64.urlsafe_b64encode(json.dumps(placement.slots).encode()).decode()
     command = [sys.executable, "-u", "-m", *node_words(grace_s, logs), f"--world_info={world}"]
@@ -173,21 +173,21 @@ def runner_command(
     Args:
         placement: hosts and slots that take part.
         rank: what every rank runs.
-        launch_id: names this launch on the command lines of all hosts.
-        hostfile: as given; None runs on this host.
+        launch_id: identifies this launch on the command lines of all hosts.
+        hostfile: as given; None: this host only.
         include: as given; empty means no filter.
         exclude: as given; empty means no filter.
         num_gpus: as given; None means all slots.
         backend: name of the launcher backend.
         master_addr: address of rank 0's host; None leaves it to DeepSpeed or to ``launcher_args``.
         launcher_args: further options of DeepSpeed's launcher.
-        master_port: where the ranks meet; None leaves it to DeepSpeed or to ``launcher_args``.
+        master_port: port of the rendezvous; None leaves it to DeepSpeed or to ``launcher_args``.
     """
     command = [sys.executable, "-u", "-m", "megasdc.launcher.runner"]
     if hostfile is None:
         slots = ",".join(map(str, placement.slots[LOCAL_HOST]))
         consecutive = placement.slots[LOCAL_HOST] == list(range(len(placement.slots[LOCAL_HOST])))
-        # A hostfile that cannot exist: the default, /job/hostfile, would silently be used where there is one.
+        # A path that cannot exist: the default, /job/hostfile, would silently be used if it exists.
         command += ["--hostfile", "/dev/null/none"]
         command += (
             ["--num_gpus", str(len(placement.host_of_rank))] if consecutive else ["--include", f"localhost:{slots}"]
@@ -197,10 +197,10 @@ def runner_command(
         command += ["--include", include] if include else []
         command += ["--exclude", exclude] if exclude else []
         command += ["--num_gpus", str(num_gpus)] if num_gpus is not None else []
-        # With one host DeepSpeed would not use SSH and start the ranks here, wherever here is.
+        # With one host DeepSpeed would not use SSH but start the ranks on this host.
         command += ["--force_multi"] if len(placement.hosts) == 1 else []
     command += ["--master_addr", master_addr] if master_addr else []
     command += ["--master_port", str(master_port)] if master_port else []
-    # DeepSpeed's slurm backend knows no --module; no shell reads its command, so a path is as good.
+    # DeepSpeed's slurm backend has no --module; no shell reads its command, so a path is safe.
     module = [str(Path(__file__).with_name("rank.py"))] if backend == "slurm" else ["--module", RANK_MODULE]
     return [*command, *launcher_args, *module, launch_id, rank.encode()]

@@ -1,8 +1,8 @@
-"""Which environment do ranks get, and what may a command line hold that remote shells will read?
+"""Environment that ranks get, and what may stand on command lines that remote shells read.
 
 Over pdsh DeepSpeed 0.19.8 exports only ``PYTHON*``, ``MLFLOW*``, ``MV2*``, ``UCX*`` and the lines of
-``.deepspeed_env``, and quotes neither those nor most arguments. What ranks need beyond that travels in the encoded
-argument of ``megasdc.launcher.rank``, which no shell can misread.
+``.deepspeed_env``, and quotes neither those nor most arguments. Other variables are passed in the encoded argument of
+``megasdc.launcher.rank``, which no shell can misread.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FORWARDED_PREFIXES = (
     "MEGASDC_",
     "WANDB_",
 )
-# A secret would be readable on command lines and in launch.json; `wandb login` on the host of rank 0 does without.
-# The process id is of one host, and of the launch in which a front may run as a rank.
+# A secret would be readable on command lines and in launch.json; use `wandb login` on the host of rank 0.
+# The process id is valid on one host only, and belongs to the outer launch if this front runs as a rank.
 NEVER_FORWARDED = ("WANDB_API_KEY", NODE_PID_VARIABLE)
 FORWARDED_NAMES = (
     "ATEN_CPU_CAPABILITY",
@@ -66,13 +66,13 @@ def env_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
 
 
 def env_file_problems(path: Path) -> list[str]:
-    """Say which lines of a ``.deepspeed_env`` file DeepSpeed would stumble over or a shell would misread.
+    """Problems of lines of a ``.deepspeed_env`` file on which DeepSpeed fails or that a shell would misread.
 
     Args:
         path: the file.
 
     Returns:
-        One sentence a problem, with the line number.
+        One sentence per problem, with the line number.
     """
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -91,17 +91,17 @@ def env_file_problems(path: Path) -> list[str]:
 
 
 def env_file_names(paths: list[Path]) -> set[str]:
-    """Return the names that the environment files set; they win over the environment of the front."""
+    """Return the names that the environment files set; these override the environment of the front."""
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return {line.split("=", 1)[0].strip() for line in lines if "=" in line}
 
 
 def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[str, str]:
-    """Choose the variables that every rank gets as they are here.
+    """Select the variables of this process that every rank gets.
 
     Args:
         environ: environment of the front.
-        fixed: names that environment files set, left to them.
+        fixed: names that environment files set; they are not forwarded.
 
     Returns:
         The variables by name; TORCH_EXTENSIONS_DIR is always among them unless a file sets it.
@@ -117,7 +117,7 @@ def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[s
 
 
 def stop_grace_s(environ: Mapping[str, str]) -> float:
-    """Return the seconds that ranks have to save after SIGTERM or SIGUSR1.
+    """Return the time in seconds that ranks have to save after SIGTERM or SIGUSR1.
 
     Args:
         environ: environment of the front.
@@ -136,7 +136,7 @@ def stop_grace_s(environ: Mapping[str, str]) -> float:
 
 
 def exported_variable_problems(environ: Mapping[str, str]) -> list[str]:
-    """Say which variables that DeepSpeed exports would be expanded by the remote shell."""
+    """Problems: variables exported by DeepSpeed that the remote shell would expand."""
     return [
         f"environment variable {name}={value} is exported by DeepSpeed inside double quotes; "
         "unset it or remove quotes, `$`, backticks and backslashes"

@@ -1,7 +1,7 @@
-"""How do I start a run and know how it ended? Checks, start, watch, verdict: ``megasdc launch``.
+"""Front of a launch, ``megasdc launch``: checks, start, supervision, verdict.
 
-A thin front for DeepSpeed's launcher that closes its holes: everything is checked before anything starts, arguments
-and environment reach ranks unchanged, and the exit code is 0 only when every rank has said that it is done.
+A thin front for DeepSpeed's launcher: everything is checked before anything starts, arguments and environment reach
+ranks unchanged, and the exit code is 0 only if every rank has written a done record with 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_
 GATHER_TIMEOUT_S = 30.0
 ASK_HOSTS_S = 20.0
 MAX_ASK_HOSTS_S = 320.0
-# Records of other hosts may come a little after the launcher's end.
+# Added to limits: records of other hosts may appear shortly after the launcher's end.
 STOP_GRACE_S = 35.0
 WAIT_POLL_S = 0.5
 TELL_S = 10.0
@@ -42,7 +42,7 @@ TELL_S = 10.0
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launch ended, as ``--json`` prints it and ``launch.json`` beside the records holds it."""
+    """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records."""
 
     exit_code: int
     launch_id: str
@@ -65,16 +65,16 @@ def launch(
     num_gpus: int | None = None,
     allow_changed: Sequence[str] = (),
 ) -> int:
-    """Start a run, wait for its end, and return its true exit code; problems go to standard error.
+    """Start a run, wait for its end, and return its exit code; problems are printed to standard error.
 
     Args:
         config_path: the run's JSON file.
-        hostfile: DeepSpeed's hostfile; None runs on this host alone.
+        hostfile: DeepSpeed's hostfile; None runs on this host only.
         launcher_args: further options for DeepSpeed's launcher.
         overrides: texts ``a.b.c=value``.
         script: the training script.
         num_gpus: ranks on each host; None means all slots of the hostfile.
-        allow_changed: paths ``a.b.c`` of fields that a resume may find changed.
+        allow_changed: paths ``a.b.c`` of fields that may differ on resume.
     """
     request = LaunchRequest(
         Path(config_path),
@@ -89,25 +89,25 @@ def launch(
 
 
 def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = False) -> LaunchResult:
-    """Check, start, watch and judge a run.
+    """Check, start and supervise a run, and decide how it ended.
 
     Args:
         request: what to start.
         dry_run: only check, and show the command; nothing is built, started or written.
-        quiet: ranks' standard output goes to standard error, so that the caller's own output stays alone.
+        quiet: send the ranks' standard output to standard error, which leaves standard output to the caller.
 
     Returns:
-        How it ended; ``exit_code`` 78 also where a check forbade the start.
+        How it ended; failed checks raise instead.
 
     Raises:
         ConfigError: the configuration or its layout is wrong.
-        LaunchError: hosts, versions, files, environment or arguments are not fit to start; all problems at once.
+        LaunchError: hosts, versions, files, environment or arguments do not allow a start; lists all problems.
         StorageError: folders cannot be written to, and nothing else is wrong.
     """
     plan = make_plan(request, say)
     if plan.needs.master_port is not None:
         return _launch_planned(plan, dry_run, quiet)
-    # Held until the launch has ended: in the seconds until rank 0 listens no other launch can take it.
+    # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
     with held_port() as port:
         return _launch_planned(replace(plan, master_port=port), dry_run, quiet)
 
@@ -130,12 +130,12 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
 
 
 def say(line: str) -> None:
-    """Tell people what the front does, on standard error."""
+    """Print a message of the front to standard error."""
     print(f"megasdc launch: {line}", file=sys.stderr, flush=True)
 
 
 def _inspected(plan: LaunchPlan) -> Placement:
-    """Return the hosts to look at: under SLURM, where hosts often refuse SSH, only this one, in the first's name."""
+    """Hosts to probe; under SLURM, where hosts often refuse SSH, only this one, under the first host's name."""
     if plan.request.backend != "slurm" or not plan.placement.remote:
         return plan.placement
     say("slurm: the other hosts are not checked, they may not be reachable over SSH")
@@ -144,7 +144,7 @@ def _inspected(plan: LaunchPlan) -> Placement:
 
 
 def _folders_in_use(plan: LaunchPlan) -> list[str]:
-    """Say who works in the folders of the run, as this host sees them; the ranks look again, on every host."""
+    """Problems: other processes that use the run's folders, as seen here; ranks check again on every host."""
     problems = []
     for folder in plan.needs.writable:
         try:
@@ -173,7 +173,7 @@ def _describe(placement: Placement) -> str:
 
 def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     """Start the launcher, wait for it, and judge the records."""
-    # For the runner itself: DeepSpeed's export of PYTHON variables, and the pattern by which it ends a launch.
+    # For the runner itself: it exports PYTHON variables, and its kill pattern contains the launch id.
     env = {**os.environ, **plan.rank.environment}
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
     environment.stop_grace_s(os.environ)
@@ -185,7 +185,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
         code = process.wait(FailureWatch(plan), plan.request.failure_grace_s)
         records, unreachable = _gather(plan)
         incomplete = len(records.done) < len(plan.placement.host_of_rank)
-        # Also where all have left their records, which they do before they end.
+        # Also if all have written their records, which they do before they end.
         waited = (incomplete or launcher_killed(records, code)) and _wait_for_ranks(plan, set(unreachable))
         if waited:
             records, unreachable = _gather(plan)
@@ -200,21 +200,21 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
         folder = own_lines.logs_folder(plan.run_dir)
         for line in own_lines.last_lines(folder):
             say(f"DeepSpeed's launcher said: {line}")
-        say(f"all that it said is in {folder}")
+        say(f"its whole log is in {folder}")
     outlived = incomplete and waited
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by, outlived=outlived)
     return verdict, code
 
 
 class FailureWatch:
-    """How to end what is left of a launch where a rank or a host has reported a failure; called now and then.
+    """Checks periodically for a failed rank or host, and selects the signal to end the rest of the launch.
 
-    Records that this host does not see, those of hosts with run folders of their own, are asked for over SSH in the
-    background, so that a slow host holds up nothing.
+    Records that this host does not see (node-local run folders) are read over SSH in a background thread, so that a
+    slow host does not block.
 
     Args:
-        plan: of the launch.
-        interval_s: seconds between two such questions; more and more where no host answers.
+        plan: plan of the launch.
+        interval_s: seconds between two reads over SSH; doubled while no host answers.
     """
 
     def __init__(self, plan: LaunchPlan, interval_s: float = ASK_HOSTS_S) -> None:
@@ -225,7 +225,7 @@ class FailureWatch:
         self._there: signal.Signals | None = None
 
     def __call__(self) -> signal.Signals | None:
-        """Look at the records here, and begin to ask other hosts when it is time."""
+        """Check the records here, and start reading those of other hosts when due."""
         records = collect(self._plan.run_dir, self._plan.launch_id)
         found = {self._there, _how_to_end(records)}
         if signal.SIGINT in found:
@@ -248,7 +248,7 @@ class FailureWatch:
 
 
 def _how_to_end(records: LaunchRecords) -> signal.Signals | None:
-    """The signal for the other ranks: those that wait for a failed one are ended, without a launcher they may save."""
+    """Signal for the other ranks: SIGINT if a rank failed, as they wait for it; SIGTERM, to save, if a launcher did."""
     done = records.done.values()
     if any(record.exit_code != 0 for record in done):
         return signal.SIGINT
@@ -256,13 +256,13 @@ def _how_to_end(records: LaunchRecords) -> signal.Signals | None:
 
 
 def _hosts_without(plan: LaunchPlan, seen: Collection[int]) -> list[str]:
-    """Hosts of ranks that are not among those seen."""
+    """Hosts with ranks that are not in ``seen``."""
     missing = {host for rank, host in enumerate(plan.placement.host_of_rank) if rank not in seen}
     return [host for host in plan.placement.hosts if host in missing]
 
 
 def _gather(plan: LaunchPlan) -> tuple[LaunchRecords, dict[str, str]]:
-    """Read the records here, and over SSH those of node-local run folders; also why a host gave none."""
+    """Read the records here, and over SSH those of node-local run folders; also return hosts' read errors."""
     records = collect(plan.run_dir, plan.launch_id)
     hosts = _hosts_without(plan, records.done)
     if not plan.transport.remote or not hosts:
@@ -271,7 +271,7 @@ def _gather(plan: LaunchPlan) -> tuple[LaunchRecords, dict[str, str]]:
 
 
 def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> dict[str, str]:
-    """Add the records that hosts have; returns why a host gave none."""
+    """Add the records of hosts to ``records``; return the problem of each host that gave none."""
     request = {"folder": str(records_dir(plan.run_dir, plan.launch_id))}
     unreachable = {}
     for answer in plan.transport.run(hosts, Path(read_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
@@ -287,9 +287,9 @@ def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> di
 
 
 def _wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
-    """Wait until no process of this launch is left, whose launcher may have been killed; tell whether there was one.
+    """Wait until no process of this launch is left; return whether there was one.
 
-    They save and end by themselves once their launcher has gone, and hold the port and the run folder until then.
+    If their launcher was killed, ranks save and end by themselves, and hold the port and the run folder until then.
     """
     started = time.monotonic()
     limit_s = environment.stop_grace_s(os.environ) + STOP_GRACE_S
@@ -301,13 +301,13 @@ def _wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
             return True
         if now - said_at > TELL_S:
             said_at = now
-            say(f"the launcher has ended, but not all that it started; waiting for {_list(running)}")
+            say(f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}")
         time.sleep(WAIT_POLL_S)
     return said_at > -math.inf
 
 
 def _running(plan: LaunchPlan, unreachable: set[str]) -> dict[str, list[int]]:
-    """Processes of this launch by host; hosts that cannot be asked are left out."""
+    """Processes of this launch by host; without hosts that cannot be reached."""
     hosts = [host for host in plan.placement.hosts if host not in unreachable]
     request = {"launch_id": plan.launch_id}
     if not plan.transport.remote:

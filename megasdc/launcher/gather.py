@@ -1,10 +1,10 @@
-"""How did a launch end that no front watched? For schedulers that start DeepSpeed's launcher on each node themselves.
+"""Verdict on a launch without a front, for schedulers that start DeepSpeed's launcher on each node themselves.
 
     python -m megasdc.launcher.gather --hostfile H --launcher-code N --config F.json [--set a.b.c=value ...]
 
-The launch id comes from ``MEGASDC_LAUNCH_ID``; the run folder must be one that this host sees.
-Whether a stop was asked for is not known here, and not needed: 0 when every rank's record says 0, whatever the launcher
-returned, which after a signal is never 0.
+The launch id comes from ``MEGASDC_LAUNCH_ID``; the run folder must be visible on this host. Whether a stop was
+requested is not known here, and not needed: the exit code is 0 if every rank's record has 0, whatever the launcher
+returned, which is never 0 after a signal.
 """
 
 from __future__ import annotations

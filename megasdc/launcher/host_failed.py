@@ -1,8 +1,8 @@
-"""The record of a host whose part of a launch has failed, for the front.
+"""Record, for the front, that a host's part of a launch has failed.
 
-Over SSH the shell of every host runs this when its ``megasdc.launcher.node`` has ended with another code than 0: also
-where that was killed with SIGKILL, or one of its ranks before it could leave a record of its own. Called as ``python
--m megasdc.launcher.host_failed FOLDER CODE``, with the launch's folder of records in base64; it ends with that code.
+Over SSH the shell of every host runs this when its ``megasdc.launcher.node`` has ended with a code other than 0: also
+if it was killed with SIGKILL, or one of its ranks was before it could write its own record. Called as
+``python -m megasdc.launcher.host_failed FOLDER CODE``, with the launch's folder of records in base64; exits with CODE.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def words(folder: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Leave the record; returns the code that the launcher of this host has ended with."""
+    """Write the record; return the exit code of this host's launcher."""
     folder, code = argv
     write_host_failed(Path(base64.urlsafe_b64decode(folder).decode()), int(code))
     return int(code)

@@ -1,7 +1,7 @@
-"""Which hosts, and which rank runs where? Hostfile, include and exclude, as DeepSpeed reads them, but with all errors.
+"""Hosts of a launch and their ranks: hostfile, include and exclude, read as by DeepSpeed, with all errors reported.
 
 DeepSpeed 0.19.8 (``deepspeed/launcher/runner.py``) only warns about a missing hostfile and then runs locally; here a
-hostfile that was asked for must be right.
+given hostfile must be valid.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megasdc.errors import LaunchError
 
-# Host names reach a shell (pdsh) and ssh's command line, so nothing else is let through.
+# Host names reach a shell (pdsh) and ssh's command line, so no other characters are allowed.
 HOST_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 HOSTFILE_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)(?:\s+#.*)?")
 LOCAL_HOST = "localhost"
@@ -21,9 +21,9 @@ LOCAL_HOST = "localhost"
 
 @dataclass(frozen=True)
 class Placement:
-    """Which slots of which hosts take part, in rank order.
+    """Hosts and slots of a launch, in rank order.
 
-    ``remote`` is false where the ranks run on this host without SSH.
+    ``remote`` is false if the ranks run on this host without SSH.
     """
 
     slots: dict[str, list[int]]
@@ -41,7 +41,7 @@ class Placement:
 
 
 def read_hostfile(path: Path | str) -> dict[str, int]:
-    """Read a hostfile: one ``NAME slots=N`` a line, ``#`` starts a comment line.
+    """Read a hostfile: one ``NAME slots=N`` per line, ``#`` starts a comment line.
 
     Args:
         path: the hostfile.
@@ -50,14 +50,14 @@ def read_hostfile(path: Path | str) -> dict[str, int]:
         Number of slots of each host, in the order of the file.
 
     Raises:
-        LaunchError: the file is missing, empty, or has bad lines; all of them are named by number.
+        LaunchError: the file is missing, empty, or has invalid lines; lists them all by number.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"hostfile {path} cannot be read: {error}; write one line `NAME slots=N` for each host, "
-            "or leave --hostfile out to run on this host alone"
+            "or omit --hostfile to run on this host alone"
         ) from error
     line_of_host: dict[str, int] = {}
     slots: dict[str, int] = {}
@@ -82,7 +82,7 @@ def read_hostfile(path: Path | str) -> dict[str, int]:
 
 
 def _line_problem(text: str, line_of_host: Mapping[str, int]) -> str | None:
-    """Return what is wrong with one line of a hostfile, or None."""
+    """Problem of one line of a hostfile, or None."""
     match = HOSTFILE_LINE.fullmatch(text)
     if not match:
         return f"got `{text}`, need `NAME slots=N`"
@@ -103,8 +103,8 @@ def place_on_hosts(
 
     Args:
         pool: number of slots of each host.
-        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, only these; empty means all.
-        exclude: the same form, all but these.
+        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, use only these; empty means all.
+        exclude: the same form, use all but these.
         num_gpus: slots used on every host; None means all of them.
 
     Returns:
@@ -141,7 +141,7 @@ def place_on_hosts(
 
 
 def _parse_filter(text: str, slots: Mapping[str, Sequence[int]], problems: list[str]) -> dict[str, list[int]]:
-    """Read an include or exclude string; what is wrong with it is appended to ``problems``."""
+    """Parse an include or exclude string; problems are appended to ``problems``."""
     chosen: dict[str, set[int]] = {}
     for part in text.split("@") if text else []:
         host, _, listed = part.partition(":")
@@ -159,7 +159,7 @@ def _parse_filter(text: str, slots: Mapping[str, Sequence[int]], problems: list[
 
 
 def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None) -> Placement:
-    """Place ranks on this host alone.
+    """Place ranks on this host only.
 
     Args:
         num_gpus: number of ranks; None means one for each visible device.
@@ -169,7 +169,7 @@ def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None)
         The slots of this host.
 
     Raises:
-        LaunchError: the number of ranks cannot be told, or is more than the visible devices.
+        LaunchError: the number of ranks is not given, below 1, or above that of the visible devices.
     """
     if visible_devices:
         devices = visible_devices.split(",")
@@ -180,5 +180,5 @@ def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None)
         return Placement({LOCAL_HOST: [int(device) for device in devices[:num_gpus]]}, remote=False)
     if num_gpus is None or num_gpus < 1:
         given = "--num-ranks is missing" if num_gpus is None else f"got --num-ranks {num_gpus}"
-        raise LaunchError(f"{given}; without a hostfile say how many ranks this host runs, at least 1")
+        raise LaunchError(f"{given}; without a hostfile give the number of ranks of this host, at least 1")
     return Placement({LOCAL_HOST: list(range(num_gpus))}, remote=False)

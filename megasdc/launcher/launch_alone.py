@@ -1,8 +1,9 @@
-"""DeepSpeed's launch.py (0.19.8) without the rest of DeepSpeed, for a process that only starts and ends ranks.
+"""DeepSpeed 0.19's launch.py without the rest of DeepSpeed, for a process that only starts and ends ranks.
 
-Its package imports all that trains, PyTorch first: 2 s of processor time before a rank starts. Of all that launch.py
-uses constants, a logger, numactl's command line, and the variable that hides devices. Constants and command line are
-DeepSpeed's own files; the logger and the accelerator, whose files import PyTorch, are stood in for.
+The package imports everything for training, including PyTorch: 2 s of processor time before a rank starts. Of that,
+launch.py uses only constants, a logger, numactl's command line, and the variable that lists visible devices. Constants
+and command line come from DeepSpeed's own files; the logger, the accelerator and elastic training (which older versions
+query and megasdc never starts) would import PyTorch and are replaced by stubs.
 """
 
 from __future__ import annotations
@@ -18,55 +19,64 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megasdc.errors import LaunchError
 from megasdc.versions.private_names import NODE, check_private_names
 
 MODULE = "deepspeed.launcher.launch"
 ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
 NVML_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Set by DeepSpeed's ``__init__`` unless the user has set it, and so for the ranks: to look for GPUs opens none."""
+"""Set by the ``__init__`` of DeepSpeed 0.19.4 and later unless the user has set it, and here too, for the ranks: the
+search for GPUs then opens none."""
 ALIKE = ("cuda", "cpu")
-"""Accelerators of DeepSpeed for which the same variable lists the devices; training knows no others."""
+"""Accelerators of DeepSpeed whose devices the same variable lists; training supports no others."""
 
 
 class Accelerator:
-    """What launch.py asks of DeepSpeed's accelerator, for those in ``ALIKE``."""
+    """Stub of DeepSpeed's accelerator with what launch.py needs, for those in ``ALIKE``."""
 
     def visible_devices_envs(self) -> list[str]:
         """Variables that list the devices of a process."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, environment: MutableMapping[str, str], ids: Sequence[int]) -> None:
-        """Let a process see these devices."""
+        """Make only these devices visible to a process."""
         for name in self.visible_devices_envs():
             environment[name] = ",".join(map(str, ids))
 
 
 def import_launch() -> Any:
-    """Import launch.py, alone where it can be.
+    """Import launch.py, without the rest of DeepSpeed if possible.
 
-    It cannot be where ``DS_ACCELERATOR`` names an accelerator whose devices another variable may list, nor where
-    DeepSpeed was imported before; then this imports PyTorch.
+    It is not possible if ``DS_ACCELERATOR`` names an accelerator whose devices another variable may list, if DeepSpeed
+    was imported before, or if its release needs more than the stubs have, which is reported; then PyTorch is imported.
 
     Returns:
         The module.
 
     Raises:
-        LaunchError: it lacks a name that we rely on.
+        LaunchError: it lacks a name that megasdc relies on.
     """
-    if "deepspeed" in sys.modules or os.environ.get(ACCELERATOR_VARIABLE, ALIKE[0]) not in ALIKE:
-        launch = importlib.import_module(MODULE)
-        check_private_names(NODE)
-        return launch
-    os.environ.setdefault(NVML_VARIABLE, "1")
-    with _stand_ins():
-        launch = importlib.import_module(MODULE)
-        check_private_names(NODE)
+    if "deepspeed" not in sys.modules and os.environ.get(ACCELERATOR_VARIABLE, ALIKE[0]) in ALIKE:
+        try:
+            with _stand_ins():
+                launch = _import_checked()
+        except (ImportError, AttributeError, LaunchError) as error:
+            print(f"megasdc launch: all of DeepSpeed is imported, 2 s more: {error}", file=sys.stderr, flush=True)
+        else:
+            os.environ.setdefault(NVML_VARIABLE, "1")
+            return launch
+    return _import_checked()
+
+
+def _import_checked() -> Any:
+    launch = importlib.import_module(MODULE)
+    check_private_names(NODE)
     return launch
 
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Packages of DeepSpeed that find their modules but have not run; afterwards nothing of them is left."""
+    """Install stub packages of DeepSpeed that find its modules without running its ``__init__``; removed afterwards."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.submodule_search_locations is None:
         raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
@@ -74,6 +84,7 @@ def _stand_ins() -> Iterator[None]:
     try:
         _package("deepspeed", folder)
         _package("deepspeed.accelerator", folder / "accelerator", get_accelerator=Accelerator)
+        _package("deepspeed.elasticity", folder / "elasticity", is_torch_elastic_compatible=lambda: False)
         utils = _package("deepspeed.utils", folder / "utils", logger=_logger(), set_log_level_from_string=_set_level)
         utils.get_numactl_cmd = importlib.import_module("deepspeed.utils.numa").get_numactl_cmd  # type: ignore[attr-defined]
         yield
@@ -91,7 +102,7 @@ def _package(name: str, folder: Path, **attributes: Any) -> ModuleType:
 
 
 def _logger() -> logging.Logger:
-    """DeepSpeed's logger, as its ``utils/logging.py`` makes it."""
+    """DeepSpeed's logger, as its ``utils/logging.py`` creates it."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
         logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")

@@ -1,8 +1,8 @@
-"""DeepSpeed's launch.py (0.19.8) on one host, with time for ranks to save when a stop is asked for.
+"""DeepSpeed's launch.py (0.19.8) on one host, with time for ranks to save when a stop is requested.
 
-DeepSpeed kills a rank 30 s after SIGTERM, and knows no SIGUSR1. Here SIGTERM and SIGUSR1 reach the ranks of this host
-at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them DeepSpeed's 30 s.
-A rank that ends with a failure is told at once, not when the others have ended too.
+DeepSpeed kills a rank 30 s after SIGTERM, and does not handle SIGUSR1. Here SIGTERM and SIGUSR1 are sent as SIGTERM to
+the ranks of this host at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them
+DeepSpeed's 30 s. A rank's failure is reported at once, not only when the others have ended too.
 Called as ``python -m megasdc.launcher.node --stop_grace_s=S [--launcher_logs=FOLDER] [--follow_input]`` with the
 arguments of launch.py after that; the last option, for hosts that are reached over SSH, makes the end of standard input
 a SIGTERM.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-if __name__ == "__main__":  # while modules are imported no rank has started: Ctrl-C needs neither care nor a traceback
+if __name__ == "__main__":  # no rank has started during imports: Ctrl-C needs no cleanup
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import psutil
@@ -53,7 +53,7 @@ class PatientStop:
         self._deadline: float | None = None
 
     def register(self, number: int, handler: Handler) -> None:
-        """Stand in for ``signal.signal`` in launch.py, which registers one handler for SIGINT and SIGTERM."""
+        """Replacement of ``signal.signal`` in launch.py, which registers one handler for SIGINT and SIGTERM."""
         signal.signal(number, lambda got, frame: self._stop(got, frame, handler))
         if number == signal.SIGTERM:
             signal.signal(signal.SIGUSR1, lambda got, frame: self._stop(got, frame, handler))
@@ -66,7 +66,7 @@ class PatientStop:
             self._deadline = min(self._deadline, deadline)
             return
         self._deadline = deadline
-        # Only the ranks: a loader's worker that ends under a rank would fail its save.
+        # Only the ranks: a data loader's worker that ended before its rank would make the save fail.
         ranks = psutil.Process().children()
         for rank in ranks:
             try:
@@ -97,13 +97,13 @@ class Ranks:
         self._end = launch.terminate_process_tree
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Stand in for ``subprocess.Popen`` in launch.py."""
+        """Replacement of ``subprocess.Popen`` in launch.py."""
         process = subprocess.Popen(command, **options)
         self._processes[options["env"]["RANK"]] = process
         return process
 
     def end(self, pid: int) -> None:
-        """Stand in for ``terminate_process_tree``, by which launch.py ends the ranks after one of them has failed."""
+        """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
         for rank, process in list(self._processes.items()):
             if process.returncode:
                 say(
@@ -114,14 +114,14 @@ class Ranks:
 
 
 def say(line: str) -> None:
-    """Tell people at once, in one write, since many processes share the stream."""
+    """Print a message in one write, since many processes share the stream."""
     sys.stderr.write(f"{socket.gethostname()}: {line}\n")
     sys.stderr.flush()
 
 
 def main() -> None:
     """Run launch.py with this process's arguments."""
-    front = os.environ.pop(FRONT_PID_VARIABLE, None)  # where it started this process itself
+    front = os.environ.pop(FRONT_PID_VARIABLE, None)  # set if the front started this process itself
     if front:
         follow_parent(expected=int(front))
     stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)))

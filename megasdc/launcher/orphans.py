@@ -1,4 +1,4 @@
-"""Who ends when what started it has gone? Every process of a launch, also where that was killed with SIGKILL."""
+"""Processes of a launch end when the one that started them has ended, also if it was killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from megasdc.run_lock import start_ticks
 
 PR_SET_PDEATHSIG = 1
 FOLLOW_OPTION = "--follow_input"
-"""Of ``megasdc.launcher.node``: whether it calls ``follow_input``."""
+"""Option of ``megasdc.launcher.node``: call ``follow_input``."""
 NODE_PID_VARIABLE = "MEGASDC_NODE_PID"
 """Set by ``megasdc.launcher.node`` to its own process id, for the ranks that it starts."""
 
 
 def follow_parent(number: int = signal.SIGTERM, expected: int | None = None) -> None:
-    """Be sent a signal as soon as the parent process has ended; it holds through ``exec``, not for children.
+    """Send this process a signal as soon as its parent has ended; kept across ``exec``, not inherited by children.
 
     Args:
-        number: of the signal.
-        expected: process id that the parent has; another one means that it has ended already, and this process ends.
+        number: the signal.
+        expected: process id of the parent; if it differs, the parent has ended already, and this process exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if expected is not None and os.getppid() != expected:
-        print(f"process {os.getpid()}: process {expected}, which started it, has gone", file=sys.stderr, flush=True)
+        print(f"process {os.getpid()}: process {expected}, which started it, has ended", file=sys.stderr, flush=True)
         os._exit(LaunchError.exit_code)
 
 
 def launcher_has_gone() -> bool:
-    """Whether the ``megasdc.launcher.node`` that started this rank has ended; False where none did."""
+    """Whether the ``megasdc.launcher.node`` that started this rank has ended; False if none did."""
     node = os.environ.get(NODE_PID_VARIABLE)
-    # A process of several threads stays the parent until the last of them has ended, a killed one as a zombie.
+    # A killed process with several threads stays the parent, as a zombie, until its last thread has ended.
     return node is not None and (os.getppid() != int(node) or start_ticks(int(node)) is None)
 
 
 def follow_input() -> None:
-    """Be sent SIGTERM at the end of standard input, by which SSH says that the other side has gone."""
+    """Send this process SIGTERM at the end of standard input, which means that the SSH client has gone."""
 
     def wait() -> None:
         while os.read(0, 4096):

@@ -1,8 +1,8 @@
-"""DeepSpeed's launcher's own lines go to a file of the run folder; the console is for the ranks and for us.
+"""Redirection of DeepSpeed's launcher log to a file of the run folder; the console is for ranks and megasdc.
 
-They are command lines with encoded arguments, processes that were started, accelerators that were looked for. DeepSpeed
-logs to whatever is standard output when it is imported, so its launcher is imported with the file in that place. Ranks
-inherit the real streams, and what ends the launcher with a traceback still reaches them.
+It holds command lines with encoded arguments, started processes and accelerator detection. DeepSpeed logs to the
+standard output at its import, so its launcher is imported with standard output set to the file. Ranks inherit the real
+streams, and a traceback that ends the launcher still reaches the console.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LONGEST_LINE = 300
 
 
 def logs_folder(run_dir: Path | str) -> Path:
-    """Where a run folder keeps what libraries print."""
+    """Folder, in a run folder, for output of libraries."""
     return Path(run_dir) / "logs"
 
 
 def folder_option(folder: str) -> str:
-    """The folder as one word that no shell misreads."""
+    """The option with the folder, as one word that no shell misreads."""
     return FOLDER_OPTION + base64.urlsafe_b64encode(folder.encode()).decode()
 
 
 def take_folder_option(argv: list[str]) -> str | None:
-    """Take the option out of a command line; returns its folder, None where it is not there."""
+    """Remove the option from a command line; return its folder, None if it is absent."""
     for word in argv[1:3]:
         if word.startswith(FOLDER_OPTION):
             argv.remove(word)
@@ -43,11 +43,11 @@ def take_folder_option(argv: list[str]) -> str | None:
 
 @contextmanager
 def own_lines_to(folder: str | None, argv: Sequence[str]) -> Iterator[None]:
-    """Import DeepSpeed's launcher inside: what it logs from then on goes to ``launcher_HOST.log`` in a folder.
+    """Context in which to import DeepSpeed's launcher, so that it logs to ``launcher_HOST.log`` in a folder.
 
     Args:
-        folder: made if absent; None, or one that cannot be written: the lines stay on the console.
-        argv: command line of this process, for the file.
+        folder: created if absent; None, or not writable: the log stays on the console.
+        argv: command line of this process, written to the file.
     """
     if folder is None:
         yield
@@ -57,7 +57,7 @@ def own_lines_to(folder: str | None, argv: Sequence[str]) -> Iterator[None]:
         file = open(_log_of_this_host(folder), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - used to the end
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(argv)}\n")
     except OSError as error:
-        print(f"{folder} cannot be written ({error.strerror}); DeepSpeed's lines stay here", file=sys.stderr)
+        print(f"{folder} cannot be written ({error.strerror}); DeepSpeed's log stays on the console", file=sys.stderr)
         yield
         return
     with redirect_stdout(file), redirect_stderr(file):
@@ -65,7 +65,7 @@ def own_lines_to(folder: str | None, argv: Sequence[str]) -> Iterator[None]:
 
 
 def last_lines(folder: Path) -> list[str]:
-    """The end of this host's file, long lines cut; empty where there is none."""
+    """Last lines of this host's file, long ones truncated; empty if there is no file."""
     try:
         text = _log_of_this_host(folder).read_text(encoding="utf-8", errors="replace")
     except OSError:

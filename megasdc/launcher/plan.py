@@ -1,4 +1,4 @@
-"""What exactly will be started? A request, checked on this host, becomes a plan: hosts, ranks, environment, needs."""
+"""Launch plan: a request, checked on this host, becomes hosts, ranks, environment and requirements."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What the user asks for; the names are those of ``megasdc launch``.
+    """The user's request; the names are those of ``megasdc launch``.
 
     Attributes:
         config_path: the run's JSON file.
-        hostfile: DeepSpeed's hostfile; None runs on this host alone.
+        hostfile: DeepSpeed's hostfile; None runs on this host only.
         num_gpus: ranks on each host; None means all slots of the hostfile.
-        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, only these.
-        exclude: the same form, all but these.
+        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, use only these.
+        exclude: the same form, use all but these.
         backend: launcher backend.
         launcher_args: further options for DeepSpeed's launcher.
         overrides: texts ``a.b.c=value``.
-        allow_changed: paths ``a.b.c`` of fields that a resume may find changed.
+        allow_changed: paths ``a.b.c`` of fields that may differ on resume.
         script: the training script.
         failure_grace_s: seconds that other ranks get after one has failed.
     """
@@ -63,8 +63,8 @@ class LaunchRequest:
 class LaunchPlan:
     """A request that was checked on this host: hosts, ranks, environment, and what every host needs.
 
-    ``master_port`` is None where the request's launcher options name one, or DeepSpeed's default is taken;
-    ``through_runner`` tells whether DeepSpeed's runner is needed.
+    ``master_port`` is None if the launcher options name one, or DeepSpeed's default is used; ``through_runner``:
+    whether DeepSpeed's runner is needed.
     """
 
     request: LaunchRequest
@@ -111,14 +111,14 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
 
     Args:
         request: what to start.
-        tell: told what the user should know.
+        tell: called with messages for the user.
 
     Returns:
         The plan.
 
     Raises:
         ConfigError: the configuration or its layout is wrong.
-        LaunchError: hostfile, filters, options or environment are wrong; all problems at once.
+        LaunchError: hostfile, filters, options or environment are wrong; lists all problems.
     """
     config = load_config(request.config_path, request.overrides, request.allow_changed)
     problems: list[str] = []
@@ -172,20 +172,20 @@ def _place(request: LaunchRequest) -> Placement:
 
 
 def _tell_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> None:
-    """Name the hosts of the hostfile that take no part."""
+    """Report the hosts of the hostfile that are not used."""
     if request.hostfile is None:
         return
     left_out = [host for host in read_hostfile(request.hostfile) if host not in placement.slots]
     if left_out:
-        tell(f"left out: {', '.join(left_out)}")
+        tell(f"not used: {', '.join(left_out)}")
 
 
 def _tell_unused(request: LaunchRequest, options: command.LauncherOptions, tell: Say) -> None:
-    """Name the launcher options that mean nothing on this host alone."""
+    """Report launcher options that have no effect on this host only."""
     if request.hostfile is not None:
         return
     if options.master_addr not in ("", command.LOCAL_ADDRESS):
-        tell(f"--master_addr {options.master_addr} is not used: on one host ranks meet at {command.LOCAL_ADDRESS}")
+        tell(f"--master_addr {options.master_addr} is not used: on one host ranks connect at {command.LOCAL_ADDRESS}")
     if options.ssh_port is not None:
         tell(f"--ssh_port {options.ssh_port} is not used: on one host nothing goes over SSH")
 
@@ -209,14 +209,14 @@ def _rank_command(
 
 
 def _known_port(request: LaunchRequest, options: command.LauncherOptions) -> int | None:
-    """The port that rank 0 will listen on; None: the launch takes a free one, which one host alone can choose."""
+    """The port that rank 0 will listen on; None: the launch reserves a free one, possible only without a hostfile."""
     return options.master_port if request.hostfile is None else options.master_port or command.DEFAULT_MASTER_PORT
 
 
 def compilers_on_cpu(config: RunConfig) -> dict[str, str]:
-    """Programs that compile on hosts without an accelerator, each with the setting that needs it.
+    """Compilers needed on hosts without an accelerator, each with the setting that needs it.
 
-    Fused modules take the compiler that CXX names, which a rank looks for itself.
+    Fused modules use the compiler in CXX if set, which a rank checks itself.
     """
     found = {"g++": "megasdc.model.fuse true"} if config.megasdc.model.fuse and not os.environ.get("CXX") else {}
     if not config.deepspeed["optimizer"]["params"]["torch_adam"]:

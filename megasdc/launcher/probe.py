@@ -1,4 +1,4 @@
-"""What does a host look like? Runs on every host of a launch; needs Python's standard library and nothing else.
+"""Probe of one host of a launch; needs only Python's standard library.
 
 The text of this file is sent to the hosts (``megasdc.launcher.remote``), so it must not import from megasdc.
 """
@@ -23,10 +23,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``cwd``, ``python_path`` (list), ``path`` (list, put before PATH), ``distributions``, ``readable``
-            (files and folders), ``writable`` (folders), ``master_port`` (None: not looked at).
+            (files and folders), ``writable`` (folders), ``master_port`` (None: not checked).
 
     Returns:
-        What was found, by name; JSON types only.
+        The facts, by name; JSON types only.
     """
     missing_cwd = not os.path.isdir(request["cwd"])
     if not missing_cwd:
@@ -49,7 +49,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    """Return a distribution's version; megasdc's also holds a checksum of its sources, which change without it."""
+    """A distribution's version; for megasdc a checksum of its sources, which change without the version."""
     if name == "megasdc":
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
@@ -70,7 +70,7 @@ def _readable(path: str) -> bool:
 
 
 def _writable(folder: str) -> bool:
-    """Say whether a folder can be written to, or made in the nearest parent that exists."""
+    """Whether a folder is writable, or can be created in its nearest existing parent."""
     path = os.path.abspath(folder)
     while not os.path.exists(path):
         path = os.path.dirname(path)
@@ -78,7 +78,7 @@ def _writable(folder: str) -> bool:
 
 
 def _own_address() -> str | None:
-    """Return the address that this host's own name leads to; gloo binds there."""
+    """The address that this host's own name resolves to; gloo binds to it."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -97,7 +97,7 @@ def _output(*argv: str) -> str:
 
 
 def _port_problem(port: int | None) -> str | None:
-    """Say why rank 0 could not listen on a port here, or return None."""
+    """Why rank 0 could not listen on a port here; None if it could."""
     if port is None:
         return None
     with socket.socket() as server:

@@ -1,4 +1,4 @@
-"""How does the front watch DeepSpeed's launcher, pass signals on, and end it when the run cannot go on?"""
+"""DeepSpeed's launcher as a child process: supervision, forwarding of signals, and its end after a failure."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Say = Callable[[str], None]
 class LauncherProcess:
     """DeepSpeed's launcher as a child process.
 
-    The first SIGINT, SIGTERM or SIGUSR1 that this process receives is passed on, so that ranks can save; the
-    second one kills.
+    The first SIGINT, SIGTERM or SIGUSR1 that this process receives is forwarded, so that ranks can save; the second one
+    kills.
 
     Args:
         command: the launcher.
         env: its environment.
-        stdout: where its output goes; None means ours.
-        say: told about signals.
+        stdout: target of its output; None means that of this process.
+        say: called with messages about signals.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
         self.stopped_by: int | None = None
         self._say = say
-        # A session of its own: Ctrl-C in a terminal must reach it once, through us, not also directly.
-        # Where this process was started in the background of a script it ignores SIGINT, and a child would too: it
-        # could not be ended with it. What has a handler here is as usual in the child.
+        # A session of its own: Ctrl-C in a terminal must reach it once, forwarded by us, not also directly.
+        # In the background of a script this process ignores SIGINT, which a child would inherit: it
+        # could not be ended with SIGINT. A signal with a handler here has its default action in the child.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._process = subprocess.Popen(
             list(command),
@@ -54,8 +54,8 @@ class LauncherProcess:
         """Wait for the launcher's end.
 
         Args:
-            how_to_end: asked now and then; None: nothing has failed; SIGTERM: its other ranks may still save, and have
-                the long time of a stop on request; SIGINT: they may wait for ever.
+            how_to_end: called periodically; None: nothing has failed; SIGTERM: the other ranks may still save, with the
+                full grace of a requested stop; SIGINT: they may wait forever.
             failure_grace_s: seconds after a failure until the launcher is sent that signal.
 
         Returns:
@@ -79,7 +79,7 @@ class LauncherProcess:
         return self._process.wait()
 
     def close(self) -> None:
-        """Give signals back; the launcher is killed if it still runs."""
+        """Restore signal handlers; kill the launcher if it still runs."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._process.poll() is None:
@@ -110,7 +110,7 @@ class LauncherProcess:
 
 
 def end_launcher(process: psutil.Process) -> None:
-    """Kill what starts ranks; srun with SIGTERM, at which it kills its tasks, which would outlive it else.
+    """Kill a process that starts ranks; srun with SIGTERM, on which it kills its tasks, which else would outlive it.
 
     Raises:
         psutil.NoSuchProcess: it has ended.

@@ -1,9 +1,9 @@
-"""From launcher to training script on every rank: environment, working folder and arguments, past all shells.
+"""Entry point of every rank: restores environment, working folder and arguments, then becomes the training script.
 
 DeepSpeed's backends lose or change what they carry: pdsh joins arguments without quotes and drops most of the
 environment, OpenMPI and SLURM set no RANK. So the launcher starts this module with one encoded argument; it restores
-what the front meant and then becomes the training script (``exec``), with the same process id and exit code. When the
-launcher of its host has gone, the script is sent SIGTERM, as if it were asked to save and end.
+what the front set and then becomes the training script (``exec``), with the same process id and exit code. When the
+launcher of its host ends, the script gets SIGTERM, as for a requested stop.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SOURCES_OF_RANK_VARIABLES = {
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What every rank of a launch runs.
+    """Command that every rank of a launch runs.
 
     Attributes:
         cwd: working folder, absolute.
         script: the training script, absolute.
-        arguments: of the script.
+        arguments: arguments of the script.
         environment: variables set before the script starts.
         path: folders put before PATH.
-        fallback: variables set only where the launcher did not set them.
+        fallback: variables set only if the launcher did not set them.
     """
 
     cwd: str
@@ -51,16 +51,16 @@ class RankCommand:
 
     @classmethod
     def decode(cls, text: str) -> RankCommand:
-        """Return the command that ``encode`` made a word of."""
+        """Return the command of a word made by ``encode``."""
         return cls(**json.loads(base64.urlsafe_b64decode(text)))
 
 
 def rank_environment(command: RankCommand, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of the training script.
+    """Return the complete environment of the training script.
 
     Args:
         command: what to run.
-        environ: environment that the launcher left.
+        environ: environment set by the launcher.
     """
     result = {**command.fallback, **environ, **command.environment}
     for name, sources in SOURCES_OF_RANK_VARIABLES.items():

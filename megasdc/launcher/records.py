@@ -1,9 +1,9 @@
-"""How did each rank of a launch end? Start and done records, one small file a rank, written and read without torch.
+"""Start and done records of the ranks of a launch: one small file per rank, written and read without torch.
 
 The launcher's exit code alone proves nothing: pdsh that is killed by a signal returns 0, and DeepSpeed starts a local
-run when the hostfile is missing. A launch therefore counts as done only when every rank has said so itself, in
-``<run_dir>/done/<launch_id>/rank_NNNNN.json``. The launch id reaches ranks in the environment variable
-``MEGASDC_LAUNCH_ID``; without it (a plain ``deepspeed`` command) nobody would read the records, and none are written.
+run when the hostfile is missing. A launch therefore counts as done only when every rank has written its record,
+``<run_dir>/done/<launch_id>/rank_NNNNN.json``. Ranks get the launch id in the environment variable
+``MEGASDC_LAUNCH_ID``; without it (a plain ``deepspeed`` command) nothing would read the records, and none are written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc import run_lock
+from megasdc.durable import write_durably
 from megasdc.launcher.orphans import launcher_has_gone
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ LAUNCH_ID_VARIABLE = run_lock.LAUNCH_ID_VARIABLE
 
 @dataclass(frozen=True)
 class StartedRecord:
-    """A rank has reached its own code; the fields are named as in the file."""
+    """A rank has started the training script; fields are named as in the file."""
 
     rank: int
     host: str
@@ -37,10 +38,10 @@ class StartedRecord:
 
 @dataclass(frozen=True)
 class DoneRecord:
-    """A rank has ended by itself; the fields are named as in the file.
+    """A rank has ended by itself; fields are named as in the file.
 
-    ``exit_code`` is what the process is about to return, ``error_class`` and ``message`` are None where it is 0, and
-    ``first_line`` is the message's first line, ``launcher_gone`` whether the launcher of its host had ended before it.
+    ``exit_code`` is that of the process; ``error_class``, ``message`` and its ``first_line`` are None without an error;
+    ``launcher_gone``: whether the launcher of its host had ended before it.
     """
 
     rank: int
@@ -55,9 +56,9 @@ class DoneRecord:
 
 @dataclass(frozen=True)
 class HostRecord:
-    """DeepSpeed's launcher on a host has failed; the fields are named as in the file.
+    """DeepSpeed's launcher on a host has failed; fields are named as in the file.
 
-    ``exit_code`` is as its shell tells it: 128 + n where signal n ended it.
+    ``exit_code`` is that of its shell: 128 + n if signal n ended it.
     """
 
     host: str
@@ -67,7 +68,7 @@ class HostRecord:
 
 @dataclass(frozen=True)
 class LaunchRecords:
-    """All records found of one launch, by rank or host, and the files that could not be read."""
+    """All records of one launch, by rank or host, and files that are not valid records."""
 
     started: dict[int, StartedRecord] = field(default_factory=dict)
     done: dict[int, DoneRecord] = field(default_factory=dict)
@@ -100,7 +101,7 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
     Args:
         run_dir: the run folder; created if absent.
         rank: global rank.
-        exit_code: what the process is about to return.
+        exit_code: exit code that the process will return.
         error: the exception that ended it, if any.
 
     Returns:
@@ -139,25 +140,33 @@ def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
 
     Args:
         run_dir: the run folder.
-        launch_id: which launch.
+        launch_id: id of the launch.
 
     Returns:
-        The records by rank; empty where the folder does not exist.
+        The records; empty if the folder does not exist.
     """
     folder = records_dir(run_dir, launch_id)
     if not folder.is_dir():
         return LaunchRecords()
-    return parse_records({path.name: path.read_text(encoding="utf-8") for path in folder.glob("*_*.json")})
+    texts, unreadable = {}, []
+    for path in folder.glob("*_*.json"):
+        try:
+            texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            unreadable.append(f"{path.name} cannot be read: {error}")
+    records = parse_records(texts)
+    records.unreadable.extend(unreadable)
+    return records
 
 
 def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
-    """Turn file names and contents, from this host or another, into records.
+    """Parse records from file names and contents, of this host or another.
 
     Args:
         texts: content of each file by its name.
 
     Returns:
-        The records by rank; files that are no record are named in ``unreadable``.
+        The records; files that are not valid records are listed in ``unreadable``.
     """
     records = LaunchRecords()
     for name, text in sorted(texts.items()):
@@ -182,17 +191,15 @@ def _write_of_rank(run_dir: Path | str, name: str, record: dict[str, object]) ->
 
 
 def _write(folder: Path, name: str, record: dict[str, object]) -> Path | None:
-    """Write one record under a temporary name and rename it, so that a reader never meets half a file.
+    """Write one record under a temporary name and rename it, so that a reader never sees a partial file.
 
-    A record that cannot be written must not hide how the rank ended, so it is a warning; the front then reports the
-    rank as one without a record.
+    A record that cannot be written must not hide how the rank ended, so it is only logged as a warning; the front then
+    reports a rank without a record.
     """
     path = folder / name
-    temporary = folder / f".{name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_durably(path, json.dumps(record) + "\n")
     except OSError as error:
         logger.warning("record %s could not be written: %s", path, error)
         return None

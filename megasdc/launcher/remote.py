@@ -1,7 +1,7 @@
-"""How does a piece of Python run on many hosts at once, and what does it answer?
+"""Transport of a Python program to many hosts at once over SSH, and of their answers.
 
-The program travels through SSH's standard input and its answer comes back as one marked JSON line, so that nothing
-needs to be installed there beyond Python, no argument meets a shell, and login messages do no harm.
+The program travels through SSH's standard input and its answer comes back as one marked JSON line, so that the host
+needs only Python, no argument is read by a shell, and login messages do not matter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REMEDY_OF_SIGN = {
     "Permission denied": "let this user log in without a password (ssh-copy-id {host})",
     "Host key verification failed": "accept its host key once (ssh {host} true)",
     "Could not resolve": "use a name that this host can resolve, or add it to /etc/hosts",
-    "timed out": "check that the host is on and its SSH port can be reached, or leave it out (--exclude {host})",
+    "timed out": "check that the host is on and its SSH port can be reached, or exclude it (--exclude {host})",
 }
-DEFAULT_REMEDY = "check that the host is on and runs sshd, or leave it out (--exclude {host})"
+DEFAULT_REMEDY = "check that the host is on and runs sshd, or exclude it (--exclude {host})"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one host answered: ``value``, or the ``problem`` that prevented an answer."""
+    """Answer of one host: ``value``, or the ``problem`` that prevented it."""
 
     host: str
     value: Any = None
@@ -38,10 +38,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Transport:
-    """How hosts are reached.
+    """Connection to hosts.
 
     Attributes:
-        remote: over SSH; false runs the program on this host.
+        remote: use SSH; false runs programs on this host.
         ssh_port: port of sshd; None leaves it to SSH's configuration.
         connect_timeout_s: seconds until a host counts as unreachable.
     """
@@ -54,13 +54,13 @@ class Transport:
         """Run the same program on all hosts, in parallel.
 
         Args:
-            hosts: where.
-            program: a Python file that needs the standard library alone and defines ``answer(request)``.
+            hosts: target hosts.
+            program: a Python file that needs only the standard library and defines ``answer(request)``.
             request: argument of ``answer``, sent as JSON.
-            timeout_s: seconds a host may take.
+            timeout_s: time limit per host, in seconds.
 
         Returns:
-            One answer a host, in the order of ``hosts``.
+            One answer per host, in the order of ``hosts``.
         """
         call = f"import json\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
         text = f"{program.read_text(encoding='utf-8')}\n{call}"
@@ -68,11 +68,11 @@ class Transport:
             return list(pool.map(lambda host: self._run_on(host, text, timeout_s), hosts))
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The command that runs another one on a host.
+        """The command that runs ``argv`` on a host.
 
         Args:
-            host: where.
-            argv: program and arguments; no shell reads them, here or there.
+            host: target host.
+            argv: program and arguments; quoted against shells.
         """
         if not self.remote:
             return list(argv)
@@ -91,7 +91,7 @@ class Transport:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Answer(host, problem=f"{host}: gave no answer in {timeout_s:g} s; see whether the host hangs")
+            return Answer(host, problem=f"{host}: gave no answer in {timeout_s:g} s; check whether the host hangs")
         except OSError as error:
             return Answer(host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host")
         for line in done.stdout.splitlines():
@@ -100,12 +100,12 @@ class Transport:
         return Answer(host, problem=self.failure(host, done.returncode, done.stderr))
 
     def failure(self, host: str, code: int, said: str) -> str:
-        """Say why a host gave no answer, and what to do about it.
+        """Message why a host gave no answer, with a remedy.
 
         Args:
-            host: which.
-            code: exit code of what ``command`` gave.
-            said: its standard error.
+            host: the host.
+            code: exit code of the command of ``command``.
+            said: standard error of that command.
         """
         lines = said.strip().splitlines()
         last = lines[-1] if lines else "no message"

@@ -1,14 +1,14 @@
-"""DeepSpeed's runner (0.19.8) with what it lacks, in a process of its own.
+"""DeepSpeed's runner (0.19.8) with fixes, in a process of its own.
 
 - Over pdsh, interpreter and working folder are quoted, so that paths may hold spaces.
-- Over pdsh, a signal ends this launch, not every DeepSpeed job of that interpreter on the hosts, and pdsh stays until
-  the ranks have ended, so that what they say while they save has somewhere to go.
-- Elsewhere SIGINT, SIGTERM and SIGUSR1 are passed on to what was started, which DeepSpeed would leave behind; to srun
-  as the one signal that it hands on.
-- Hosts run ``megasdc.launcher.node``, which gives ranks the time to save.
+- Over pdsh, a signal ends this launch, not every DeepSpeed job of that interpreter on the hosts, and pdsh keeps running
+  until the ranks have ended, so that their output during the save is not lost.
+- With other backends SIGINT, SIGTERM and SIGUSR1 are forwarded to the started process, which DeepSpeed would leave
+  running; to srun as SIGUSR1, which it passes to its tasks.
+- Hosts run ``megasdc.launcher.node``, which gives ranks time to save.
 - DeepSpeed's own lines go to a file of the run folder (``megasdc.launcher.own_lines``).
-- Over pdsh, the shell of a host leaves a record when what it started there has failed, however that ended.
-- The runner ends when the front that started it is killed, and what it started when it is killed itself.
+- Over pdsh, the shell of a host writes a record when its launcher has failed, however that ended.
+- The runner ends when its front is killed, and its child process ends when the runner is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-if __name__ == "__main__":  # while torch is imported nothing has started: Ctrl-C needs neither care nor a traceback
+if __name__ == "__main__":  # nothing has started during imports: Ctrl-C needs no cleanup
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megasdc.launcher import host_failed
@@ -49,12 +49,12 @@ REPEAT_S = 5
 PDSH = "pdsh"
 ERE_SPECIAL = re.compile(r"([][.^$*+?(){}|\\])")
 
-# What reaches this launch's processes on other hosts; empty unless pdsh starts them.
+# pdsh command, pattern and environment to signal this launch's processes on other hosts; empty without pdsh.
 _remote: dict[str, Any] = {}
 
 
 class QuotingPDSHRunner(PDSHRunner):
-    """DeepSpeed's pdsh backend, with what reaches remote shells quoted."""
+    """DeepSpeed's pdsh backend, with quoting for remote shells."""
 
     def get_cmd(
         self, environment: dict[str, str], active_resources: dict[str, list[int]]
@@ -67,7 +67,7 @@ class QuotingPDSHRunner(PDSHRunner):
         _replace(command, sys.executable, interpreter)
         _replace(command, LAUNCH_MODULE, *_node_words(), FOLLOW_OPTION)
         command += ["||", interpreter, *host_failed.words(os.environ[host_failed.FOLDER_VARIABLE])]
-        # From the start of the line: neither pdsh, ssh and the shells that hold the command, nor pkill itself.
+        # Anchored at the line's start: matches neither pdsh, ssh and shells with this command, nor pkill itself.
         python = ERE_SPECIAL.sub(r"\\\1", sys.executable)
         launch_id = os.environ[LAUNCH_ID_VARIABLE]
         pattern = f"^{python} -u -m {NODE_MODULE} .*{RANK_MODULE} {launch_id} "
@@ -77,7 +77,7 @@ class QuotingPDSHRunner(PDSHRunner):
 
 
 def _replace(command: list[str], old: str, *new: str) -> None:
-    """Replace one word in place; a word that is not there means another DeepSpeed, and is an error."""
+    """Replace one word in place; ValueError if it is missing, which means another DeepSpeed."""
     place = command.index(old)
     command[place : place + 1] = new
 
@@ -87,18 +87,18 @@ def _node_words() -> list[str]:
 
 
 def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start what DeepSpeed would, with our module where it would run launch.py on this host."""
+    """Start DeepSpeed's command, with our module in place of launch.py if that runs on this host."""
     command = list(command)
     if LAUNCH_MODULE in command:
         _replace(command, LAUNCH_MODULE, *_node_words())
-    # pdsh keeps the other hosts' standard input open as long as it lives, by which they see that it has gone.
+    # pdsh keeps the other hosts' standard input open while it lives; its end tells them that pdsh has gone.
     number = {SRUN: signal.SIGUSR1, PDSH: signal.SIGKILL}.get(command[0], signal.SIGTERM)
     follow = partial(follow_parent, number, os.getpid())
     return subprocess.Popen(command, preexec_fn=follow, **options)  # noqa: PLW1509 - this process has one thread
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
-    """Pass a signal on to the process that starts the ranks, and go on waiting for it."""
+    """Forward a signal to the process that starts the ranks, and keep waiting for it."""
     children = psutil.Process().children()
     grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else stop_grace_s(os.environ)
     if children and _remote:
@@ -109,7 +109,7 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
         return
     for child in children:
         if child.name() == SRUN:
-            # It hands SIGUSR1 on to its tasks; at SIGINT it only tells its state, at SIGTERM it kills them.
+            # srun passes SIGUSR1 to its tasks; on SIGINT it only reports its state, on SIGTERM it kills them.
             child.send_signal(signal.SIGUSR1)
             signal.alarm(math.ceil(grace))
         else:
@@ -119,13 +119,13 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
 
 
 def _send_to_hosts() -> None:
-    """Send the signal to this launch's processes on other hosts; again and again, for some may not have started yet."""
+    """Send the signal to this launch's processes on other hosts; repeated, since some may not have started yet."""
     subprocess.Popen(_remote["stop"], env=_remote["environment"], stdin=subprocess.DEVNULL)
     signal.alarm(REPEAT_S)
 
 
 def _on_alarm(_number: int, _frame: FrameType | None) -> None:
-    """End pdsh, which waits for ever for a host that was lost, or srun and its tasks, whose time is over."""
+    """Repeat the signal until the deadline, then end pdsh, which waits forever for a lost host, or srun with tasks."""
     if _remote and time.monotonic() < _remote["end"]:
         _send_to_hosts()
         return
@@ -143,11 +143,11 @@ def main() -> None:
     if front:
         follow_parent(expected=int(front))
     signal.signal(signal.SIGALRM, _on_alarm)
-    # DeepSpeed's own handlers end pdsh at once, and its ranks' output with it.
+    # DeepSpeed's own handlers would end pdsh at once, and lose the ranks' output.
     runner.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})
     runner.PDSHRunner = QuotingPDSHRunner
-    # From 0.19.7 on the runner looks it up here.
+    # From 0.19.7 on the runner looks the class up here.
     getattr(runner, "LAUNCHER_CLASSES", {})["pdsh"] = QuotingPDSHRunner
     runner.main()
 

@@ -1,4 +1,4 @@
-"""Which processes of a launch run on one host? The text is sent there, so nothing is imported from megasdc."""
+"""Lists a launch's processes on one host; its source is sent there, so it imports nothing from megasdc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def answer(request: dict[str, Any]) -> list[int]:
     """Return the ids of the processes whose environment or launcher's command line holds ``launch_id``.
 
-    Those that have ended and are not yet reaped hold nothing any more.
+    Zombies are not listed: their environment and command line are empty.
     """
     sign = request["launch_id"].encode()
     return [

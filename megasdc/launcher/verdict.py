@@ -1,4 +1,4 @@
-"""How did a launch end, who failed first, and why? From the ranks' records and the launcher's exit code; pure."""
+"""Verdict on a launch: how it ended, who failed first and why, from the ranks' records and the exit code; pure."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ ABORTED = (
     "megasdc.parallel.timeout_s or when CUDA has failed; the rank's last lines then say `Watchdog caught collective "
     "operation timeout` (which is exit code 75 elsewhere) or the CUDA error"
 )
-"""What SIGABRT of a rank may mean. Which of the two it was is in the rank's output alone, which the front does not see.
+"""Possible causes of a rank's SIGABRT. Only the rank's output, which the front does not see, tells them apart.
 
 Source: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` (2.10 to 2.13), ``Watchdog::run``, which raises in a thread
-of its own. ``TORCH_NCCL_BLOCKING_WAIT=1`` raises in the rank instead, but waits for the device at every collective.
-"""
+of its own. ``TORCH_NCCL_BLOCKING_WAIT=1`` raises in the rank instead, but waits for the device at every collective."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The true end of a launch.
+    """How a launch ended.
 
     Attributes:
         exit_code: what the front returns; 0 only if every rank reported done with 0.
-        rank: the rank that failed first; None where there is none or it cannot be told.
-        host: its host, as the hostfile names it.
-        lines: the story for people, the cause first.
+        rank: the rank that failed first; None if there is none or it is not known.
+        host: its host, as in the hostfile; also set for a launcher that was killed.
+        lines: the explanation, the cause first.
     """
 
     exit_code: int
@@ -58,11 +57,11 @@ def judge(
     """Decide how a launch ended.
 
     Ranks that ended with PeerError or in a broken collective are consequences; the earliest other failure is the cause.
-    A rank without a done record was killed or its host was lost, and is the cause where no rank reported one; a
-    documented exit code that the launcher passed on then stands, because a rank may end with one and still be unable to
-    write (a full disk). Success of every rank is success, after a stop on request too: a record is the last thing that
-    a rank leaves, and DeepSpeed's launcher returns 1 after every signal. But ranks whose launcher was killed save and
-    end as if they were asked to: where nobody asked, that is a failure of the launch.
+    A rank without a done record was killed or its host was lost, and is the cause if no rank reported one; a documented
+    exit code of the launcher is then kept, because a rank may end with one and be unable to write its record (a full
+    disk). Success of every rank is success, also after a requested stop: the record is the last thing that a rank
+    writes, and DeepSpeed's launcher returns 1 after every signal. But ranks whose launcher was killed save and end as
+    after a requested stop: if no stop was requested, the launch has failed.
 
     Args:
         host_of_rank: host of each expected rank.
@@ -73,7 +72,7 @@ def judge(
         outlived: whether processes of the launch still ran when DeepSpeed's launcher had ended.
 
     Returns:
-        Exit code and story.
+        Exit code and explanation.
     """
     expected = range(len(host_of_rank))
     failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)
@@ -97,12 +96,12 @@ def judge(
 
 
 def launcher_killed(records: LaunchRecords, launcher_code: int) -> bool:
-    """Whether DeepSpeed's launcher was killed here, or that of a rank's host, as the rank says."""
+    """Whether DeepSpeed's launcher was killed here, or, by a rank's record, on the rank's host."""
     return launcher_code == -signal.SIGKILL or any(done.launcher_gone for done in records.done.values())
 
 
 def describe_code(code: int) -> str:
-    """Put an exit code of DeepSpeed's launcher into words; -n, 256 - n and, from a shell, 128 + n mean signal n."""
+    """Text of an exit code of DeepSpeed's launcher; -n, 256 - n and, from a shell, 128 + n mean signal n."""
     number = _signal_number(code)
     if code == 255:
         return "exit code 255 (SSH connection or host lost)"
@@ -120,9 +119,9 @@ def _signal_number(code: int) -> int:
 
 
 def _is_consequence(done: DoneRecord) -> bool:
-    """Tell whether a rank failed because another one had gone; a broken collective says so where no PeerError does.
+    """Whether a rank failed because another one had ended: by a PeerError or a broken collective.
 
-    One that was interrupted was ended on request, or by the front because another had failed.
+    An interrupted rank was ended on request, or by the front because another had failed.
     """
     if done.error_class == INTERRUPTED:
         return True
@@ -194,8 +193,8 @@ def _abandoned(host_of_rank: Sequence[str], records: LaunchRecords, launcher_cod
     gone = [rank for rank, done in sorted(records.done.items()) if done.launcher_gone]
     of = f" of {_ranks(gone, host_of_rank)}" if gone else ""
     line = (
-        f"the launcher{of} was killed, or ended before its ranks ({describe_code(launcher_code)}), without a stop that "
-        f"was asked for; all {len(host_of_rank)} ranks saved and are done: start again to go on"
+        f"the launcher{of} was killed, or ended before its ranks ({describe_code(launcher_code)}), without a "
+        f"requested stop; all {len(host_of_rank)} ranks saved and are done: start again to continue"
     )
     return Verdict(LaunchError.exit_code, None, host_of_rank[gone[0]] if gone else None, [line, *notes])
 

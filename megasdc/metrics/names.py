@@ -1,4 +1,4 @@
-"""Which metrics are there? Every name that a run can write, with its unit and meaning."""
+"""Metric names: every name that a run can write, with its unit and meaning."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ PEAK_TFLOPS: dict[str, float] = {
     "H200": 989.4,
     "B200": 2250.0,
 }
-"""Dense bf16 and fp16 peak of one device by a part of its name, the longest that fits.
+"""Dense bf16 and fp16 peak of one device, TFLOP/s, by a part of its name; the longest match counts.
 
 Source: NVIDIA's data sheets, without sparsity.
 """
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Look up the peak of a device; None where the name is not known."""
+    """Dense bf16 and fp16 peak of a device, TFLOP/s; None where the name is not known."""
     fitting = [part for part in PEAK_TFLOPS if part in device_name]
     return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None

@@ -1,4 +1,4 @@
-"""Where do metrics go? ``metrics.jsonl`` in the run folder, and DeepSpeed's monitor (TensorBoard, W&B, CSV)."""
+"""Output of metrics: ``metrics.jsonl`` in the run folder, and DeepSpeed's monitor (TensorBoard, W&B, CSV)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import replacing
 from megasdc.metrics.names import METRICS
 
 METRICS_FILE = "metrics.jsonl"
@@ -19,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one JSON line ``{"step", "time", name: value, ...}`` a call; used by rank 0 alone.
+    """Appends one JSON line ``{"step", "time", name: value, ...}`` per call; used by rank 0 alone.
 
     Args:
         run_dir: the run folder.
-        monitor: DeepSpeed's monitor; None writes the file alone.
+        monitor: DeepSpeed's monitor; None: only the file is written.
     """
 
     def __init__(self, run_dir: Path | str, monitor: Any = None) -> None:
@@ -36,7 +37,7 @@ class MetricsWriter:
 
         Args:
             step: optimizer step, first is 1.
-            values: by name; every name is declared in ``METRICS``. NaN and Inf, which JSON does not have, become null.
+            values: by name; every name is declared in ``METRICS``. NaN and Inf, which JSON lacks, become null.
 
         Raises:
             ValueError: a name is not declared.
@@ -56,7 +57,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """All complete lines of a run's metrics, in order; empty where there is no file."""
+    """All complete, undamaged lines of a run's metrics, in order; empty where there is no file."""
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         return []
@@ -75,7 +76,7 @@ def cut_back(run_dir: Path | str, step: int) -> int:
         step: last step that is kept; 0 drops all.
 
     Returns:
-        Number of lines dropped, broken and damaged ones included. The file is replaced by one rename.
+        Number of lines dropped, incomplete and damaged ones included. The file is replaced by one rename.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
@@ -83,17 +84,13 @@ def cut_back(run_dir: Path | str, step: int) -> int:
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith(b"\n") and (_row_of(line) or _NEVER)["step"] <= step]
     if len(kept) < len(lines):
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+        with replacing(path, "wb") as file:
             file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     return len(lines) - len(kept)
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None if it is damaged: not written whole, or not text."""
+    """A line's object; None if the line is damaged: incomplete, not UTF-8, or without a step."""
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError:
@@ -102,10 +99,10 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def set_aside(run_dir: Path | str) -> Path | None:
-    """Rename the metrics of an earlier run in the same folder, so that a new one does not mix with them.
+    """Rename the metrics of an earlier run in the same folder, so that a new run does not append to them.
 
     Returns:
-        The new name; None if there were none.
+        The new path; None if there were none.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists() or path.stat().st_size == 0:

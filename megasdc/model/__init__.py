@@ -1,1 +1,1 @@
-"""Megatron-core modules as pipeline stages: layers, loss, sizes, random streams."""
+"""Models: Megatron-core modules as pipeline stages, with layers, loss, sizes and random streams."""

@@ -1,8 +1,8 @@
-"""Functions of tensors that PyTorch's Inductor compiles, each alone: once for each shape, layout, type and device.
+"""Tensor functions compiled one by one with PyTorch's Inductor, once for each shape, layout, type and device.
 
 ``torch.compile`` checks its guards at each call, which takes longer on a CPU than some of these functions; here the
-shapes of the arguments choose the code, so that nothing is compiled twice and no limit of recompilations is met.
-Compiled code lies in Inductor's cache folder and is found again by later starts and by other ranks.
+arguments' shapes select the code, so that nothing is compiled twice and no recompilation limit applies. Compiled code
+is kept in Inductor's cache folder, and reused by later starts and other ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Kind = tuple[Any, ...]
 
 
 class Compiled:
-    """A function of tensors without gradients, compiled when arguments of a new kind come.
+    """A function of tensors without gradients, compiled at the first call with each kind of arguments.
 
     Args:
-        function: takes tensors or None and returns tensors; must not depend on the values of tensors.
+        function: takes tensors or None and returns tensors; its control flow must not depend on values of tensors.
         name: of the function, for messages.
     """
 
@@ -43,7 +43,7 @@ class Compiled:
         self.kinds: dict[Kind, Callable[..., Sequence[Tensor]]] = {}
 
     def __call__(self, *args: Tensor | None) -> Sequence[Tensor]:
-        """Compute; arguments that the function writes to are written to.
+        """Compute; in-place changes of arguments take effect.
 
         Raises:
             LaunchError: the code cannot be compiled.
@@ -78,7 +78,7 @@ class Compiled:
 
 
 def _options() -> dict[str, Any]:
-    """Inductor's settings: nothing that is chosen by a measurement, which could choose otherwise in the next start."""
+    """Inductor's settings: no choice by measurement, which could differ in the next start."""
     return {
         "max_autotune": False,
         "max_autotune_pointwise": False,
@@ -90,9 +90,9 @@ def _options() -> dict[str, Any]:
 
 
 def use_cache() -> None:
-    """Choose the folder of compiled code, next to DeepSpeed's operators unless the user chose one; before compiling.
+    """Set the folder of compiled code, next to DeepSpeed's operators unless the user set one; call before compiling.
 
-    A rank compiles in its own process: the functions are few, and a pool of helpers takes longer to start.
+    A rank compiles in its own process: the functions are few, and a worker pool would take longer to start.
 
     Raises:
         StorageError: compiled code cannot be kept there.
@@ -110,7 +110,7 @@ def use_cache() -> None:
 
 
 def require_compiler(device: str) -> None:
-    """Tell before a run starts that fused modules cannot be compiled.
+    """Check before a run starts that fused modules can be compiled.
 
     Args:
         device: type of the device that the run trains on.
@@ -124,7 +124,7 @@ def require_compiler(device: str) -> None:
 
 
 def code_generator() -> str:
-    """What makes the code of fused modules here, with its version; it has a part in the bits of results.
+    """Compiler of fused modules on this host, with its version, which affects the bits of results.
 
     Raises:
         LaunchError: there is no compiler.
@@ -134,13 +134,13 @@ def code_generator() -> str:
 
 @cache
 def find_compiler(device: str) -> str:
-    """The first line of the version of the compiler that Inductor takes, on a GPU for the code that starts kernels.
+    """First line of the version of Inductor's compiler: for kernels on a CPU, for their launch code on a GPU.
 
     Args:
         device: type of the device.
 
     Raises:
-        LaunchError: there is none, or it does not run.
+        LaunchError: there is no compiler, or it does not run.
     """
     names = [os.environ.get("CXX") or "g++"] if device == "cpu" else [os.environ.get("CC") or "", "gcc", "clang"]
     path = next((found for name in names if name and (found := shutil.which(name))), None)

@@ -1,7 +1,7 @@
 """Fused functions of the model with their gradients: norms, activation, rotation, residual sum.
 
-Forward and backward are each one compiled function; the backward gets the forward's arguments and computes again what
-it needs of it, so that nothing between is kept. Numbers inside are fp32 whatever the type of the arguments.
+Forward and backward are each one compiled function; the backward recomputes what it needs from the forward's arguments,
+so that no intermediate results are kept. Internal computations are in fp32 whatever the type of the arguments.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Fused:
         self._backwards: dict[tuple[bool, ...], Compiled] = {}
 
     def __call__(self, *args: Tensor | None) -> Any:
-        """Compute what the function returns."""
+        """Apply the function, with gradients."""
         return _Apply.apply(self, *args)
 
     def backward(self, wanted: tuple[bool, ...]) -> Compiled:
-        """The gradients of some arguments, of (gradients of the results, arguments).
+        """The compiled function (gradients of the results, arguments) -> gradients of some arguments.
 
         Args:
-            wanted: of which arguments.
+            wanted: for each argument, whether its gradient is computed.
         """
         if wanted not in self._backwards:
             self._backwards[wanted] = Compiled(
@@ -115,13 +115,13 @@ def layer_norm(eps: float) -> Fused:
 def activation(
     function: Callable[[Tensor], Tensor], gated: bool = False, clamp: float | None = None, offset: float = 0.0
 ) -> Fused:
-    """What lies between the two linear layers of an MLP: (x [..., f] or [..., 2 f], bias or None) -> [..., f].
+    """Activation between the two linear layers of an MLP: (x [..., f] or [..., 2 f], bias or None) -> [..., f].
 
     Args:
-        function: of one element.
-        gated: whether x is the function's argument and, behind it, what its result is multiplied with.
-        clamp: bound of both, with a gate.
-        offset: added to the second, with a gate.
+        function: element-wise function.
+        gated: whether x is [gate, linear] in its last dimension; the result is function(gate) * linear.
+        clamp: with a gate, bound of linear on both sides and of gate from above; None: no bound.
+        offset: added to linear, with a gate.
     """
 
     def activation(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Cross-entropy that computes the gradient of the logits in the forward pass, in chunks of tokens.
 
-A chunk's logits stay in the cache from their maximum to their gradient, and numbers in fp32 are never kept for more
-than a chunk. The gradient is written over the logits where nobody else reads them; the backward only scales it.
+A chunk's logits stay in the CPU cache from their maximum to their gradient, and fp32 values exist for one chunk only.
+The gradient overwrites the logits if nothing else reads them; the backward only scales it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.autograd.function import once_differentiable
 from megasdc.model.compiled import Compiled
 
 CHUNK_BYTES = {"cpu": 2**19, "cuda": 2**26}
-"""Logits of a chunk: half of a usual second-level cache; on a GPU enough to keep it busy."""
+"""Bytes of a chunk's logits: half of a typical L2 cache; on a GPU enough to keep it busy."""
 FP16_FACTOR = 2.0**15
-"""Gradients in fp16 are kept times this, so that small probabilities are no subnormal numbers; exact, undone later."""
+"""Factor on fp16 gradients, so that small probabilities are not subnormal; a power of two, undone in the backward."""
 
 Observe = Callable[[str, Tensor], None]
 
 
 def token_losses(logits: Tensor, labels: Tensor, real_columns: int, overwrite: bool) -> Tensor:
-    """Loss of every token where the whole vocabulary is on this rank.
+    """Loss of every token if the whole vocabulary is on this rank.
 
     Args:
         logits: [t, v].
         labels: [t].
-        real_columns: columns that are no padding; the others have no part and no gradient.
-        overwrite: whether the gradient may be written over the logits.
+        real_columns: columns without padding; padding columns do not contribute and get zero gradient.
+        overwrite: whether the gradient may overwrite the logits.
 
     Returns:
         [t], fp32.
@@ -48,16 +48,16 @@ def parallel_token_losses(
     group: dist.ProcessGroup,
     observe: Observe | None,
 ) -> Tensor:
-    """Loss of every token over logits whose columns are divided over the ranks of a group.
+    """Loss of every token over logits whose columns are split over the ranks of a group.
 
     Args:
         logits: [t, v/tp].
         labels: [t], over the whole vocabulary.
-        real_columns: of this rank, as of ``token_losses``.
-        overwrite: as of ``token_losses``.
-        first_column: of this rank.
+        real_columns: as in ``token_losses``, of this rank.
+        overwrite: as in ``token_losses``.
+        first_column: index of this rank's first column in the vocabulary.
         group: the tensor group.
-        observe: None, or told ``maximum``, ``predicted`` and ``sum``, each [t], before they are reduced.
+        observe: None, or called with ``maximum``, ``predicted`` and ``sum``, each [t], before they are reduced.
 
     Returns:
         [t], fp32.
@@ -111,19 +111,13 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _per_chunk(function: Compiled, logits: Tensor, *others: Tensor) -> list[Tensor]:
-    """Results of a function of some tokens' logits, [t] each."""
+    """Apply a function chunk by chunk; its results, [t] each."""
     found = [function(logits[part], *(one[part] for one in others)) for part in _chunks(logits)]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 class _Gradient:
-    """The gradient of the logits, being made.
-
-    Args:
-        logits: [t, v].
-        real_columns: columns that are no padding.
-        overwrite: whether it takes the logits' place.
-    """
+    """Gradient of the logits [t, v] under construction; with ``overwrite`` in the logits' memory."""
 
     def __init__(self, logits: Tensor, real_columns: int, overwrite: bool) -> None:
         self.whole = logits if overwrite else torch.empty_like(logits)
@@ -131,19 +125,19 @@ class _Gradient:
         self.whole[:, real_columns:] = 0
 
     def fill(self, part: slice, normaliser: Tensor) -> None:
-        """Make some tokens' gradient as if no column were the label's."""
+        """Fill the gradient of some tokens with probabilities, without the label's term."""
         target = self._real[part]
         if self._real.data_ptr() != self._source.data_ptr():
             target.copy_(self._source[part])
         probabilities_(target, normaliser[part])
 
     def subtract_label(self, column: Tensor, losses: Tensor, elsewhere: Tensor | None = None) -> None:
-        """Subtract one where the label is; the probability minus one is computed before it is rounded."""
+        """Subtract one at the label's column; the probability minus one is computed before rounding."""
         factor = FP16_FACTOR if self.whole.dtype == torch.float16 else 1.0
         value = (torch.expm1(-losses) * factor).to(self.whole.dtype)[:, None]
         if elsewhere is not None:
             value = torch.where(elsewhere[:, None], self._real.gather(-1, column[:, None]), value)
-        self._real.scatter_(-1, column[:, None], value)  # also tells autograd that the logits were written to
+        self._real.scatter_(-1, column[:, None], value)  # in-place, so that autograd's version counter sees the change
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -174,7 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _ParallelCrossEntropy(_CrossEntropy):
-    """Cross-entropy whose columns are divided over the ranks of a group."""
+    """Cross-entropy whose columns are split over the ranks of a group."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -193,7 +187,7 @@ class _ParallelCrossEntropy(_CrossEntropy):
         column = column.masked_fill(elsewhere, 0)
         if real_columns:
             (maximum,) = _per_chunk(maxima, real)
-        else:  # nothing but padding is here
+        else:  # this rank has only padding
             maximum = torch.full(labels.shape, torch.finfo(torch.float32).min, device=logits.device)
         observe("maximum", maximum)
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)

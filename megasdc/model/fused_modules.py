@@ -1,7 +1,7 @@
-"""The modules of a transformer layer whose functions are compiled (``model.fuse``).
+"""Modules of a transformer layer whose functions are compiled (``model.fuse``).
 
-Each one computes what its module computes without, so that every submodule's result is where observers and fault
-injection look for it.
+Each one computes the same as its module without fusion, so that observers and fault injection find every submodule's
+result in the same place.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class FusedHeadNorm(HeadNorm):
 
 
 def fuse_layer(layer: nn.Module) -> None:
-    """Let rotation, residual sums and activation of a transformer layer use compiled functions.
+    """Make rotation, residual sums and activation of a transformer layer use compiled functions.
 
     Args:
-        layer: Megatron-core's, built with our modules.
+        layer: Megatron-core's layer, built with the modules of ``megasdc.model.modules``.
     """
     for module in layer.modules():
         if isinstance(module, TorchAttention):
@@ -66,7 +66,7 @@ def fuse_layer(layer: nn.Module) -> None:
 
 
 def _sum(x: Tensor, bias: Tensor | None, mask: Tensor | None, residual: Tensor) -> Tensor:
-    """A sum of two alone is one pass already."""
+    """Residual sum, not compiled for two operands, which is one pass already."""
     if bias is None and mask is None:
         return residual_sum(x, bias, mask, residual)
     return fused.residual_sum(x, bias, mask, residual)  # type: ignore[no-any-return]

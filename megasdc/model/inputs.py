@@ -1,7 +1,7 @@
-"""What does a submodule take in, forward and backward? Every tensor, shown before the submodule computes with it.
+"""Probe of every submodule's inputs, forward and backward, before the submodule computes with them.
 
-For searches alone: results are seen by ``Attachment``; inputs are read as well only to tell a submodule that made a
-value from one that received it.
+For searches only: results are observed by ``Attachment``; inputs tell a submodule that produced a value from one that
+received it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ OnInputs = Callable[[str, str, list[Tensor]], None]
 
 
 class InputProbe:
-    """Hooks that show what every submodule takes in; ``close`` takes all of them away.
+    """Hooks that report every submodule's inputs; ``close`` removes them all.
 
-    Forward these are its arguments, backward the gradient of its output. Submodules that are no modules, activation
-    and loss, show nothing: they take in the result of the submodule before them as it is.
+    Forward inputs are its arguments, the backward input is the gradient of its output. Activation and loss, which are
+    not modules, are not reported: their input is the result of the submodule before them.
 
     Args:
-        submodules: from ``list_submodules``.
-        show: told of the tensors.
+        submodules: result of ``list_submodules``.
+        show: called with the tensors.
     """
 
     def __init__(self, submodules: Iterable[Submodule], show: OnInputs) -> None:
@@ -38,7 +38,7 @@ class InputProbe:
                 self._attach(submodule.fqn, submodule.module)
 
     def close(self) -> None:
-        """Leave the stage as it was found; idempotent."""
+        """Remove all hooks; idempotent."""
         self._undo.close()
 
     def __enter__(self) -> InputProbe:

@@ -1,4 +1,4 @@
-"""Which kinds of submodules are there, and which kind does a name mean? No torch, so that files can be read without."""
+"""Kinds of submodules, and the kind of a full name; imports no torch, so that files can be read without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = (
     HEAD,
     LOSS,
 )
-"""Kinds of submodules, as a step runs them; ``block`` is the second residual sum, the result of a whole layer."""
+"""Kinds of submodules, in order of execution; ``block`` is the second residual sum, the result of a whole layer."""
 
 _LAYER = frozenset({EMBEDDING, POSITIONS, BLOCK, FINAL_NORM, HEAD, LOSS})
 GRANULARITIES: dict[str, frozenset[str]] = {
@@ -62,7 +62,7 @@ def kind_of(fqn: str) -> str:
     """The kind of a submodule.
 
     Args:
-        fqn: full name, as ``model.submodules.list_submodules`` gives it.
+        fqn: full name, as from ``model.submodules.list_submodules``.
 
     Raises:
         ValueError: no submodule has such a name.

@@ -1,4 +1,4 @@
-"""Which layers does the pipeline consist of? Embedding, positions, transformer layers, final norm, output.
+"""Layers of the pipeline: embedding, positions, transformer layers, final norm, output.
 
 Each class is one entry of the pipeline: one tensor in, one tensor out. Hidden states are [s, b, h], or [s/tp, b, h]
 with sequence parallelism. Every layer is built under a seed of its own.
@@ -31,18 +31,18 @@ from megasdc.parallel.dims import ParallelDims
 
 @dataclass
 class LayerContext:
-    """What every layer of a stage shares.
+    """State shared by all layers of a stage.
 
     Args:
         config: Megatron-core's TransformerConfig.
-        dims: layout and place of this rank.
+        dims: layout and this rank's position in it.
         streams: dropout generators of the current micro-batch.
         seed: seed of the initial weights.
         vocab_size: padded vocabulary size v.
         max_positions: rows of the learned position table.
-        learned_positions: whether there is one; else rotary embeddings.
+        learned_positions: whether there is such a table; else rotary embeddings.
         rotary_base: base of the rotary frequencies.
-        backend: where the modules come from, ``torch`` or ``transformer_engine``.
+        backend: source of the modules, ``torch`` or ``transformer_engine``.
         fuse: whether the modules of backend ``torch`` compute with compiled functions.
     """
 
@@ -60,11 +60,11 @@ class LayerContext:
 
     @property
     def sequence_shard(self) -> tuple[int, int]:
-        """(part, parts) of the sequence that this rank's hidden states are."""
+        """(part, number of parts) of the sequence in this rank's hidden states."""
         return (self.dims.tp_rank, self.dims.tensor) if self.config.sequence_parallel else (0, 1)
 
     def rotary_angles(self, length: int, device: torch.device) -> Tensor:
-        """Angles of the rotary embedding, [s, 1, 1, d] in fp32; computed once a length and device.
+        """Angles of the rotary embedding, [s, 1, 1, d] in fp32; computed once per length and device.
 
         Source: Su et al. 2021, RoFormer (arXiv 2104.09864), halves not interleaved.
         """
@@ -76,9 +76,9 @@ class LayerContext:
         return self._rotary[length, device]
 
     def rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, [s, 1, 1, d] in the type of x [s, b, n, d]; the sine's first half has the opposite sign.
+        """Cosine and sine, [s, 1, 1, d] in the type of x [s, b, n, d]; the sine's first half is negated.
 
-        Computed once a length, device and type.
+        Computed once per length, device and type.
         """
         key = (x.shape[0], x.device, x.dtype)
         if key not in self._rotary:
@@ -91,16 +91,16 @@ class LayerContext:
 
 @functools.cache
 def _local_embedding() -> type:
-    """Megatron-core's word embedding, whose result is what this tensor rank's own vocabulary entries give.
+    """Megatron-core's word embedding, returning only the contribution of this tensor rank's vocabulary entries.
 
-    The sum over tensor ranks is left to the caller, so that a rank's own result can be observed before it. Made in a
-    function, because Megatron-core is imported late.
+    The caller sums over tensor ranks, so that a rank's own result can be observed before. Defined in a function,
+    because Megatron-core is imported late.
     """
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
     class LocalEmbedding(VocabParallelEmbedding):
         def forward(self, tokens: Tensor) -> Tensor:
-            """Look up [b, s] -> [b, s, h]; zero where the entry belongs to another rank."""
+            """Look up [b, s] -> [b, s, h]; zero if the entry belongs to another rank."""
             if self.num_embeddings_per_partition == self.num_embeddings:
                 return self._look_up(tokens)
             elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
@@ -108,7 +108,7 @@ def _local_embedding() -> type:
             return local.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
         def _look_up(self, tokens: Tensor) -> Tensor:
-            # On CUDA the backward of an index sorts, that of F.embedding adds in any order.
+            # On CUDA the backward of indexing is deterministic (it sorts); that of F.embedding adds in any order.
             return self.weight[tokens] if self.deterministic_mode else F.embedding(tokens, self.weight)
 
     return LocalEmbedding
@@ -171,12 +171,12 @@ class WordEmbedding(nn.Module):
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
-    """The last layer of a model with tied embeddings, in the form that DeepSpeed's TiedLayerSpec asks for."""
+    """The last layer of a model with tied embeddings, in the form that DeepSpeed's TiedLayerSpec requires."""
     return embedding.logits(hidden)
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions where the model has them, drops, and splits the sequence where that is asked for."""
+    """Adds learned positions if the model has them, drops out, and shards the sequence for sequence parallelism."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
@@ -247,12 +247,12 @@ class FinalNorm(nn.Module):
             self.norm = (FusedNorm if context.fuse else Norm)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h], or the shards of it."""
+        """[s, b, h] -> [s, b, h], or a shard of it."""
         return self.norm(hidden)
 
 
 class OutputLayer(nn.Module):
-    """Hidden states to logits with weights of its own; the vocabulary is split over tensor ranks."""
+    """Hidden states to logits with its own weights; the vocabulary is split over tensor ranks."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
         from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -276,7 +276,7 @@ class OutputLayer(nn.Module):
 
 
 def layer_spec(context: LayerContext) -> Any:
-    """Megatron-core's specification of one transformer layer, with our modules put in where the backend is torch."""
+    """Megatron-core's specification of one transformer layer with megasdc's modules, for either backend."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,

@@ -1,4 +1,4 @@
-"""What is minimised? Cross-entropy of the next token over a vocabulary that is split over tensor ranks."""
+"""Training loss: cross-entropy of the next token over a vocabulary that is split over tensor ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Observe = Callable[[str, Tensor], None]
 
 
 class TokenLoss:
-    """Sum of the losses of the used tokens, divided by the planned number of tokens b s.
+    """Sum of the losses of unmasked tokens, divided by the fixed number of tokens b s.
 
     Dividing by a constant keeps the gradients of micro-batches comparable; the engine turns sums into means over the
-    tokens that were really used. Columns that pad the vocabulary are taken out of the softmax, so that the loss does
-    not depend on the padding.
+    unmasked tokens. Padding columns of the vocabulary are excluded from the softmax, so that the loss does not depend
+    on the padding.
 
     Args:
-        vocab_size: entries of the vocabulary that are real.
+        vocab_size: entries of the vocabulary without padding.
         padded_vocab_size: entries with padding, v.
         tp_rank: tensor rank.
         tensor: tensor-parallel size.
@@ -46,7 +46,7 @@ class TokenLoss:
 
         Args:
             logits: [s, b, v/tp].
-            labels_and_mask: labels [b, s] int64 and mask [b, s] float32, 0 where a token is not used.
+            labels_and_mask: labels [b, s] int64 and mask [b, s] float32, 0 for unused tokens.
 
         Returns:
             scalar, fp32.
@@ -76,7 +76,7 @@ class TokenLoss:
         if self.fuse:
             return self._fused(logits, labels.transpose(0, 1)).transpose(0, 1)
         logits, labels = logits.float(), labels.transpose(0, 1)
-        if self.tensor == 1:  # one fused pass where the whole vocabulary is here
+        if self.tensor == 1:  # one fused pass if the whole vocabulary is on this rank
             if self.real_columns < self.columns:
                 logits = logits[..., : self.real_columns]
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -91,7 +91,7 @@ class TokenLoss:
         return loss.transpose(0, 1)
 
     def _fused(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of every token, [s, b]; the logits are overwritten unless somebody looks on."""
+        """Loss of every token, [s, b]; the logits are overwritten unless they are observed."""
         from megasdc.model.fused_loss import parallel_token_losses, token_losses
 
         overwrite = self.tap is None and self.observe is None and not logits.is_leaf
@@ -107,10 +107,10 @@ class TokenLoss:
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over logits whose columns are divided over the ranks of a group.
+    """Cross-entropy over logits whose columns are split over the ranks of a group.
 
     Each rank's own maximum, sum and predicted logit can be observed before they are reduced; Megatron-core's function
-    shows only what they were reduced to, and overwrites its input.
+    exposes only the reduced values, and overwrites its input.
 
     Collective: the group, in forward only.
     Source: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3.
@@ -128,18 +128,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """Loss of every token.
 
         Args:
-            ctx: autograd's.
+            ctx: autograd's context.
             logits: [s, b, v/tp], fp32.
             labels: [s, b], over the whole vocabulary.
-            first_column: of this rank.
+            first_column: index of this rank's first column in the vocabulary.
             group: the tensor group.
-            observe: None, or told ``maximum``, ``predicted`` and ``sum``, each [s, b].
+            observe: None, or called with ``maximum``, ``predicted`` and ``sum``, each [s, b], before they are reduced.
 
         Returns:
             [s, b], fp32.
         """
         observe = observe or (lambda name, value: None)
-        maximum = logits.amax(-1)
+        maximum = logits.amax(-1)  # subtracted before exp, which then cannot overflow
         observe("maximum", maximum)
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - maximum.unsqueeze(-1)

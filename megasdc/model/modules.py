@@ -1,7 +1,7 @@
-"""Which modules of ours stand inside Megatron-core's transformer layer?
+"""megasdc's own modules inside Megatron-core's transformer layer.
 
-They replace the ones that need CUDA or that draw dropout masks from a generator that depends on the layout: attention
-on PyTorch's scaled dot product, norms that know sequence parallelism, and the sum of branch and residual.
+They replace modules that need CUDA or whose dropout masks depend on the layout: attention on PyTorch's scaled dot
+product, norms for sequence parallelism, and the residual sum.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SITE_EMBEDDING, SITE_ATTENTION_RESIDUAL, SITE_MLP_RESIDUAL, SITE_HEADS = 0, 1, 2
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose input gradient is one sum of its own.
+    """RMSNorm whose input gradient is summed up before autograd adds it to that of the residual path.
 
-    PyTorch computes it in several operations on a CPU, whose gradients autograd would add one by one to that of the
-    residual path; observing the gradient would then change the order of the sum.
+    On a CPU PyTorch computes RMSNorm in several operations, whose gradients autograd would otherwise add one by one;
+    observing the gradient would then change the order of the sum.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,17 +33,17 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Norm:
-    """Makes a LayerNorm or RMSNorm whose gradients are marked for the sum over tensor ranks where they need it.
+    """Creates a LayerNorm or RMSNorm whose parameters are marked if their gradients need a sum over tensor ranks.
 
     With sequence parallelism each tensor rank normalises its own part of the sequence, so a norm's gradient is a
-    partial sum; the engine adds them up. A class, because Megatron-core calls classes with its own keyword arguments
-    and takes functions as they are.
+    partial sum; the engine adds these. A class, because Megatron-core instantiates classes with its own keyword
+    arguments but uses functions unchanged.
     """
 
     kinds: ClassVar[dict[str, Callable[..., nn.Module]]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
-        """Return the norm that ``config.normalization`` names, over the last [hidden_size] elements."""
+        """Return the norm of ``config.normalization`` over the last dimension, [hidden_size]."""
         norm = cls.kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -51,10 +51,10 @@ class Norm:
 
 
 class HeadNorm(Norm):
-    """Makes the norm of queries or keys; each tensor rank applies it to its own heads: gradients are partial sums."""
+    """Creates the norm of queries or keys; each tensor rank applies it to its own heads: gradients are partial sums."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> nn.Module:  # type: ignore[misc]
-        """Return the norm over the last [hidden_size] elements, the width of one head."""
+        """Return the norm over the last dimension, [hidden_size], the width of one head."""
         norm = super().__new__(cls, config, hidden_size, eps, **options)
         for parameter in norm.parameters():
             parameter.partial_over_tensor = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
@@ -64,8 +64,8 @@ class HeadNorm(Norm):
 class TorchAttention(nn.Module):
     """Causal attention on ``torch.nn.functional.scaled_dot_product_attention``, after rotating queries and keys.
 
-    With attention dropout the probabilities are computed in the open, [b, n/tp, s, s], because the fused kernels draw
-    masks that depend on how many heads a rank holds.
+    With attention dropout the probabilities are materialised, [b, n/tp, s, s], because the fused kernels draw masks
+    that depend on the number of heads per rank.
     """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
@@ -143,7 +143,7 @@ def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Te
 
 
 def residual_sum(x: Tensor, bias: Tensor | None, mask: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual + mask (x + bias)``, [s, b, h]; without bias or mask where they are None."""
+    """``residual + mask (x + bias)``, [s, b, h]; without bias or mask if they are None."""
     if bias is not None:
         x = x + bias
     return residual + (x if mask is None else x * mask)
@@ -152,7 +152,7 @@ def residual_sum(x: Tensor, bias: Tensor | None, mask: Tensor | None, residual: 
 class ResidualAdd(nn.Module):
     """``residual + dropout(x + bias)`` with masks that do not depend on the layout.
 
-    A module, so that what it returns can be observed. Called by Megatron-core's layer as
+    A module, so that its result can be observed. Called by Megatron-core's layer as
     ``bda(training, fusion)(x_with_bias, residual, prob)``.
     """
 
@@ -165,11 +165,11 @@ class ResidualAdd(nn.Module):
         self.sum: Callable[..., Tensor] = residual_sum
 
     def __call__(self, training: bool, fusion: bool) -> Callable[..., Tensor]:
-        """Bind the mode; Megatron-core passes whether to fuse, which there is nothing to do about."""
+        """Return the module's own call; Megatron-core's ``training`` and ``fusion`` are ignored."""
         return super().__call__
 
     def forward(self, x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-        """Add bias, drop, add the residual.
+        """Add the bias, apply dropout, add the residual.
 
         Args:
             x_with_bias: branch output [s, b, h] (or [s/tp, b, h]) and its bias [h] or None.
@@ -191,14 +191,14 @@ def hidden_masks(
 ) -> Tensor:
     """Dropout masks for hidden states.
 
-    With sequence parallelism every tensor rank draws the mask of the whole sequence and takes its own part.
+    With sequence parallelism every tensor rank draws the mask of the whole sequence and uses its own part.
 
     Args:
         streams: the generators of the current micro-batch.
         x: [s/parts, b, h].
         prob: probability of dropping.
         layer: index of the layer.
-        site: which mask of the layer.
+        site: number of the dropout site in the layer.
         shard: (which part of the sequence x is, number of parts).
 
     Returns:

@@ -1,4 +1,4 @@
-"""How does a GPT become DeepSpeed pipeline stages?"""
+"""GPT models as DeepSpeed pipeline stages."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TIED_KEY = "embedding"
 class GPTPipeline(PipelineModule):
     """A GPT as pipeline stages.
 
-    Differs from DeepSpeed's class in who decides how many layers a stage has.
+    Differs from DeepSpeed's class in that the caller sets the number of layers per stage.
 
     Args:
         layers: specifications of all layers.
         layers_per_stage: transformer layers of each stage.
-        **options: passed on.
+        **options: passed to ``PipelineModule``.
     """
 
     def __init__(self, layers: list[Any], layers_per_stage: list[int], **options: Any) -> None:
@@ -54,7 +54,7 @@ class GPTPipeline(PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def destroy_groups(self) -> None:
-        """Give back the process groups that DeepSpeed made for this model; nothing can be computed afterwards.
+        """Destroy the process groups that DeepSpeed made for this model; it cannot be used afterwards.
 
         Collective: all ranks of the world.
         """
@@ -78,16 +78,16 @@ def build_pipeline(
     Args:
         model: the ``model`` section.
         parallel: the ``parallel`` section.
-        dims: layout and place of this rank.
+        dims: layout and this rank's position in it.
         vocab_size: entries of the tokenizer's vocabulary, unpadded.
         seed: seed of initial weights and dropout.
         dtype: type of the parameters while training.
 
     Returns:
-        The stage, and the dropout streams that the engine has to name each micro-batch to.
+        The stage, and its dropout streams; the engine must call ``DropoutStreams.enter`` for each micro-batch.
 
     Raises:
-        ConfigError: Megatron-core refuses the sizes, or they do not divide.
+        ConfigError: Megatron-core refuses the sizes, or layers cannot be divided over stages.
 
     Collective: all ranks of the world.
     """
@@ -121,7 +121,7 @@ def layer_specs(context: LayerContext, tied: bool) -> list[Any]:
     """Specifications of all layers of the pipeline, in order.
 
     Args:
-        context: what the layers share.
+        context: state shared by the layers.
         tied: whether the output weights are the word embedding.
     """
     layers = context.config.num_layers

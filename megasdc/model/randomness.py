@@ -1,8 +1,8 @@
-"""Where do random numbers come from, so that they do not depend on the layout?
+"""Random numbers that do not depend on the layout: initial weights and dropout masks.
 
 Initial weights: each layer of the pipeline is built under a seed of its own, derived from the run's seed and the
 layer's index, so a weight is the same whichever rank holds it. Dropout: every mask is drawn from a generator seeded by
-(seed, step, place of the sample in the global batch, layer, site), so a mask is the same whichever replica, stage or
+(seed, step, index of the sample in the global batch, layer, site), so a mask is the same whichever replica, stage or
 tensor rank applies it, and the same again when the layer is recomputed.
 """
 
@@ -32,16 +32,16 @@ def mix(*values: int) -> int:
 
 @contextlib.contextmanager
 def seeded_build(seed: int, layer: int) -> Iterator[None]:
-    """Build a layer under its own seed and leave the CPU generator as it was."""
+    """Context to build a layer under its own seed; the CPU generator is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed, layer))
         yield
 
 
 class DropoutStreams:
-    """Generators for the dropout masks of the micro-batch that is being computed.
+    """Generators for the dropout masks of the current micro-batch.
 
-    The engine calls ``enter`` before each forward and backward pass; modules ask for masks.
+    The engine calls ``enter`` before each forward and backward pass; modules call ``keep_masks``.
 
     Args:
         seed: the run's seed.
@@ -53,31 +53,31 @@ class DropoutStreams:
         self._samples: tuple[int, ...] = ()
 
     def enter(self, step: int, samples: tuple[int, ...]) -> None:
-        """Name the micro-batch whose masks are drawn from now on.
+        """Set the micro-batch for which masks are drawn.
 
         Args:
             step: optimizer step, first is 1.
-            samples: place of each sample in the global batch, [b].
+            samples: index of each sample in the global batch, [b].
         """
         self._step, self._samples = step, samples
 
     def keep_masks(
         self, shape: tuple[int, ...], prob: float, layer: int, site: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """Masks of what is kept, already scaled by 1 / (1 - prob).
+        """Dropout masks: 0 for dropped elements, 1 / (1 - prob) for the others.
 
         Args:
             shape: shape of one sample's mask.
             prob: probability of dropping, in [0, 1).
             layer: index of the layer in the whole model.
-            site: which mask of the layer.
+            site: number of the dropout site in the layer.
             like: gives device and type.
 
         Returns:
             [b, *shape], the type of ``like``.
         """
         if not self._samples:
-            raise RuntimeError("dropout masks were asked for before a micro-batch was entered")
+            raise RuntimeError("dropout masks were requested before a micro-batch was entered")
         generator = torch.Generator(device=like.device)
         masks = torch.empty((len(self._samples), *shape), dtype=torch.float32, device=like.device)
         for mask, sample in zip(masks, self._samples, strict=True):

@@ -1,8 +1,8 @@
-"""Which parameters does a model have, and how does tensor parallelism divide each? One catalogue for every layout.
+"""Catalogue of a model's parameters and how tensor parallelism splits each, for every layout.
 
-Names are those of the pipeline (``2.layer.mlp.linear_fc1.weight``); the first number is the layer's place in it, which
-does not depend on the layout. Conversion, export and import all read this catalogue; a test compares it with the
-parameters that the ranks of a real model hold.
+Names are those of the pipeline (``2.layer.mlp.linear_fc1.weight``); the first number is the layer's index in the
+pipeline, which does not depend on the layout. Conversion, export and import all read this catalogue; a test compares it
+with the parameters that the ranks of a real model hold.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megasdc.config import ModelSection
 LEADING_LAYERS = 2
 """Pipeline layers before the first transformer layer: word embedding, positions."""
 TIED_EMBEDDING = "tied_modules.embedding.word_embeddings.weight"
-"""The one parameter that two stages share, in a model with tied embeddings."""
+"""The only parameter shared by two stages, in a model with tied embeddings."""
 
 
 class Split(Enum):
-    """How tensor ranks divide a parameter."""
+    """How a parameter is split over tensor ranks."""
 
     REPLICATED = "every tensor rank has all of it"
     COLUMN = "dimension 0, one run of rows a rank"
@@ -32,7 +32,7 @@ class Split(Enum):
 
 
 def parameter_splits(model: ModelSection) -> dict[str, Split]:
-    """Every parameter of the whole model in pipeline order.
+    """Split of every parameter of the whole model, in pipeline order.
 
     Args:
         model: the resolved section, with backend ``torch`` or ``transformer_engine``.
@@ -52,9 +52,9 @@ def parameter_splits(model: ModelSection) -> dict[str, Split]:
 
 
 def layer_splits(model: ModelSection) -> dict[str, Split]:
-    """Parameters of one transformer layer, named as Megatron-core's ``TransformerLayer`` names them."""
+    """Splits of one transformer layer's parameters, by the names of Megatron-core's ``TransformerLayer``."""
     norm = _norm_parameters(model)
-    fused = model.backend == "transformer_engine"  # its linear layers hold the norms before them
+    fused = model.backend == "transformer_engine"  # its linear layers include the preceding norms
     first, second = (
         ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
         if fused
@@ -84,9 +84,9 @@ def layer_splits(model: ModelSection) -> dict[str, Split]:
 
 
 def torch_name(name: str) -> str:
-    """The name that a parameter of any backend has with backend ``torch``.
+    """Name with backend ``torch`` of a parameter of any backend.
 
-    Transformer Engine's linear layers hold the norms before them.
+    Transformer Engine's linear layers include the preceding norms.
     """
     fused = {
         "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -98,7 +98,7 @@ def torch_name(name: str) -> str:
 
 
 def split_name(name: str) -> tuple[int, str]:
-    """Place of a parameter's layer in the pipeline, and its name in that layer; of the tied embedding the first's."""
+    """Index of a parameter's layer in the pipeline, and its name in that layer; the tied embedding is in layer 0."""
     if name == TIED_EMBEDDING:
         return 0, "word_embeddings.weight"
     index, _, rest = name.partition(".")
@@ -106,17 +106,17 @@ def split_name(name: str) -> tuple[int, str]:
 
 
 def join(shards: Sequence[Tensor], split: Split) -> Tensor:
-    """Put the shards of all tensor ranks together.
+    """Join the shards of all tensor ranks.
 
     Args:
-        shards: one a tensor rank, in order.
-        split: how they were divided.
+        shards: one per tensor rank, in order.
+        split: how they were split.
 
     Returns:
-        The whole parameter, the vocabulary with its padding.
+        The unsharded parameter, the vocabulary with its padding.
 
     Raises:
-        ValueError: copies that must be equal differ in some bit.
+        ValueError: replicated copies are not equal.
     """
     if split is Split.REPLICATED:
         for rank, other in enumerate(shards[1:], 1):
@@ -130,16 +130,16 @@ def join(shards: Sequence[Tensor], split: Split) -> Tensor:
 
 
 def take_shard(whole: Tensor, split: Split, tensor: int, tp_rank: int) -> Tensor:
-    """The part of a parameter that one tensor rank holds; the reverse of ``join``.
+    """The shard of a parameter for one tensor rank; the reverse of ``join``.
 
     Args:
-        whole: the whole parameter.
-        split: how it is divided.
+        whole: the unsharded parameter.
+        split: how it is split.
         tensor: number of tensor ranks; must divide the dimension.
-        tp_rank: which part.
+        tp_rank: the tensor rank.
 
     Returns:
-        A view where the part is one run of rows or columns, else a copy.
+        A view if the shard is one run of rows or columns, else a copy.
     """
     if split is Split.REPLICATED:
         return whole

@@ -1,4 +1,4 @@
-"""How large is the model, and how much arithmetic is a token? Pure formulas over the ``model`` section."""
+"""Parameter counts and FLOPs per token of a model, as pure formulas over the ``model`` section; layers per stage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class ModelSizes:
         embedding: word embedding.
         positions: learned position table.
         layer: one transformer layer.
-        layer_matrices: the part of ``layer`` that is in matrix products.
+        layer_matrices: those of ``layer`` that are in matrix products.
         final_norm: the norm before the output.
-        output: output weights; 0 where they are tied to the embedding.
+        output: output weights; 0 if tied to the embedding.
         num_layers: number of transformer layers.
         attention_width: query heads times width of a head.
-        logits: parameters of the output product, also where they are tied.
+        logits: parameters of the output product, also if tied.
     """
 
     embedding: int
@@ -36,13 +36,13 @@ class ModelSizes:
 
     @property
     def total(self) -> int:
-        """Parameters of the whole model, tied ones once."""
+        """Parameters of the whole model, tied ones counted once."""
         return self.embedding + self.positions + self.layer * self.num_layers + self.final_norm + self.output
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Arithmetic of forward and backward for one token, recomputation not counted.
+        """FLOPs of forward and backward for one token, without recomputation.
 
-        6 per parameter in a matrix product, and 6 s (n d) a layer for the causal half of the attention scores and
+        6 per parameter in a matrix product, and 6 s (n d) per layer for the causal half of the attention scores and
         their product with the values.
 
         Source: Narayanan et al. 2021 (arXiv 2104.04473), section 5.1; half of the score matrix, as it is causal.
@@ -87,11 +87,11 @@ def layers_per_stage(parallel: ParallelSection, sizes: ModelSizes) -> list[int]:
     """Number of transformer layers of each stage.
 
     Args:
-        parallel: number of stages and how to divide.
-        sizes: parameter counts, for division by parameters.
+        parallel: number of stages and kind of partition.
+        sizes: parameter counts, for partition by parameters.
 
     Raises:
-        ConfigError: the layers do not divide as asked.
+        ConfigError: the layers cannot be divided as configured.
     """
     stages, layers = parallel.pipeline, sizes.num_layers
     if isinstance(parallel.partition, list):
@@ -113,12 +113,12 @@ def layers_per_stage(parallel: ParallelSection, sizes: ModelSizes) -> list[int]:
 
 
 def _balance(sizes: ModelSizes, stages: int) -> list[int]:
-    """Counts whose largest stage has as few parameters as possible."""
+    """Layer counts that minimise the parameters of the largest stage."""
     weights = [sizes.layer] * sizes.num_layers
     weights[0] += sizes.embedding + sizes.positions
     weights[-1] += sizes.final_norm + (sizes.output or sizes.logits)
     low, high = max(weights), sum(weights)
-    while low < high:  # whoever fits under a limit fits under a larger one
+    while low < high:  # binary search: what fits under a limit fits under a larger one
         limit = (low + high) // 2
         if _filled(weights, stages, limit) is None:
             low = limit + 1
@@ -130,7 +130,7 @@ def _balance(sizes: ModelSizes, stages: int) -> list[int]:
 
 
 def _filled(weights: list[int], stages: int, limit: int) -> list[int] | None:
-    """Fill one stage after the other up to a limit, leaving a layer for each that follows; None: too many stages."""
+    """Fill stages up to a limit, leaving a layer for each that follows; None: more stages are needed."""
     counts: list[int] = []
     load = count = 0
     for position, weight in enumerate(weights):

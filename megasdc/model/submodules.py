@@ -1,9 +1,9 @@
-"""Which submodules does a stage have, and how is each one's own result seen, forward and backward?
+"""Submodules of a stage, and hooks that observe each one's own result, forward and backward.
 
-A result is seen before a collective mixes tensor ranks: the outputs of row-parallel and vocabulary-parallel layers
-before their sum, the input gradient of a column-parallel layer before its sum, which Megatron-core's autograd function
-hides; while observers are attached the collective is moved out of that function, at the same place of the computation
-and with the same bits. Without observers no hook is attached anywhere.
+A result is observed before a collective mixes tensor ranks: the outputs of row-parallel and vocabulary-parallel layers
+before their sum, and the input gradient of a column-parallel layer before its sum. Megatron-core's autograd function
+hides the latter; while observers are attached the collective is moved out of that function, at the same point of the
+computation and with the same bits. Without observers no hook is attached.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megasdc.model.kinds import (
 from megasdc.model.layers import FinalNorm, OutputLayer, PositionEmbedding, TransformerBlock, WordEmbedding
 
 Emit = Callable[[str, str, str, Tensor], Tensor | None]
-"""Called with (phase, fqn, slot, result); answers None, or the value to go on with."""
+"""Called with (phase, fqn, slot, result); returns None, or a value that replaces the result."""
 
 _COLUMN = frozenset({QKV, FC1, HEAD})
 _ROW = frozenset({PROJECTION, FC2})
@@ -52,10 +52,10 @@ class Submodule:
     """One entry of the catalogue.
 
     Args:
-        fqn: full name; its first number is the place of the layer in the whole pipeline.
+        fqn: full name; its first number is the index of the layer in the whole pipeline.
         kind: one of ``megasdc.model.kinds.KINDS``.
-        module: what computes it; None for an activation, which Megatron-core computes in a function, and for the loss.
-        parameters: its own parameters by name, without those of submodules below it.
+        module: its module; None for an activation, which Megatron-core computes in a function, and for the loss.
+        parameters: its own parameters by name, without those of nested submodules.
     """
 
     fqn: str
@@ -65,21 +65,20 @@ class Submodule:
 
     @property
     def layer(self) -> int | None:
-        """Place of its layer in the whole pipeline; None for the loss."""
+        """Index of its layer in the whole pipeline; None for the loss."""
         return None if self.kind == LOSS else int(self.fqn.split(".", 1)[0])
 
 
 def list_submodules(stage: Any) -> list[Submodule]:
     """Every submodule of this rank's stage, in the order of its forward pass.
 
-    Tied embeddings: the parameter belongs to the embedding on the first stage, to the output on a last stage of its
-    own.
+    Tied embeddings: the parameter belongs to the embedding on the first stage, and to the output on another last stage.
 
     Args:
         stage: the ``GPTPipeline``.
 
     Raises:
-        ConfigError: the submodules are Transformer Engine's, whose own results cannot be seen.
+        ConfigError: the submodules are Transformer Engine's, whose own results cannot be observed.
     """
     found: list[Submodule] = []
     owned: set[int] = set()
@@ -114,7 +113,7 @@ def _parts(layer: Any) -> Iterator[tuple[str, str, Any]]:
         if layer.context.backend != "torch":
             raise ConfigError(
                 f"megasdc.model.backend is {layer.context.backend}: results of its submodules cannot be observed; "
-                'set it to "torch", or leave traces and faults out'
+                'set it to "torch", or configure no traces and faults'
             )
         for name, kind in BLOCK_PARTS.items():
             module = None if kind == ACTIVATION else _get(layer.layer, name)
@@ -135,14 +134,14 @@ def _get(module: Any, path: str) -> Any:
 
 
 class Attachment:
-    """Hooks on every submodule of a stage; ``close`` takes all of them away.
+    """Hooks on submodules of a stage; ``close`` removes them all.
 
     Args:
         stage: the ``GPTPipeline``.
-        submodules: what to observe, from ``list_submodules``.
-        emit: told every result. Forward, a value that it answers overwrites the result where it lies; backward and
-            for weight gradients it takes the result's place.
-        gradients: whether backward results and weight gradients are shown too.
+        submodules: those to observe, from ``list_submodules``.
+        emit: called with every result. A returned value overwrites a forward result in place; in backward and for
+            weight gradients it replaces the result.
+        gradients: whether to observe backward results and weight gradients too.
     """
 
     def __init__(self, stage: Any, submodules: list[Submodule], emit: Emit, gradients: bool = True) -> None:
@@ -162,7 +161,7 @@ class Attachment:
                 self._on_weight_gradient(submodule.fqn, slot, parameter)
 
     def close(self) -> None:
-        """Leave the stage as it was found."""
+        """Remove all hooks and restore the stage."""
         self._undo.close()
 
     def _attach_module(self, submodule: Submodule) -> None:
@@ -190,7 +189,7 @@ class Attachment:
         self._undo.callback(restore)
 
     def _attach_activation(self, fqn: str, mlp: Any) -> None:
-        """The result is what FC2 takes in; the gradient of the input is the one that FC1's output gets."""
+        """The result is FC2's input; the gradient of the input is that of FC1's output."""
         self._hold(mlp.linear_fc2.register_forward_pre_hook(lambda _m, args: self._forward(fqn, "output", args[0])))
         if not self._gradients:
             return
@@ -215,7 +214,7 @@ class Attachment:
         self._undo.callback(delattr, module, "_forward_impl")
 
     def _move_column_collective(self, module: Any) -> None:
-        """Take the sum of input gradients out of the linear layer; ``_tap_inputs`` comes after it in the forward."""
+        """Move the sum of input gradients out of the linear layer; ``_tap_inputs`` must be registered after it."""
         from megatron.core.tensor_parallel import (
             copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
@@ -259,7 +258,7 @@ class Attachment:
 
 
 class _GradientTap(torch.autograd.Function):
-    """Identity whose backward shows the gradient and takes the answer in its place."""
+    """Identity whose backward emits the gradient and uses the returned value, if any, in its place."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, emit: Callable[[Tensor], Tensor | None]) -> Tensor:

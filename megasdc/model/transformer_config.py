@@ -1,4 +1,4 @@
-"""Which Megatron-core configuration does the ``model`` section mean?"""
+"""Translation of the ``model`` section to Megatron-core's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 def build_transformer_config(model: ModelSection, parallel: ParallelSection, dtype: torch.dtype) -> TransformerConfig:
     """Translate the sections into Megatron-core's configuration.
 
-    Pipeline parallelism is DeepSpeed's, so Megatron-core is told that there is one stage.
+    Pipeline parallelism is DeepSpeed's, so Megatron-core is configured with one stage.
 
     Args:
         model: sizes and kinds.

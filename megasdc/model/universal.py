@@ -1,9 +1,9 @@
-"""What must a checkpoint say about its parameters, so that DeepSpeed can join tensor shards and divide them anew?
+"""DeepSpeed's ``universal_checkpoint_info``: how to join tensor shards and split them again.
 
-DeepSpeed's universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, 0.19) read the answer from the checkpoint
-itself: lists of regular expressions, matched from the start of a parameter's name. A parameter on no list is joined
-along dimension 0. A wrong list is often not noticed there: gated weights come out in another order of rows, so the
-lists are made from the catalogue of ``megasdc.model.sharding`` and nothing else.
+DeepSpeed's universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, 0.19) read it from the checkpoint: lists of
+regular expressions, matched from the start of a parameter's name. A parameter on no list is joined along dimension 0. A
+wrong list is often not detected (gated weights would get another order of rows), so the lists are made only from the
+catalogue of ``megasdc.model.sharding``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megasdc.config import ModelSection
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits
 
 UNIVERSAL_INFO_KEY = "universal_checkpoint_info"
-"""Name under which DeepSpeed keeps and looks for the lists, at the top of the file of each stage."""
-_VERSION = 0.2  # the form of the lists; 0.4 adds only what is needed for shards of unequal widths
+"""Top-level key of the lists in the file of each stage, as DeepSpeed expects it."""
+_VERSION = 0.2  # format of the lists; 0.4 only adds support for shards of unequal widths
 _LISTS = {
-    Split.REPLICATED: "tp_replicated_parameter_patterns",  # the conversion fails if copies differ in a bit
+    Split.REPLICATED: "tp_replicated_parameter_patterns",  # the conversion fails if copies are not bitwise equal
     Split.ROW: "parameter_with_row_parallelism_patterns",
     Split.GATED: "parameter_with_2_sub_params_cat_dim_0",
     Split.VOCABULARY: "vocabulary_parameter_patterns",
@@ -32,11 +32,11 @@ def universal_info(model: ModelSection, vocab_size: int) -> dict[str, Any]:
 
     Args:
         model: the resolved section.
-        vocab_size: rows of the word embedding, the padding included. DeepSpeed cuts off what is beyond and fills it
-            with zeros when it loads; the padding takes part in no loss here, but then its moments would be lost.
+        vocab_size: rows of the word embedding, including padding. DeepSpeed cuts off rows beyond it and fills them with
+            zeros when it loads; padding does not affect the loss, but its moments would be lost.
 
     Returns:
-        Plain values, to be saved under ``UNIVERSAL_INFO_KEY``.
+        JSON-compatible values, to be saved under ``UNIVERSAL_INFO_KEY``.
     """
     patterns: dict[str, list[str]] = {name: [] for name in _LISTS.values()}
     for name, split in parameter_splits(model).items():

@@ -1,4 +1,4 @@
-"""How does one process run the whole model, for evaluation and generation? The pipeline's layers without an engine."""
+"""The whole model in one process, for evaluation and generation: the pipeline's layers without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megasdc.parallel.dims import ParallelDims
 
 
 class WholeModel(nn.Module):
-    """All layers of a GPT in this process, in evaluation mode, with weights that are not set yet.
+    """All layers of a GPT in this process, in evaluation mode; its weights must be loaded afterwards.
 
     Args:
         model: the resolved section.
@@ -27,13 +27,13 @@ class WholeModel(nn.Module):
     Raises:
         ConfigError: Megatron-core refuses the sizes.
 
-    Collective: none; a process group of this process alone must be there (``groups.single_process``).
+    Collective: none; needs a process group of this process only (``groups.single_process``).
     """
 
     def __init__(self, model: ModelSection, *, vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         config = build_transformer_config(model, ParallelSection.model_validate({}), dtype)
-        config.perform_initialization = False  # the weights are read
+        config.perform_initialization = False  # the weights are loaded
         self.max_positions = model.max_positions
         self.vocab_size = vocab_size
         context = LayerContext(

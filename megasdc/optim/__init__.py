@@ -1,1 +1,1 @@
-"""Optimizer groups and the view of ZeRO-1's gradients and shards."""
+"""Optimizer groups, gradient bounds, and access to ZeRO-1's gradients and shards."""

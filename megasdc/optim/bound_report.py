@@ -1,4 +1,4 @@
-"""How much was bounded? Counts of all ranks by parameter and by submodule, once a report."""
+"""Reports of gradient bounds: counts of all ranks, by parameter and by submodule."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 
 Totals = dict[str, dict[str, list[float]]]
-"""By place and full name of the parameter: one number for each of ``COLUMNS``."""
+"""By place (``PLACES``) and full name of the parameter: one number for each of ``COLUMNS``."""
 _RATIO = COLUMNS.index("largest_ratio")
 
 
 def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host_group: Any) -> Totals:
-    """What all ranks have counted, every parameter once; the same on all ranks.
+    """Counts of all ranks, every parameter once; the same on all ranks.
 
     Args:
         bounds: of this rank.
         dims: layout and place of this rank.
         data_group: the data-parallel group of this rank.
-        host_group: all ranks, for objects.
+        host_group: a host group of all ranks, for objects.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -47,7 +47,7 @@ def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host
 
 
 def merge_totals(one: Totals, other: Totals) -> Totals:
-    """Both together; of the largest ratios the larger."""
+    """The sum of both; of the largest ratios the larger."""
     merged: Totals = {place: {name: list(row) for name, row in rows.items()} for place, rows in one.items()}
     for place, rows in other.items():
         of_place = merged.setdefault(place, {})
@@ -82,10 +82,10 @@ def _shares(row: Sequence[float]) -> dict[str, float]:
 
 
 def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
-    """For each place the submodules in the order of the model.
+    """For each place, a row for each submodule in the order of the model.
 
-    Of each: elements looked at, over all steps; share of them that was bounded, share of the mass (sum of magnitudes)
-    that was removed, largest g^2 / V, numbers of NaN and Inf.
+    Columns: elements seen, summed over steps; share of them that was bounded; share of the mass (sum of magnitudes)
+    that was removed; largest g^2 / V; numbers of NaN and Inf.
     """
     return {
         place: [
@@ -98,7 +98,7 @@ def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
 
 
 def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
-    """Shares over the parameters that some entry bounds, at the places where it does; NaN and Inf before the norm.
+    """Shares over the parameters that some entry bounds, at its places; NaN and Inf before the norm.
 
     Args:
         totals: of all ranks.
@@ -122,7 +122,7 @@ def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
 
 
 def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What exceeds a bound's ``warn_share``, as a sentence and as the fields of an event.
+    """Shares above a bound's ``warn_share``, each as a sentence and as the fields of an event.
 
     Args:
         totals: of all ranks.

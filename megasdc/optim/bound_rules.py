@@ -1,12 +1,12 @@
-"""Which bound holds for which parameter, and how large may its elements be in a step? Functions of the entries alone.
+"""Choice of the bound of each parameter and of its limit in a step: functions of the configured entries only.
 
-Between two gradients of a rare element V decays, so eq. 1 alone bounds it ever more, until its update vanishes beside
-Adam's eps. Hence V' = max(V, eps^2) by default: eq. 1 as it is wherever V is not nothing to Adam, and below it
+Between two gradients of a rare element V decays, so eq. 1 alone bounds it ever more, until its update is negligible to
+Adam's eps. Hence V' = max(V, eps^2) by default: eq. 1 unchanged wherever V is at least eps^2, and below it
 - never frozen: a bounded element gets g^2 = theta V' and has V <= (beta2 + (1 - beta2) theta) V' then, and eps^2 <= V',
   so g / (sqrt(V) + eps) >= sqrt(theta) / (sqrt(beta2 + (1 - beta2) theta) + 1), whatever V was. Without a bound it is
   at most 1 / sqrt(1 - beta2). The quotient is the share of its update that a bounded gradient keeps at least: 0.05 to
-  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less beside sqrt(V), which adds to it
-  (fp16 gradients: where the loss scale lifts sqrt(theta) eps above the type's least number);
+  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less relative to sqrt(V): more share
+  (fp16 gradients: where the loss scale lifts sqrt(theta) eps above the type's smallest number);
 - no gain for an outlier: then V >= (1 - beta2) theta eps^2, so that fraction is at most sqrt(theta) /
   (sqrt((1 - beta2) theta) + 1) <= sqrt(theta / (beta2 + (1 - beta2) theta)), which eq. 1 itself grants to a large V.
 
@@ -27,12 +27,12 @@ from megasdc.tensors.bound import Limits
 
 @dataclass(frozen=True)
 class Rule:
-    """What bounds one parameter at one place.
+    """Bounds of one parameter at one place.
 
     Args:
-        absolute: the first absolute bound that fits it; None: none does.
+        absolute: the first absolute bound that matches; None: none does.
         spike: the first spike-aware one.
-        policy: what happens to NaN and Inf, of the first bound that fits.
+        policy: for NaN and Inf, of the first bound that matches.
     """
 
     absolute: HookSpec | None = None
@@ -41,12 +41,12 @@ class Rule:
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a full name fits one of the patterns."""
+    """Whether a full name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
-    """What bounds a parameter at a place: of each kind the first entry that fits.
+    """Bounds of a parameter at a place: the first matching entry of each kind.
 
     Args:
         name: full name of the parameter.
@@ -73,7 +73,7 @@ def may_act(spec: HookSpec, step: int) -> bool:
 
 
 def limits_at(rule: Rule, step: int, scale: float, *, floor: float | None = None, v_factor: float = 1.0) -> Limits:
-    """How large the elements of a parameter may be in a step.
+    """Limits of a parameter's elements in a step.
 
     Args:
         rule: of the parameter.

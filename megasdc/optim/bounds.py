@@ -1,6 +1,6 @@
-"""What is bounded on the shards that a rank owns? The rules of all parameters in one pass, counted on the device.
+"""Gradient bounds on the shards that a rank owns: the rules of all parameters in one pass, counted on the device.
 
-Bounds are applied before the norm by default, so that one outlier cannot scale every other element to nothing.
+Bounds are applied before the norm by default; else one outlier in the norm would make clipping scale all else to 0.
 
 Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; Huang et al., SPAM, arXiv 2501.06842.
 """
@@ -25,20 +25,20 @@ from megasdc.tensors.bound import SUMS, Limits, bound_
 
 PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
 COLUMNS = (*SUMS, "elements")
-"""What is counted for each parameter: ``megasdc.tensors.bound.SUMS``, and the elements that were looked at."""
+"""Counts of each parameter: ``megasdc.tensors.bound.SUMS``, and the number of elements seen."""
 _SQUARES, _NAN, _INF, _RATIO = (SUMS.index(name) for name in ("squares", "nan", "inf", "largest_ratio"))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a pass over the gradients of a step has seen on this rank; on the device.
+    """Results of a pass over the gradients of a step on this rank; on the device.
 
     Args:
-        squares: of the elements that this rank counts, as they are now, 0-d, fp64.
+        squares: sum over the elements that this rank counts, after bounding, 0-d, fp64.
         copies: of the parameters that every tensor rank holds, all its shards: squares, and the digest of their bits,
             [3], fp64; zeros where there is one tensor rank.
-        skip: elements that are NaN or Inf and have the step skipped, 0-d, fp64.
-        halt: those that end the run, 0-d, fp64.
+        skip: number of NaN and Inf elements whose policy skips the step, 0-d, fp64.
+        halt: number of those whose policy ends the run, 0-d, fp64.
     """
 
     squares: Tensor
@@ -53,7 +53,7 @@ class ShardBounds:
     Args:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
         names: full name of each parameter of the stage; a tied copy has the name of its original.
-        specs: the entries of the configuration; those that bound nothing are ignored.
+        specs: the entries of the configuration; those that are not bounds are ignored.
         reset: resets of the moments; None: there are none.
         dims: layout and place of this rank.
     """
@@ -135,13 +135,13 @@ class ShardBounds:
             scale: loss scale.
 
         Returns:
-            What was seen, NaN and Inf of the local gradients too.
+            The pass's results, with NaN and Inf of the local gradients included.
 
         Raises:
-            RuntimeError: a parameter has no reduced gradient, which would go unbounded and uncounted.
+            RuntimeError: a parameter has no reduced gradient.
 
-        Sync: none, but for ``bias_corrected`` with PyTorch's fused AdamW on a GPU, whose count of steps is there: once
-        for each of its groups.
+        Sync: none, except with ``bias_corrected`` and PyTorch's fused AdamW on a GPU, whose step count is on the GPU:
+        once for each of its groups.
         """
         sums = self._begin()
         copied: list[Tensor] = []
@@ -169,7 +169,7 @@ class ShardBounds:
 
     @torch.no_grad()
     def bound_clipped(self, inner: Any, step: int) -> None:
-        """Bound what an optimizer is about to step, after the norm was clipped.
+        """Bound the gradients that an optimizer is about to use, after clipping by norm.
 
         Args:
             inner: the torch optimizer, with the flat shards of one or all groups.
@@ -234,7 +234,7 @@ class ShardBounds:
         return since < spike.grace_steps
 
     def _steps_taken(self, flat: Tensor) -> int:
-        """Steps that the optimizer counts for its bias correction."""
+        """The optimizer's step count for its bias correction."""
         inner = self._optimizer.optimizer
         state = inner.state.get(flat, {})
         if "step" in state:
@@ -245,7 +245,7 @@ class ShardBounds:
 
 
 def add(table: Tensor, more: Tensor) -> None:
-    """Add counts to counts, in place; of the largest ratios the larger.
+    """Add counts in place; of the largest ratios the larger is kept.
 
     Args:
         table: [parameters, columns].

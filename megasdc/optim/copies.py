@@ -1,6 +1,6 @@
-"""Do tensor ranks hold the same gradients of the parameters that each of them has whole? Compared bit by bit.
+"""Bitwise comparison of the gradients of parameters that every tensor rank holds whole.
 
-A norm would miss copies that differ at equal norm, such as two elements that changed places.
+A norm would miss copies that differ at equal norm, such as two exchanged elements.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _HALF = (1 << 32) - 1
 
 
 def digest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A checksum of shards that survives a sum in fp64.
+    """A checksum of shards that is exact when summed in fp64.
 
     Args:
-        gradients: [n] each, of one type, in an order that is the same on all tensor ranks; none: there are none here.
-        device: where they are.
+        gradients: [n] each, of one type, in an order that is the same on all tensor ranks; may be empty.
+        device: of the gradients and the result.
 
     Returns:
         [2], fp64, on the device: the upper and the lower 32 bits of a checksum of all elements in order, 0 for none:
-        whole numbers, which add up without rounding over as many as 2^21 ranks.
+        whole numbers, whose sum over up to 2^21 ranks is exact.
 
     Sync: none.
     """
@@ -37,7 +37,7 @@ def digest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def differ(copies: Sequence[Sequence[float]]) -> bool:
-    """Whether any tensor rank's digests, added up over its shards, are not those of the first.
+    """Whether any tensor rank's digests, summed over its shards, differ from the first's.
 
     Args:
         copies: of each tensor rank.

@@ -1,4 +1,4 @@
-"""Which parameters decay? Weight decay is for matrices; norms and biases have none."""
+"""Optimizer groups: weight decay for matrices, none for norms and biases."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
         module: the stage.
 
     Returns:
-        Optimizer groups; one that would be empty is left out. Only the group without decay states its ``weight_decay``,
-        the other takes the optimizer's.
+        Optimizer groups without empty ones. Only the group without decay sets ``weight_decay``;
+        the other uses the optimizer's.
     """
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""How does a user bound gradients in her own way? The interface of a hook from a file."""
+"""Interface of gradient hooks that a user loads from a Python file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasdc.errors import ConfigError
 
 @dataclass(frozen=True)
 class GradientPart:
-    """What a rank owns of the reduced gradient of one parameter.
+    """This rank's part of the reduced gradient of one parameter.
 
     Args:
         name: full name of the parameter.
@@ -23,7 +23,7 @@ class GradientPart:
         second_moment: [n], fp32, the optimizer's from before this step, not to be changed; None in the first step.
         step: optimizer step, first is 1.
         scale: loss scale.
-        offset: place of the first element in the whole parameter, row-major.
+        offset: index of the first element in the whole parameter, row-major.
     """
 
     name: str
@@ -35,47 +35,47 @@ class GradientPart:
 
 
 class GradientHook:
-    """Base of hooks from a file; it is called before the norm is taken, and before the bounds of the package.
+    """Base class of hooks from a file; called before the norm is taken and before the package's bounds.
 
-    Every rank has its own and sees its own parts, so a hook must be a function of what it is given and of a state that
-    is the same on all ranks.
+    Every rank has its own instance and sees its own parts. So a hook must depend only on its arguments and on a state
+    that is the same on all ranks.
     """
 
     def apply(self, part: GradientPart) -> None:
         """Change the gradient of one parameter in place.
 
         Args:
-            part: what this rank owns of it.
+            part: of this rank.
 
         Sync: should be none.
         """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What must go on after a resume, in plain values, the same on all ranks; empty: nothing."""
+        """State to restore after a resume, in plain values, the same on all ranks; empty: nothing is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave before the checkpoint."""
+        """Restore what ``state_dict`` returned at the checkpoint."""
 
 
 def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> GradientHook:
-    """Make a hook of a class in a Python file.
+    """Create a hook from a class in a Python file.
 
     Args:
-        path: the file; it is run.
+        path: the file; it is executed.
         name: of the class.
         settings: keyword arguments.
         place: where it is configured, for messages.
 
     Raises:
-        ConfigError: the file cannot be run, or has no such class, or the class does not take the settings.
+        ConfigError: the file cannot be run, or has no such class, or the class rejects the settings.
     """
     spec = importlib.util.spec_from_file_location(f"megasdc_hook_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{place}.path: got {path!r}, which is not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would; dataclasses look there
+    sys.modules[spec.name] = module  # as an import would; dataclasses look the module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does
@@ -86,4 +86,4 @@ def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> Gra
     try:
         return kind(**settings)
     except Exception as error:  # whatever the user's class does
-        raise ConfigError(f"{place}.settings: {name} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{place}.settings: {name} cannot be created: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Reset the moments every so many steps, then warm the learning rate up again.
+"""Momentum reset: the moments are reset at an interval of steps, then the learning rate warms up again.
 
 Source: Huang et al., SPAM, ICLR 2025, arXiv 2501.06842; restart of the bias correction: Stable-SPAM, arXiv 2502.17055.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MomentumReset:
-    """When moments are reset, and what the learning rate is multiplied by; a function of the step alone.
+    """When moments are reset, and the factor of the learning rate; a function of the step only.
 
     Args:
-        interval: steps n; before step n + 1, 2 n + 1, and so on.
+        interval: steps n; resets are before step n + 1, 2 n + 1, and so on.
         warmup_steps: steps in which the factor rises to 1.
         warmup_start: factor of the step after a reset.
-        restart_bias_correction: whether the optimizer's count of steps begins anew.
+        restart_bias_correction: whether the optimizer's step count restarts at 0.
     """
 
     interval: int
@@ -38,7 +38,7 @@ class MomentumReset:
         return (step - 1) % self.interval
 
     def rate_factor(self, step: int) -> float:
-        """What the scheduled learning rate is multiplied by: a half cosine from ``warmup_start`` to 1 after a reset."""
+        """Factor of the scheduled learning rate: a half cosine from ``warmup_start`` to 1 after a reset."""
         since = self.steps_since(step)
         if step <= self.interval or since >= self.warmup_steps:
             return 1.0
@@ -70,7 +70,7 @@ class MomentumReset:
 
 
 class RateWarmup:
-    """Multiplies the learning rates for the time of the inner optimizer's step; ``close`` takes its hooks away.
+    """Multiplies the learning rates during the inner optimizer's step; ``close`` removes its hooks.
 
     Args:
         inner: the torch optimizer that steps the flat shards.
@@ -85,7 +85,7 @@ class RateWarmup:
         ]
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,9 +1,9 @@
-"""Who decides on the norm, the clip and the skip of a step? Ours, where DeepSpeed's would see more than the shards.
+"""Control of the gradient norm, clipping and step skips of DeepSpeed's ZeRO-1 optimizers.
 
-``DeepSpeedZeroOptimizer`` takes the norm of the owned shards, so it goes on clipping, by the norm that it is given.
+``DeepSpeedZeroOptimizer`` takes the norm of the owned shards, so it keeps clipping, by the norm that it is given.
 ``BF16_Optimizer`` takes the norm of each rank's whole copy of the gradient: where one copy is wrong, ranks clip
-differently, or one of them alone skips the step and the others wait for it. Its step is run here instead, with one norm
-that all ranks agree on. Private names are DeepSpeed 0.19's; a test fails if they go.
+differently, or one of them alone skips the step and the others hang. Its step is run here instead, with one norm
+that all ranks agree on. Private names are DeepSpeed 0.19's; a test fails if they disappear.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megasdc.optim.zero1 import is_bf16_optimizer
 
 
 class StepControl:
-    """Takes the norm and the decision to skip out of DeepSpeed's ZeRO-1 optimizer's hands.
+    """Replaces the norm and the skip decision of DeepSpeed's ZeRO-1 optimizer.
 
     Args:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
@@ -40,12 +40,12 @@ class StepControl:
             optimizer.has_overflow = self._has_overflow
 
     def decide(self, norm: Tensor | None, skip: bool) -> None:
-        """Set what holds for the step that is about to be taken.
+        """Set the norm and the skip decision of the next step.
 
         Args:
             norm: 2-norm of the whole gradient as it is stored, loss scale included, 0-d, finite, the same on all ranks;
                 None: DeepSpeed's.
-            skip: whether all ranks leave the step out.
+            skip: whether all ranks skip the step.
         """
         self._norm, self._skip = norm, skip
         if not is_bf16_optimizer(self._optimizer):
@@ -85,12 +85,12 @@ class StepControl:
         optimizer.clear_hp_grads()
 
     def _agreed_norm(self) -> Tensor:
-        """DeepSpeed's norm of the whole copies, the largest of all replicas; infinite where one is not finite."""
+        """DeepSpeed's norm of the whole copies, maximum over replicas; infinite if any is not finite."""
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         optimizer = self._optimizer
         gradients, _ = optimizer.get_grads_for_norm()
         norm = get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type, mpu=optimizer.mpu)
-        norm = torch.where(norm < 0, math.inf, norm)  # it marks what is not finite by -1
+        norm = torch.where(norm < 0, math.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._group)
         return norm

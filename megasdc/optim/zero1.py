@@ -1,8 +1,8 @@
-"""Where are the gradients and the shards of ZeRO-1? One view of both optimizers that DeepSpeed may choose.
+"""Access to ZeRO-1's gradients and shards, the same for both optimizers that DeepSpeed may choose.
 
 ``DeepSpeedZeroOptimizer`` (fp32, fp16, and bf16 with 16-bit accumulation) holds after the reduction only the owner's
 part of each gradient. ``BF16_Optimizer`` (bf16 with fp32 accumulation) holds the whole reduced gradient of the stage on
-every data-parallel rank. The names used here are DeepSpeed 0.19's private ones; a test fails if they go.
+every data-parallel rank. The names used here are DeepSpeed 0.19's private ones; a test fails if they disappear.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def is_bf16_optimizer(optimizer: Any) -> bool:
 
 
 def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
-    """Where the micro-batches' gradient of one parameter accumulates before the reduction.
+    """The buffer in which one parameter's gradient accumulates over micro-batches, before the reduction.
 
     Raises:
-        RuntimeError: there is none: the optimizer accumulates elsewhere, and what was asked for would be lost.
+        RuntimeError: there is none, because the optimizer accumulates elsewhere.
     """
     gradient = parameter._hp_grad if is_bf16_optimizer(optimizer) else parameter.grad  # type: ignore[attr-defined]
     if gradient is None:
@@ -37,12 +37,12 @@ def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def gradients_set_aside(optimizer: Any) -> Iterator[None]:
-    """Begin with no accumulated gradients, and put those that were there back at the end.
+    """Start with no accumulated gradients, and restore the previous ones at the end.
 
     Args:
         optimizer: DeepSpeed's ZeRO-1 optimizer, before the reduction.
 
-    Sync: none. ``BF16_Optimizer``'s fp32 gradients are copied; others only change their place.
+    Sync: none. ``BF16_Optimizer``'s fp32 gradients are copied; others are only detached and put back.
     """
     if is_bf16_optimizer(optimizer):
         flats = [flat.clone() for flat in optimizer.fp32_groups_gradients_flat]
@@ -100,7 +100,7 @@ class Fragment:
         numel: number of elements, at least 1.
         gradient: the owned part of the reduced gradient, [numel], a view; valid between the reduction and the step.
         offset: first owned element in the parameter, row-major.
-        group: place of the parameter's group in the optimizer.
+        group: index of the parameter's group in the optimizer.
     """
 
     parameter: nn.Parameter
@@ -131,7 +131,7 @@ class Fragment:
 
 
 def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
-    """What this rank owns of each parameter of its stage, in the order of the optimizer's groups.
+    """The part of each parameter that this rank owns, in the order of the optimizer's groups.
 
     Read from the fragment addresses and not through ``safe_get_full_optimizer_state``, because DeepSpeed links the
     optimizer state of the first of several groups only (0.19.8).
@@ -159,7 +159,7 @@ def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
             gradient = gradients.narrow(0, place.start, place.numel) if bf16 else by_parameter.get(id(parameter))
             if gradient is not None and gradient.numel() != place.numel:
                 raise RuntimeError(
-                    f"a gradient of {gradient.numel()} elements stands where {place.numel} are owned; "
+                    f"the gradient has {gradient.numel()} elements, the parameter owned here {place.numel}; "
                     "zero_optimization.round_robin_gradients and parameter_alignment are not supported here"
                 )
             yield Fragment(
@@ -189,14 +189,14 @@ def scale_gradients(optimizer: Any, factor: Tensor) -> None:
 
 @torch.no_grad()
 def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
-    """Sum of squares of the parameters that this rank counts, so that every parameter counts once over TP and PP.
+    """Sum of squares of the parameters that this rank counts: each parameter once over TP and PP.
 
     Args:
         module: the stage.
         tp_rank: tensor rank.
 
     Returns:
-        0-d, fp64; to be summed over one replica.
+        0-d, fp64; sum it over the ranks of one replica.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
     for parameter in module.parameters():
@@ -211,9 +211,9 @@ def is_copied(parameter: nn.Parameter) -> bool:
 
 
 def counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
-    """Whether this rank's copy is the one that counts in a sum over tensor ranks and stages.
+    """Whether this rank's copy is the one counted in a sum over tensor ranks and stages.
 
-    Of parameters that every tensor rank holds it is tensor rank 0's; of a tied one, the copy on the first stage.
+    A parameter held by every tensor rank counts on tensor rank 0, a tied one on the first stage.
 
     Args:
         parameter: of this rank's stage.

@@ -1,4 +1,4 @@
-"""Who talks to whom: dims, process groups, small named collectives."""
+"""Parallel layout: dims, process groups, small named collectives."""
 
 from megasdc.parallel.dims import ParallelDims
 

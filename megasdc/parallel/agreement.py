@@ -1,4 +1,4 @@
-"""Do all replicas hold the same values? One reduction whose size does not grow with the number of replicas."""
+"""Equality of values over replicas: one reduction whose size does not grow with the number of replicas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LOWEST = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the exchange.
+    """Result of a comparison, the same on every rank.
 
     Args:
-        differing: for each value, the positions (pp_rank, tp_rank) whose replicas do not hold the same.
-        stages: for each value of a stage, the stages whose ranks do not all hold the same.
+        differing: for each value, the positions (pp_rank, tp_rank) at which replicas hold different values.
+        stages: for each value of a stage, the stages whose ranks hold different values.
         raised: for each flag, whether some rank raised it.
     """
 
@@ -37,14 +37,14 @@ def compare_replicas(
 ) -> Agreed:
     """Compare values at each position of a replica over all replicas, and collect flags of all ranks.
 
-    The maximum of v and of its complement over all ranks is the maximum and the complement of the minimum.
+    One MAX reduction of v and of its complement ~v yields the maximum and the complement of the minimum.
 
     Args:
-        values: unsigned 64-bit, as many on every rank; compared over replicas.
-        flags: as many on every rank.
-        dims: layout and place of this rank.
-        group: a group of all ranks on the host.
-        stage_values: likewise; compared over all ranks of a stage, tensor ranks too.
+        values: unsigned 64-bit, equally many on every rank; compared over replicas.
+        flags: equally many on every rank.
+        dims: layout and coordinates of this rank.
+        group: a group of all ranks for tensors in host memory.
+        stage_values: as ``values``; compared over all ranks of a stage, tensor ranks too.
 
     Collective: all ranks of the world; 16 bytes a value and position.
     """

@@ -1,7 +1,7 @@
-"""How do the ranks of equal place in several runs of one launch talk? A gloo group of their own, beside all others.
+"""Communication between ranks of equal rank in several runs of one launch, over a gloo group of their own.
 
-Tensors of a device go through the host: two runs may be on one device or far apart, and their NCCL groups know nothing
-of each other.
+Device tensors go through host memory: two runs may share a device or be on different hosts, and no NCCL group spans
+them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _HEADER_BYTES = 8
 
 
 class Bridge:
-    """Joins the ranks of equal place; one replica's values can be given to all.
+    """A group of the ranks of equal rank in all replicas; broadcasts one replica's values to the others.
 
     Args:
-        cut: place of this rank.
-        trusted: the replica whose values are shared.
-        store: at which all ranks of the launch meet.
-        timeout_s: seconds after which an exchange is given up.
+        cut: run and rank of this process.
+        trusted: the replica whose values are broadcast.
+        store: shared by all ranks of the launch.
+        timeout_s: timeout of each exchange in seconds.
 
-    Collective: the ranks of equal place in all replicas.
+    Collective: the ranks of equal rank in all replicas.
     """
 
     def __init__(self, cut: Cut, trusted: int, store: dist.Store, timeout_s: float) -> None:
@@ -46,23 +46,23 @@ class Bridge:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether this rank is of the trusted replica."""
+        """Whether this rank belongs to the trusted replica."""
         return self.cut.replica == self.trusted
 
     def share(self, value: Tensor, name: str) -> Tensor:
         """The trusted replica's value of a tensor.
 
         Args:
-            value: this replica's, any real type and strides, with the same shape and type in all replicas.
-            name: what it is, the same in all replicas.
+            value: this replica's, of any real dtype and strides; same shape and dtype in all replicas.
+            name: of the value, the same in all replicas.
 
         Returns:
             On the device of ``value``, contiguous; on the trusted replica ``value`` itself.
 
         Raises:
-            RuntimeError: the replicas do not share the same thing now.
+            RuntimeError: the trusted replica shares another name, shape or dtype.
 
-        Collective: the ranks of equal place in all replicas.
+        Collective: the ranks of equal rank in all replicas.
         Sync: waits for the device.
         """
         header = _header(f"{name} {tuple(value.shape)} {value.dtype}")
@@ -72,29 +72,32 @@ class Bridge:
             content = value.detach().contiguous().view(-1)
             message[_HEADER_BYTES:].copy_(content.view(torch.uint8))
         self._broadcast(message)
+        # Replicas that share different values of equal size would go on with wrong numbers.
         if not torch.equal(message[:_HEADER_BYTES], header):
-            raise RuntimeError(f"replica {self.cut.replica} is at {name}, where the trusted replica is elsewhere")
+            raise RuntimeError(
+                f"replica {self.cut.replica} shares {name}, but the trusted replica shares another name, shape or dtype"
+            )
         if self.is_trusted:
             return value
         return message[_HEADER_BYTES:].view(value.dtype).view(value.shape).to(value.device)
 
     def overwrite(self, value: Tensor, name: str) -> None:
-        """Put the trusted replica's value in the place of this one's.
+        """Replace this replica's value by the trusted replica's.
 
         Args:
             value: changed in place except on the trusted replica.
             name: as for ``share``.
 
-        Collective: the ranks of equal place in all replicas.
+        Collective: the ranks of equal rank in all replicas.
         """
         healthy = self.share(value, name)
         if not self.is_trusted:
             value.copy_(healthy)
 
     def share_object(self, value: T) -> T:
-        """The trusted replica's value of anything that can be pickled.
+        """The trusted replica's value of a picklable object.
 
-        Collective: the ranks of equal place in all replicas.
+        Collective: the ranks of equal rank in all replicas.
         """
         content = bytearray(pickle.dumps(value)) if self.is_trusted else bytearray()
         size = torch.tensor([len(content)])
@@ -108,9 +111,9 @@ class Bridge:
         """Every replica's numbers, in the order of replicas.
 
         Args:
-            values: as many in all replicas.
+            values: equally many in all replicas.
 
-        Collective: the ranks of equal place in all replicas.
+        Collective: the ranks of equal rank in all replicas.
         """
         own = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.cut.replicas)]
@@ -124,7 +127,7 @@ class Bridge:
 
 
 def _header(text: str) -> Tensor:
-    """Eight bytes that tell one shared thing from another."""
+    """An 8-byte hash of the name, shape and dtype of a shared tensor."""
     return torch.frombuffer(
         bytearray(hashlib.blake2b(text.encode(), digest_size=_HEADER_BYTES).digest()), dtype=torch.uint8
     )

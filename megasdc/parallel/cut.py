@@ -1,4 +1,4 @@
-"""Which world does a rank of a launch belong to where several whole runs share the launch? Pure arithmetic."""
+"""Ranks of a launch that several whole runs share: the run and rank of each. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cut:
-    """A launch cut into runs of equally many neighbouring ranks, and the place of one rank.
+    """A launch cut into runs of equally many consecutive ranks, and the position of one rank.
 
     Args:
-        replicas: how many runs.
+        replicas: number of runs.
         launch_rank: rank in the launch.
         launch_size: ranks of the launch, a multiple of ``replicas``.
     """
@@ -28,10 +28,10 @@ class Cut:
 
     @classmethod
     def from_environment(cls, replicas: int, environ: Mapping[str, str]) -> Cut:
-        """Take the place that the launcher's variables name.
+        """The position given by the launcher's variables.
 
         Args:
-            replicas: how many runs.
+            replicas: number of runs.
             environ: with RANK and WORLD_SIZE of the launch.
         """
         return cls(replicas, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
@@ -43,15 +43,15 @@ class Cut:
 
     @property
     def replica(self) -> int:
-        """Which run."""
+        """Index of the run."""
         return self.launch_rank // self.world_size
 
     @property
     def rank(self) -> int:
-        """Rank in that run; equal ranks of all runs have equal places."""
+        """Rank in that run; equal ranks of all runs have equal coordinates in the layout."""
         return self.launch_rank % self.world_size
 
     @property
     def environment(self) -> dict[str, str]:
-        """What torch and DeepSpeed shall read; the device still follows LOCAL_RANK of the launch."""
+        """Variables for torch and DeepSpeed; the device still follows LOCAL_RANK of the launch."""
         return {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}

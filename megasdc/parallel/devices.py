@@ -1,7 +1,7 @@
-"""Which device and which backend does a rank use? One GPU a rank and NCCL, shared GPUs and gloo, or the processor.
+"""Device and backend of a rank: one GPU per rank with NCCL, shared GPUs with gloo, or the CPU with gloo.
 
-NCCL refuses two ranks on one GPU. Where ranks share GPUs, collectives go through host memory by gloo, which copies
-tensors of a GPU itself, except in messages between two ranks: those of DeepSpeed's pipeline are copied here.
+NCCL refuses two ranks on one GPU. Where ranks share GPUs, gloo runs collectives through host memory. It copies GPU
+tensors itself except in point-to-point messages; those of DeepSpeed's pipeline are copied here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megasdc.errors import LaunchError
 
 
 def device_index(share: bool) -> int:
-    """Number of this rank's GPU on its host.
+    """Index of this rank's GPU on its host.
 
     Args:
-        share: ranks of a host may share its GPUs; they are dealt in turn.
+        share: ranks of a host may share its GPUs, assigned round robin.
 
     Raises:
         LaunchError: there are fewer GPUs than ranks on this host, and they may not be shared.
@@ -37,12 +37,12 @@ def device_index(share: bool) -> int:
 
 
 def ranks_on_device(share: bool) -> int:
-    """Ranks of this host that may be on this rank's GPU; the number on the host is from DeepSpeed's launcher."""
+    """Upper bound of the ranks on this rank's GPU; DeepSpeed's launcher sets LOCAL_SIZE, the ranks of this host."""
     return -(-int(os.environ.get("LOCAL_SIZE", "1")) // torch.cuda.device_count()) if share else 1
 
 
 def choose_backend(share: bool) -> str:
-    """Make this rank's GPU the current one, for Megatron-core and DeepSpeed too, and name the backend of its groups.
+    """Make this rank's GPU the current device, for Megatron-core and DeepSpeed too, and return the groups' backend.
 
     Args:
         share: see ``device_index``.
@@ -53,7 +53,7 @@ def choose_backend(share: bool) -> str:
     if not torch.cuda.is_available():
         return "gloo"
     index = device_index(share)
-    os.environ["LOCAL_RANK"] = str(index)  # from which DeepSpeed takes the device
+    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed takes the device from it
     torch.cuda.set_device(index)
     if not share:
         from deepspeed.accelerator import get_accelerator
@@ -66,8 +66,8 @@ def choose_backend(share: bool) -> str:
 def place_messages_on_host() -> None:
     """Send the messages of DeepSpeed's pipeline through host memory; idempotent.
 
-    ``runtime/pipe/p2p.py`` (0.19.8) calls ``send`` and ``recv`` of ``deepspeed.comm`` with tensors of the device, whose
-    memory gloo cannot read. In that module alone, ``dist`` is bound to a view of ``deepspeed.comm`` that copies them.
+    ``runtime/pipe/p2p.py`` (0.19.8) calls ``send`` and ``recv`` of ``deepspeed.comm`` with device tensors, whose memory
+    gloo cannot read. In that module alone, ``dist`` is bound to a proxy of ``deepspeed.comm`` that copies them.
     """
     from deepspeed.runtime.pipe import p2p
 
@@ -76,11 +76,7 @@ def place_messages_on_host() -> None:
 
 
 class _MessagesOnHost(types.ModuleType):
-    """``deepspeed.comm`` whose messages between two ranks go through host memory.
-
-    Args:
-        comm: the module.
-    """
+    """``deepspeed.comm`` whose point-to-point messages go through host memory."""
 
     def __init__(self, comm: Any) -> None:
         super().__init__("deepspeed.comm")

@@ -1,4 +1,4 @@
-"""Which place does a rank have? Pure arithmetic on (tensor, pipeline, data) coordinates.
+"""Coordinates of a rank in the (tensor, pipeline, data) layout: pure arithmetic.
 
 Ranks are numbered with tensor fastest, then data, then pipeline: the order of DeepSpeed's
 ``PipeModelDataParallelTopology`` and of Megatron-core's ``order="tp-cp-ep-dp-pp"``, so that both libraries' groups are
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the three parallel dimensions, and the place of one rank in them.
+    """Sizes of the three parallel dimensions, and the coordinates of one rank.
 
     Args:
         tensor: tensor-parallel size.
@@ -51,17 +51,17 @@ class ParallelDims:
 
     @property
     def tp_rank(self) -> int:
-        """Place along the tensor dimension."""
+        """Coordinate along the tensor dimension."""
         return self.rank % self.tensor
 
     @property
     def dp_rank(self) -> int:
-        """Place along the data dimension: which replica."""
+        """Coordinate along the data dimension: the replica."""
         return self.rank // self.tensor % self.data
 
     @property
     def pp_rank(self) -> int:
-        """Place along the pipeline dimension: which stage."""
+        """Coordinate along the pipeline dimension: the stage."""
         return self.rank // (self.tensor * self.data)
 
     @property

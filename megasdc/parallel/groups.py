@@ -1,7 +1,7 @@
-"""Who talks to whom? Starts the process group and Megatron-core's parallel state, and stops both.
+"""Process groups: starts the default group and Megatron-core's parallel state, and stops both.
 
-This is the only place that initialises ``megatron.core.parallel_state``. The device is what DeepSpeed's accelerator
-abstraction found; without one, or where ranks share a GPU, they use gloo.
+This is the only module that initialises ``megatron.core.parallel_state``. The backend is that of DeepSpeed's
+accelerator; without a GPU, or where ranks share one, it is gloo.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def init_process_group(
     """Join the default process group named by the launcher's environment.
 
     Args:
-        timeout_s: seconds after which a collective, or a rank that does not come, is given up.
-        store: where its ranks have met; None: they meet at the launcher's port.
-        run_dir: run folder as configured, which tells launches apart; None where there is none.
-        on_met: called when all ranks have come; one that leaves later without the others may leave them waiting.
+        timeout_s: timeout in seconds, of collectives and of the rendezvous.
+        store: rendezvous store that the ranks have joined; None: they join one at the launcher's port.
+        run_dir: run folder as configured, which distinguishes launches; None where there is none.
+        on_met: called when all ranks have joined; a rank that exits alone after that may leave the others waiting.
         share_devices: ranks of a host may share its GPUs.
 
     Raises:
-        LaunchError: another launch meets at that port, this host has fewer GPUs than ranks, or a library lacks a
+        LaunchError: another launch uses that port, this host has fewer GPUs than ranks, or a library lacks a
             private name that megasdc builds on.
-        HangError: a rank has not come in time.
+        HangError: a rank did not join in time.
 
     Collective: all ranks of the world.
     """
@@ -65,8 +65,8 @@ def init_process_group(
     )
     on_met()
     if backend == "gloo":
-        # One that leaves in this moment, as a rank that has met nobody, is noticed here; whoever makes a further group
-        # would wait for its address until the timeout.
+        # A rank that exits right after joining is noticed here. Without this barrier, creating the next group would
+        # wait for that rank's address until the timeout.
         dist.barrier()
     with without_inference_operator():
         deepspeed.init_distributed(
@@ -79,13 +79,13 @@ def init_process_group(
 
 @contextmanager
 def without_inference_operator() -> Iterator[None]:
-    """Inside, ``deepspeed.init_distributed`` leaves out the shared-memory operator of DeepSpeed's inference layers.
+    """Inside, ``deepspeed.init_distributed`` does not build the shared-memory operator of its inference layers.
 
-    On a CPU it would compile the operator under a lock that a killed process leaves behind, make 66 MB of buffers a
-    rank in /dev/shm that nobody removes, and wait for its peers deaf to signals (0.19.8, ``csrc/cpu/comm/shm.cpp``).
-    Only ``inference_all_reduce`` uses it, which no part of training calls.
+    On a CPU it would compile the operator under a lock that a killed process does not release, leave 66 MB of buffers
+    per rank in /dev/shm, and wait for its peers without handling signals (0.19.8, ``csrc/cpu/comm/shm.cpp``).
+    Only ``inference_all_reduce`` uses it, which training never calls.
     """
-    backend = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
+    backend = importlib.import_module("deepspeed.comm.torch")  # attribute access would give the torch package
     original = backend.build_shm_op
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
     try:
@@ -95,13 +95,13 @@ def without_inference_operator() -> Iterator[None]:
 
 
 def default_store() -> dist.Store:
-    """The store at which the ranks of the world have met."""
+    """The rendezvous store of the world."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> ParallelDims:
-    """Create Megatron-core's groups for a layout and return this rank's place in it.
+    """Create Megatron-core's groups for a layout and return this rank's coordinates.
 
     Args:
         tensor: tensor-parallel size.
@@ -122,7 +122,7 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         order="tp-cp-ep-dp-pp",
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),  # for the exact value: set_all_timeouts
         create_gloo_process_groups=torch.cuda.is_available(),
     )
     return dims
@@ -130,7 +130,7 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Give this process groups of its own, which Megatron-core's modules ask for; no port, no launcher.
+    """A world of one rank, with the groups that Megatron-core's modules need; no port, no launcher.
 
     Raises:
         RuntimeError: the process is a rank of a larger world.
@@ -149,12 +149,12 @@ def single_process() -> Iterator[None]:
 
 
 def set_all_timeouts(timeout_s: float) -> int:
-    """Give every process group of this rank the same timeout, those of DeepSpeed included.
+    """Set the timeout of every process group of this rank, those of DeepSpeed included.
 
-    DeepSpeed creates groups with torch's default of 30 minutes whatever it was told (0.19.8).
+    DeepSpeed creates groups with torch's default of 30 minutes and ignores the timeout that it was given (0.19.8).
 
     Args:
-        timeout_s: seconds after which a collective is given up.
+        timeout_s: timeout of a collective in seconds.
 
     Returns:
         Number of groups that were set.
@@ -168,10 +168,10 @@ def set_all_timeouts(timeout_s: float) -> int:
 
 
 def new_host_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group that gives up, also waiting for a single message, when the default group does.
+    """A gloo group with the default group's timeout, for point-to-point messages too.
 
-    ``set_all_timeouts`` would come too late for it: what it sets holds for gloo's collectives, while messages between
-    two ranks keep the timeout that their group was made with (torch 2.13).
+    ``set_all_timeouts`` is not enough: it changes the timeout of gloo's collectives, while point-to-point messages
+    keep the timeout with which their group was created (torch 2.13).
 
     Args:
         ranks: of the group.
@@ -186,7 +186,7 @@ def new_host_group(ranks: list[int]) -> dist.ProcessGroup:
 
 @contextmanager
 def own_model_groups() -> Iterator[None]:
-    """Build a second engine inside without DeepSpeed's taking its groups for those of the first from then on."""
+    """Build a second engine inside; afterwards DeepSpeed uses the groups of the first engine again."""
     from deepspeed.utils import groups
 
     first = groups.mpu
@@ -197,7 +197,7 @@ def own_model_groups() -> Iterator[None]:
 
 
 def shutdown() -> None:
-    """Forget Megatron-core's groups and leave the process group; harmless when there is none."""
+    """Destroy Megatron-core's groups and the default process group; idempotent."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -210,7 +210,7 @@ def place_collectives_on_host() -> None:
 
     ``tensor_parallel/mappings.py``, ``tensor_parallel/layers.py`` and the memory buffer in ``utils.py`` (0.16.1)
     allocate with ``device=torch.cuda.current_device()`` also for CPU tensors. In those three modules alone, the name
-    ``torch`` is bound to a view of the torch module whose ``cuda.current_device()`` answers the CPU device.
+    ``torch`` is bound to a proxy of the torch module whose ``cuda.current_device()`` returns the CPU device.
     """
     from megatron.core import utils
     from megatron.core.tensor_parallel import layers, mappings
@@ -235,7 +235,7 @@ class _HostCuda(types.ModuleType):
 
 
 class _TorchOnHost(types.ModuleType):
-    """``torch`` with ``_HostCuda`` in the place of ``torch.cuda``."""
+    """``torch`` with ``_HostCuda`` as ``torch.cuda``."""
 
     def __init__(self) -> None:
         super().__init__("torch")

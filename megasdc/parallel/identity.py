@@ -1,4 +1,4 @@
-"""Which launch does a rank belong to? What tells one launch from another, on one host and across hosts; no torch."""
+"""Identity of a rank's launch: what distinguishes launches, on one host and across hosts; no torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import asdict, dataclass
 from megasdc.run_lock import LAUNCH_ID_VARIABLE, process_space, start_ticks
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set where the process that starts the ranks holds their store itself."""
+"""``True`` where the process that starts the ranks hosts their store itself."""
 NODE_RANK_VARIABLE = "CROSS_RANK"
-"""Set by DeepSpeed's launcher (0.19.8) for the ranks that it starts: the number of its host in the launch."""
+"""Set by DeepSpeed's launcher (0.19.8) for the ranks that it starts: the index of its host in the launch."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a rank tells the others of itself before it joins them.
+    """What a rank publishes about itself at the rendezvous.
 
     Attributes:
         rank: in the launch.
         world_size: of the launch.
-        launch: id that ``megasdc launch`` gives, or the user; None: none.
+        launch: id set by ``megasdc launch`` or by the user; None: none.
         job: id of the scheduler's step that started the rank; None: none is known.
         run_dir: run folder as configured; None where there is none.
         host: name of the host.
-        processes: names the boot and the process table in which ``parent`` means something.
-        node: number of the host in the launch; None: not started by DeepSpeed's launcher.
-        parent: id and start time (clock ticks after boot; 0: it cannot be seen) of the process that started the rank.
+        processes: boot id and PID namespace in which ``parent`` is valid.
+        node: index of the host in the launch; None: not started by DeepSpeed's launcher.
+        parent: id and start time (clock ticks after boot; 0: not visible) of the process that started the rank.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Identity:
             rank: in the launch.
             world_size: of the launch.
             run_dir: run folder as configured.
-            environ: what the launcher set.
+            environ: environment variables.
         """
         host, boot, namespace = process_space()
         return cls(
@@ -70,7 +70,7 @@ class Identity:
 
     @classmethod
     def decode(cls, text: str | bytes) -> Identity:
-        """Return the identity that ``encode`` made a text of."""
+        """Return the identity that ``encode`` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "parent": tuple(fields["parent"])})
 
@@ -81,13 +81,13 @@ class Identity:
 
 
 def differences(one: Identity, other: Identity) -> list[str]:
-    """Say what shows that two ranks are not of one launch.
+    """Properties by which two ranks belong to different launches, in words; empty: none differs.
 
-    Without a launch id, ranks on different hosts can be told apart by run folder and world size alone.
+    Without a launch id or a scheduler's step, launches on different hosts differ by run folder and world size alone.
 
     Args:
         one: a rank.
-        other: another rank of the launch, or not.
+        other: another rank, possibly of another launch.
     """
     found = []
     if one.launch != other.launch:
@@ -98,7 +98,7 @@ def differences(one: Identity, other: Identity) -> list[str]:
         found.append("number of ranks")
     if one.run_dir and other.run_dir and one.run_dir != other.run_dir:
         found.append("run folder")
-    # Ranks that were started by hand have several parents, those of one launcher have one.
+    # Ranks started by hand may have several parents (their node is None); those of one launcher have one.
     same_node = one.processes == other.processes and one.node is not None and one.node == other.node
     if same_node and one.parent != other.parent:
         found.append("launcher process")
@@ -106,7 +106,7 @@ def differences(one: Identity, other: Identity) -> list[str]:
 
 
 def _scheduler_step(environ: Mapping[str, str]) -> str | None:
-    """The step of SLURM or the job of MPI that this process belongs to."""
+    """The SLURM step or MPI job (PMIx namespace) of this process."""
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
         return f"slurm {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     return environ.get("PMIX_NAMESPACE")

@@ -1,4 +1,4 @@
-"""Which environment does a rank need that this process starts itself, without the launcher?"""
+"""Environment, rendezvous and ports of ranks that this process starts itself, without the launcher."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megasdc.errors import MegasdcError
 
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 UNASSIGNED_PORTS = range(20_000, 32_768)
-"""Ports that Linux gives to no connection by itself (``net.ipv4.ip_local_port_range`` starts above them)."""
+"""Ports below Linux's default ephemeral range (``net.ipv4.ip_local_port_range`` starts above them)."""
 
 
 def default_extensions_dir() -> str:
-    """The folder of DeepSpeed's compiled operators that belongs to this Python environment alone.
+    """Folder of DeepSpeed's compiled operators, one for each Python environment.
 
-    PyTorch's own default is shared by all environments of a user, whose different ninja versions rebuild it in turn.
+    PyTorch's default is shared by all environments of a user; their different ninja versions rebuild it in turn.
     """
     return os.path.join(sys.prefix, "torch_extensions")
 
 
 def base_environment(threads: int) -> dict[str, str]:
-    """This process's environment as a run has it, and with this Python environment's own tools first on PATH.
+    """This process's environment as a run has it, with this Python environment's own tools first on PATH.
 
-    An operator of DeepSpeed is compiled again whenever another ``ninja`` than the last one is found first.
+    An operator of DeepSpeed is compiled again whenever PATH yields another ``ninja`` than last time.
 
     Args:
-        threads: CPU threads of a rank; 0 leaves the choice.
+        threads: CPU threads of a rank (OMP_NUM_THREADS); 0: unchanged.
     """
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
@@ -45,13 +45,13 @@ def base_environment(threads: int) -> dict[str, str]:
 
 
 def rank_environment(rank: int, ranks: int, threads: int, host: str, port: int) -> dict[str, str]:
-    """What a launcher would set for a rank, on top of ``base_environment``; the ranks meet at a ``hold_store``.
+    """A launcher's variables for a rank, on top of ``base_environment``; the rendezvous is the store of ``hold_store``.
 
     Args:
         rank: in the world.
         ranks: size of the world.
-        threads: CPU threads of the rank; 0 leaves the choice.
-        host: of whoever holds the store.
+        threads: CPU threads of the rank (OMP_NUM_THREADS); 0: unchanged.
+        host: of the store.
         port: of the store.
     """
     return {
@@ -61,15 +61,15 @@ def rank_environment(rank: int, ranks: int, threads: int, host: str, port: int) 
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 too only connects to the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not host the store either
     }
 
 
 def hold_store() -> Any:
-    """The rendezvous of ranks that this process starts, a ``torch.distributed.TCPStore``; kept until they have ended.
+    """A ``torch.distributed.TCPStore`` for ranks that this process starts; keep it until they have ended.
 
-    It takes a port that is free at this moment. A port looked up for rank 0 could be taken by any connection in the
-    seconds until rank 0 has imported everything and listens there.
+    It listens at once, on a free port. A port chosen for rank 0 could be taken by any connection in the seconds until
+    rank 0 has imported everything and listens there.
     """
     import torch.distributed as dist
 
@@ -77,7 +77,7 @@ def hold_store() -> Any:
 
 
 def free_port() -> int:
-    """A port for a launcher that must be told one: nobody listens there, and no connection is given it by itself.
+    """A free port outside the ephemeral range, for a launcher that needs a port number; not reserved.
 
     Raises:
         MegasdcError: all are taken.
@@ -88,7 +88,7 @@ def free_port() -> int:
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A free port that nobody else is given meanwhile, and where one process that is told of it can listen.
+    """A free port, reserved inside; one other process that sets SO_REUSEADDR can listen there.
 
     Raises:
         MegasdcError: all are taken.
@@ -99,8 +99,8 @@ def held_port() -> Iterator[int]:
                 holder.bind(("", port))
             except OSError:
                 continue
-            # Only after it was bound alone: then Linux lets who asks for it too, as torch's store does, bind beside it
-            # and listen, but nobody beside that one.
+            # Set after the bind, which had to be exclusive. From now on Linux lets a second socket with SO_REUSEADDR,
+            # such as that of torch's store, bind and listen; a third is refused while that one listens.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             yield port
             return
@@ -108,7 +108,7 @@ def held_port() -> Iterator[int]:
 
 
 def count_accelerators() -> int:
-    """Accelerators of this host that this process may use; 0 where ranks compute on its processor."""
+    """Visible GPUs of this host; 0 where ranks compute on the CPU."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,8 +1,8 @@
-"""Where do the ranks of a launch meet? At a key-value store that rank 0 holds; a rank of another launch is refused.
+"""Rendezvous of a launch's ranks at a key-value store of rank 0; ranks of another launch are refused.
 
-Two launches may be given the same port. The one that comes second cannot listen there, and its other ranks would join
-the first one's store. So rank 0 writes there who it is, and every other rank reads that before it leaves a word of its
-own: a rank of another launch ends, and the launch that it has met does not notice.
+Two launches may be given the same port. The second cannot listen there, and its other ranks would join the first
+one's store. So rank 0 writes its identity to the store, and every other rank checks it before it writes its own: a
+rank of another launch ends with an error, and the launch that owns the store is not disturbed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 MAX_RANKS_SHOWN = 8
 LOOK_S = 3.0
-"""Seconds to ask who listens on a port that is taken, and beyond a timeout for an answer that is on its way."""
+"""Seconds to query the listener of a port in use; also the grace beyond a timeout for a late reply."""
 
 
 def meet(own: Identity, timeout_s: float) -> dist.Store:
-    """Wait until all ranks of this launch are there, and return the store at which they met.
+    """Wait until all ranks of this launch have joined, and return their store.
 
     Args:
-        own: who this rank is.
-        timeout_s: seconds until a rank that has not come is given up; also the store's own timeout.
+        own: identity of this rank.
+        timeout_s: seconds to wait for the other ranks; also the store's own timeout.
 
     Raises:
-        LaunchError: the port is taken, or another launch meets there.
-        HangError: a rank has not come in time.
+        LaunchError: the port is in use, or by another launch.
+        HangError: a rank did not join in time.
 
     Collective: all ranks of the launch.
     """
@@ -47,21 +47,21 @@ def meet(own: Identity, timeout_s: float) -> dist.Store:
 
 
 def join_store(own: Identity, timeout_s: float) -> dist.Store:
-    """Hold or join the store of this launch, without waiting for ranks other than rank 0.
+    """Host or join the store of this launch, without waiting for ranks other than rank 0.
 
     Args:
-        own: who this rank is.
+        own: identity of this rank.
         timeout_s: seconds to wait for rank 0; also the store's own timeout.
 
     Raises:
-        LaunchError: the port is taken, or another launch meets there.
-        HangError: rank 0 has not come in time.
+        LaunchError: the port is in use, or by another launch.
+        HangError: rank 0 did not join in time.
     """
     return _within(timeout_s, own, lambda end: _join(own, end))
 
 
 def _within(timeout_s: float, own: Identity, meeting: Callable[[float], dist.Store]) -> dist.Store:
-    """Call with the time at which to give up."""
+    """Call ``meeting`` with its deadline; a timeout becomes a HangError."""
     import torch.distributed as dist
 
     end = time.monotonic() + timeout_s
@@ -72,8 +72,8 @@ def _within(timeout_s: float, own: Identity, meeting: Callable[[float], dist.Sto
         if not isinstance(error, TimeoutError) and "timed out" not in reason and "timeout" not in reason:
             raise
         raise HangError(
-            f"rank {own.rank} met no rank 0 of a megasdc run at {_address()} within {timeout_s:g} s "
-            "(megasdc.parallel.timeout_s): see whether it runs, or choose another port with --master_port if another "
+            f"rank {own.rank} found no rank 0 of a megasdc run at {_address()} within {timeout_s:g} s "
+            "(megasdc.parallel.timeout_s): check whether it runs, or choose another port with --master_port if another "
             f"program listens there ({reason})"
         ) from error
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -81,17 +81,14 @@ def _within(timeout_s: float, own: Identity, meeting: Callable[[float], dist.Sto
 
 
 def _in_thread(call: Callable[[], T], limit_s: float) -> T:
-    """Call and give up after a time: torch 2.13 waits for ever for a process that accepts and does not answer.
-
-    Raises:
-        TimeoutError: it has not returned; its thread is left behind.
-    """
+    """Call with a time limit; on TimeoutError the daemon thread keeps running."""
+    # torch 2.13 waits for ever for a peer that accepts a connection and does not reply.
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except Exception as error:  # of the thread, for the caller
+        except Exception as error:  # raised again in the caller's thread
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -107,18 +104,18 @@ def _join(own: Identity, end: float) -> dist.Store:
     first = Identity.decode(store.get(_key(0)))
     if found := differences(own, first):
         raise LaunchError(
-            f"another launch meets at {_address()}: {first}; {own} does not join it (different: {', '.join(found)}); "
+            f"another launch uses {_address()}: {first}; {own} does not join it (different: {', '.join(found)}); "
             "end the other run, choose another port with --master_port, or give all ranks of a launch the same "
             f"{LAUNCH_ID_VARIABLE}"
         )
     holder = Identity.decode(store.compare_set(_key(own.rank), "", own.encode()))
     if holder != own:
-        raise LaunchError(f"rank {own.rank} has come to {_address()} twice: {own} is refused after {holder}")
+        raise LaunchError(f"rank {own.rank} has connected to {_address()} twice: {own} is refused after {holder}")
     return store
 
 
 def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
-    """Wait until every rank has come: rank 0 looks for all, the others wait for its word."""
+    """Wait until every rank has joined: rank 0 waits for all keys, the others for rank 0's key ``met``."""
     import torch.distributed as dist
 
     everyone = [_key(rank) for rank in range(own.world_size)]
@@ -127,8 +124,8 @@ def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
         raise HangError(
-            f"{_name(missing)} did not come to {_address()} in time (megasdc.parallel.timeout_s), where rank "
-            f"{own.rank} waited; see whether all processes run and reach it"
+            f"{_name(missing)} did not connect to {_address()} in time (megasdc.parallel.timeout_s), where rank "
+            f"{own.rank} waited; check whether all processes run and reach it"
         ) from error
     if own.rank == 0:
         store.set("met", "yes")
@@ -136,7 +133,7 @@ def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
 
 
 def _open(first: bool, end: float) -> dist.Store:
-    """The store, in the place of torch's ``env://``, which counts who connects before it is known who that is."""
+    """Replaces torch's ``env://``, which counts every connection as a rank before its identity is known."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -149,21 +146,21 @@ def _open(first: bool, end: float) -> dist.Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise LaunchError(
-            f"port {port} on {host} is in use by {_listener(host, port)}, so the ranks cannot meet there; end it, or "
-            f"choose another with --master_port: {str(error).splitlines()[0]}"
+            f"port {port} on {host} is in use by {_listener(host, port)}, so the ranks cannot connect there; end it, "
+            f"or choose another with --master_port: {str(error).splitlines()[0]}"
         ) from error
     return _ours(store)
 
 
 def _ours(store: dist.Store) -> dist.Store:
-    """The part of a store that belongs to this attempt; an agent's store outlives the ranks."""
+    """A prefix for each restart, since an agent's store outlives the ranks."""
     import torch.distributed as dist
 
     return dist.PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _listener(host: str, port: int) -> str:
-    """Who listens on a port: a launch of ours by its name, or another program."""
+    """Description of who listens on a port: a launch of megasdc, or another program."""
     import torch.distributed as dist
 
     limit = datetime.timedelta(seconds=LOOK_S)
@@ -192,5 +189,5 @@ def _name(ranks: list[int]) -> str:
 
 
 def _until(end: float) -> datetime.timedelta:
-    """Time left; never 0 or less, which torch takes for no limit."""
+    """Time left, always above 0: torch takes 0 or less for no limit."""
     return datetime.timedelta(seconds=max(end - time.monotonic(), 0.001))

@@ -1,1 +1,1 @@
-"""Show what a run came to."""
+"""Reports: comparisons, plans, step times and runs, as text for a terminal and as HTML pages."""

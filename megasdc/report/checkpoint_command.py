@@ -1,4 +1,4 @@
-"""The command behind ``tools/compare_checkpoints.py``: compares, prints, and answers with an exit code."""
+"""The command behind ``tools/compare_checkpoints.py``: compares, prints, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -46,23 +46,21 @@ def compare(
         typer.Option("--only", metavar="PATTERN", help="Tensors to compare, such as '*.mlp.*' or '*/exp_avg'."),
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", metavar="PATTERN", help="Tensors and values to leave out.")
+        list[str] | None, typer.Option("--ignore", metavar="PATTERN", help="Tensors and values to skip.")
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Compare weights alone.")] = False,
     ulp: Annotated[
-        int, typer.Option("--ulp", min=0, help="Representable values that equal elements may be apart.")
+        int, typer.Option("--ulp", min=0, help="Allowed difference of equal elements, in representable values.")
     ] = 0,
     rtol: Annotated[
-        float, typer.Option("--rtol", min=0.0, help="Relative difference that equal elements may have.")
+        float, typer.Option("--rtol", min=0.0, help="Allowed relative difference of equal elements.")
     ] = 0.0,
     extract: Annotated[
         Path | None,
         typer.Option("--extract", metavar="DIR", help="Write the blocks that differ, to be compared elsewhere."),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Threads that read; as many as there are cores.")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; default: one per core.")] = None,
     drift: Annotated[
         bool,
         typer.Option(
@@ -87,7 +85,7 @@ def compare(
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
     if drift:
         if ulp or rtol or extract is not None:
-            raise typer.BadParameter("--drift tells how large differences are: leave --ulp, --rtol and --extract out")
+            raise typer.BadParameter("--drift measures differences: remove --ulp, --rtol and --extract")
         found = compare_runs(checkpoints, options, html, as_json)
         sys.stdout.flush()
         raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
@@ -117,7 +115,7 @@ def compare(
 
 
 def _leave(same: bool, problems: list[str]) -> None:
-    """End with the exit code, if the result could be told."""
+    """Exit with the code of the result; flushes first, so that a failed write is noticed."""
     sys.stdout.flush()
     for problem in problems:
         typer.echo(f"compare_checkpoints: error: {problem}", err=True)
@@ -127,7 +125,7 @@ def _leave(same: bool, problems: list[str]) -> None:
 
 
 def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool) -> Report:
-    """Compare, with a bar in bytes and bytes per second where standard error is a terminal."""
+    """Compare, with a progress bar in bytes unless quiet."""
     keys = tensors_to_compare(views, options)
     total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
     with bytes_bar("comparing", total, quiet=quiet) as advance:
@@ -135,9 +133,9 @@ def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool)
 
 
 def main() -> None:
-    """Run the command line, which needs no accelerator: DeepSpeed would look for one, and say so where results go.
+    """Run the command line on the CPU: DeepSpeed would look for an accelerator, and print to standard output.
 
-    A result that cannot be written is no verdict, so that no exit code may stand for it.
+    A result that cannot be written is no verdict: the exit code is then NOT_COMPARED.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     run(lambda: app(prog_name="compare_checkpoints"), "compare_checkpoints", unwritten=NOT_COMPARED)

@@ -1,4 +1,4 @@
-"""How is a comparison of checkpoints shown as a page? A verdict, what differs, where in the model, in which bits."""
+"""Page of a comparison of checkpoints: verdict, findings, place in the model, bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megasdc.report.pages import write_page
 from megasdc.tensors.bits import bit_layout
 
 MAX_FINDINGS, MAX_ROWS = 500, 200
-"""Findings in the table and tensors in the heat map, at most; those that differ come first."""
+"""Maximum of findings in the table and of rows in the heat map; those that differ come first."""
 LISTED = 4
-"""Owners that are named, at most."""
+"""Maximum of owners that are named."""
 ALL = "all"
 _SINCE = {True: "as it was saved", False: "changed since it was saved", None: "no manifest says how it was"}
 
@@ -55,17 +55,17 @@ def write_comparison(report: Report, keys: Sequence[tuple[str, Slot]], path: Pat
         problems=report.problems,
         notes=report.notes,
         rows=[_row(finding, letters) for finding in shown],
-        more=f"{more:,} more findings are left out here; --json has all." if more else "",
+        more=f"{more:,} more findings are not shown; --json has all." if more else "",
         slots=list(dict.fromkeys(finding.slot for finding in shown)),
         patterns=list(dict.fromkeys(finding.pattern for finding in shown)),
-        left_out=f"{left_out:,} more tensors are left out." if left_out else "",
+        left_out=f"{left_out:,} more tensors are not shown." if left_out else "",
         dtypes=list(dict.fromkeys(one["dtype"] for one in bits)),
         data={"maps": maps, "bits": bits},
     )
 
 
 def verdict(report: Report) -> str:
-    """What came out, in a sentence or two."""
+    """The verdict in a sentence or two."""
     unread = len(report.problems)
     rest = f" {unread} file{'s' if unread > 1 else ''} could not be compared." if unread else ""
     if report.same:
@@ -92,7 +92,7 @@ def verdict(report: Report) -> str:
 
 
 def _kinds(findings: Sequence[Finding]) -> str:
-    """The patterns, the most frequent first; the one that most have stands for all."""
+    """The patterns, the most frequent first; one that more than half of the findings have stands for all."""
     counts = Counter(finding.pattern for finding in findings).most_common()
     pattern, most = counts[0]
     if len(counts) > 1 and 2 * most > len(findings):
@@ -101,7 +101,7 @@ def _kinds(findings: Sequence[Finding]) -> str:
 
 
 def _whose(findings: Sequence[Finding]) -> str:
-    """Who wrote what differs, where the format tells."""
+    """Ranks and hosts that wrote what differs, where the format records them."""
     every = (one.piece.owner for finding in findings for one in finding.pieces)
     owners = {owner.rank: owner for owner in every if owner.rank is not None}
     if not owners:
@@ -152,7 +152,7 @@ def _row(finding: Finding, letters: dict[str, str]) -> dict[str, Any]:
 
 
 def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> tuple[dict[str, dict[str, Any]], int]:
-    """A heat map of each slot and of all, and how many tensors had no room; empty where no tensor differs."""
+    """A heat map of each slot and of all, and how many rows were omitted; empty where no tensor differs."""
     by_slot: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.slot != "scalar":
@@ -171,7 +171,7 @@ def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> tupl
 
 
 def _map(findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> dict[str, Any]:
-    """Shares and relative differences as decimal logarithms, ``equal`` where nothing differs, None where nothing is."""
+    """Shares and relative differences as log10, ``equal`` where nothing differs, None where there is no tensor."""
     places = {_cell(fqn) for fqn in fqns}
     columns = sorted({layer for layer, _ in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     worst: dict[tuple[str, str], tuple[float, float, str]] = {}
@@ -192,7 +192,7 @@ def _map(findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> d
 
 
 def _shade(value: float | None, there: bool) -> float | str | None:
-    """What a cell of the heat map shows: a decimal logarithm; that the tensor is equal; nothing where there is none."""
+    """A cell of the heat map: log10 of the value; ``equal``; None where there is no tensor."""
     if value is not None:
         return math.log10(value)
     return "equal" if there else None
@@ -208,12 +208,12 @@ def _extent(finding: Finding) -> tuple[float, float, str]:
         f"{finding.slot}: {finding.pattern}, {found.num_different:,} of {found.numel:,} differ, "
         f"relative {found.max_relative:.3g}"
     )
-    smallest = 1e-12  # zeros of both signs differ by nothing, yet in a bit
+    smallest = 1e-12  # +0 and -0 differ in a bit, but by 0
     return share, min(max(found.max_relative, smallest), 1.0), text
 
 
 def _cell(fqn: str) -> tuple[str, str]:
-    """(layer, name in it) of a tensor: the first number in its name, and the name without that number."""
+    """(layer, name in the layer) of a tensor: the first number in its name, and the name without that number."""
     parts = fqn.split(".")
     at = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     if at is None:
@@ -222,7 +222,7 @@ def _cell(fqn: str) -> tuple[str, str]:
 
 
 def _bits(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """In how many elements each bit differs, by slot and type, and what each bit means."""
+    """Number of elements in which each bit differs, by slot and dtype, and the meaning of each bit."""
     counts: dict[tuple[str, str], list[int]] = {}
     for finding in findings:
         if finding.measure is not None:
@@ -235,7 +235,7 @@ def _bits(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 
 def _parts(dtype: str, width: int) -> list[str]:
-    """What each bit of a type means, the lowest first."""
+    """Meaning of each bit of a dtype, the lowest first."""
     kind = getattr(torch, dtype)
     if not kind.is_floating_point:
         return ["integer"] * width

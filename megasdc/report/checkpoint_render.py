@@ -1,4 +1,4 @@
-"""How is a comparison of checkpoints shown in a terminal?"""
+"""Comparison of checkpoints as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megasdc.checkpoint.damage import MEANINGS
 
 
 def render(report: Report, console: Console, limit: int) -> None:
-    """Print what was found.
+    """Print the comparison.
 
     Args:
         report: of the comparison.
-        console: where to.
-        limit: findings that are listed.
+        console: to print on.
+        limit: maximum of findings listed.
     """
 
     def say(text: str) -> None:
@@ -68,7 +68,7 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _where(report: Report) -> list[str]:
-    """One line a file: whose it was, how much of it differs, and whether it changed after it was saved."""
+    """One line per file: its owner, whether it changed after it was saved, and its number of findings."""
     lines: dict[str, str] = {}
     counts: dict[str, int] = {}
     for finding in report.findings:

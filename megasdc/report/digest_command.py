@@ -1,4 +1,4 @@
-"""The part of ``tools/compare_checkpoints.py`` for manifests and extracts: where tensors themselves cannot be read."""
+"""The part of ``tools/compare_checkpoints.py`` that compares manifests and writes extracts of blocks that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megasdc.report.digest_render import render_digests
 
 
 def goes_by_digest(paths: Sequence[Path], extract: Path | None) -> bool:
-    """Whether a comparison is one of manifests: some are given, or blocks are asked for."""
+    """Whether a comparison uses manifests: some are given, or extracts are requested."""
     return extract is not None or any(map(is_digest, paths))
 
 
@@ -29,13 +29,13 @@ def compare_by_digest(
     as_json: bool,
     limit: int,
 ) -> bool:
-    """Compare manifests, and folders by the manifests that they would have; print what was found.
+    """Compare manifests, and folders by manifests computed here; print the comparison.
 
     Args:
         paths: at least two.
-        extract: folder to write the blocks into that differ, of each path that is no manifest; None: none.
+        extract: folder for the blocks that differ, of each path that is not a manifest; None: write none.
         as_json: print one JSON object.
-        limit: differences that are listed.
+        limit: maximum of differences listed.
 
     Returns:
         Whether everything is the same.

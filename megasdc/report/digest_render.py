@@ -1,4 +1,4 @@
-"""How is a comparison of manifests shown in a terminal?"""
+"""Comparison of manifests as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megasdc.checkpoint.digest_report import WHATS, Difference, DigestReport
 
 
 def render_digests(report: DigestReport, console: Console, limit: int) -> None:
-    """Print what was found.
+    """Print the comparison.
 
     Args:
         report: of the comparison.
-        console: where to.
-        limit: differences that are listed.
+        console: to print on.
+        limit: maximum of differences listed.
     """
 
     def say(text: str) -> None:

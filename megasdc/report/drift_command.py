@@ -1,4 +1,4 @@
-"""What does ``tools/compare_checkpoints.py --drift`` do? Follows how runs part over the checkpoints that they keep."""
+"""``tools/compare_checkpoints.py --drift``: how far runs diverge, over the checkpoints that they keep."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megasdc.report.pages import write_page
 from megasdc.tensors.distance import Distance
 
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")
-"""In the order of columns and curves."""
+"""Kinds of submodules, in the order of columns and curves."""
 LISTED = 4
-"""Submodules named in a sentence, at most."""
+"""Maximum of submodules named in a sentence."""
 
 
 def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, as_json: bool) -> DriftReport | None:
-    """Measure, print, and write the page where one is asked for.
+    """Measure, print, and write the page where ``html`` is given.
 
     Returns:
-        What was found; None where nothing could be compared or the page not be written, which was said.
+        The report; None where nothing could be compared or the page not be written, after an error message.
     """
     quiet = as_json or not sys.stderr.isatty()
     columns = (SpinnerColumn(), TextColumn("comparing"), TotalFileSizeColumn(), TimeElapsedColumn())
@@ -65,8 +65,8 @@ def render_drift(report: DriftReport, console: Console) -> None:
     """Print a verdict and a table of each run.
 
     Args:
-        report: what was measured.
-        console: where to.
+        report: of the measurement.
+        console: to print on.
     """
 
     def say(text: str) -> None:
@@ -94,7 +94,7 @@ def render_drift(report: DriftReport, console: Console) -> None:
 
 
 def told(report: DriftReport) -> list[str]:
-    """Notes, steps that not all keep among them."""
+    """Notes of a report, including steps that a folder lacks."""
     return [
         *(f"{folder} does not keep step {', '.join(map(str, steps))}" for folder, steps in report.lacking.items()),
         *report.notes,
@@ -102,7 +102,7 @@ def told(report: DriftReport) -> list[str]:
 
 
 def verdict(report: DriftReport, run: str) -> str:
-    """What came out for one run, in a sentence or two."""
+    """The verdict on one run, in a sentence or two."""
     steps, first = report.of(run), report.first_divergent(run)
     if not steps:
         return f"{run}: no step could be compared."
@@ -136,7 +136,7 @@ def write_drift(report: DriftReport, path: Path) -> None:
     """Write curves of all runs as one HTML page that needs no network.
 
     Args:
-        report: what was measured.
+        report: of the measurement.
         path: the file; replaced.
 
     Raises:
@@ -187,7 +187,7 @@ def write_drift(report: DriftReport, path: Path) -> None:
 
 
 def _drawn(one: Distance) -> bool:
-    """Whether a value has a place on a logarithmic axis, or is zero, which the page marks below it."""
+    """Whether a value is finite; the page draws zero below its logarithmic axis."""
     return one.relative >= 0 and one.relative != float("inf")
 
 

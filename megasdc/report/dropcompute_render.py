@@ -1,4 +1,4 @@
-"""How does a plan of DropCompute look: on a terminal, and as a page of figures?"""
+"""Simulations of DropCompute as text for a terminal and as a page of figures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megasdc.program import write_whole
 
 
 def render_simulations(result: SimulationResults, console: Console) -> None:
-    """Print simulations: time of a step, and what the best threshold brings.
+    """Print simulations: time of a step, and the gain of the best threshold.
 
     Args:
-        result: what was simulated.
-        console: where.
+        result: of the simulations.
+        console: to print on.
     """
     console.print(describe(result.results[0]))
     console.print(_times(result.results))
@@ -39,7 +39,7 @@ def render_simulations(result: SimulationResults, console: Console) -> None:
 
 
 def describe(result: SimulationResult) -> str:
-    """One line: what was simulated."""
+    """The simulated setting in one line."""
     one, moments = result.simulation, result.moments
     rule = "finished" if one.rule.finish else "lost"
     return (
@@ -91,12 +91,12 @@ def _bracket(value: float | None) -> str:
 def write_figure(result: SimulationResults, path: Path) -> None:
     """Draw simulations as one HTML page that needs no network.
 
-    Of the largest number of replicas: how compute times of replicas spread, and completed share, speed of steps and
-    S_eff against the threshold, and S_eff against the drop rate; of all numbers: E[T] and the best S_eff. The paper's
-    Figures 2 to 4 show these quantities. Points are simulated, lines are formulas.
+    For the last number of replicas: distribution of compute times, completed share, speed of steps and S_eff against
+    the threshold, and S_eff against the drop rate; for all numbers: E[T] and the best S_eff. The paper's Figures 2 to
+    4 show these quantities. Points are simulated, lines are formulas.
 
     Args:
-        result: what was simulated.
+        result: of the simulations.
         path: the file; replaced.
 
     Raises:
@@ -127,7 +127,7 @@ def write_figure(result: SimulationResults, path: Path) -> None:
 
 
 def write_page(figure: Any, path: Path) -> None:
-    """Write a figure of plotly as one HTML page that needs no network.
+    """Write a plotly figure as one HTML page that needs no network.
 
     Args:
         figure: the figure.
@@ -143,13 +143,13 @@ def write_page(figure: Any, path: Path) -> None:
 
 
 def draw_times(figure: Any, times_s: NDArray[np.float64], marks: dict[str, float], tau_s: float | None) -> None:
-    """Draw how compute times of replicas spread, in the first place of a figure.
+    """Draw a histogram of the replicas' compute times in the first subplot.
 
     Args:
-        figure: with places in rows and columns.
+        figure: of subplots.
         times_s: of replicas and steps, any shape.
-        marks: times to point out, by name.
-        tau_s: another one; None: never drop.
+        marks: times to mark, by name.
+        tau_s: threshold to mark; None: never drop.
     """
     counts, edges = np.histogram(times_s, bins=80)
     middle = (edges[:-1] + edges[1:]) / 2
@@ -164,9 +164,9 @@ def draw_thresholds(figure: Any, curve: Curve, formulas: Formulas | None) -> Non
     """Draw completed share, speed and S_eff against tau, and S_eff against the drop rate.
 
     Args:
-        figure: with places in rows and columns; those at (1, 2) and (2, 1) are used.
+        figure: of subplots; those at (1, 2) and (2, 1) are used.
         curve: of all thresholds.
-        formulas: drawn as lines beside; None: none.
+        formulas: drawn as lines; None: none.
     """
     finite = slice(None, -1)
     tau, plain = curve.thresholds_s[finite], curve.times_s[:, -1:] + curve.communication_s

@@ -1,14 +1,14 @@
-"""Why do replicas wait for each other, and what of it can dropping micro-batches cure?
+"""Imbalance of replicas: time lost to waiting, its causes, and the part that dropping micro-batches can recover.
 
-T_n is the time at which replica n has computed its micro-batches, U_n that time without the garbage collections of the
-stage that collected longest. In a step, max T - mean T is lost: by so much it would be shorter if all replicas shared
-the work evenly. The mean of this loss over steps is divided into
+T_n is the time at which replica n has computed its micro-batches, U_n that time minus the garbage collection of its
+stage that collected longest. A step loses max T - mean T: it would be shorter by that if all replicas were equally
+fast. The mean of this loss over steps is divided into
 
 - garbage collection: the loss of T minus the loss of U;
-- the deterministic part: the largest of the replicas' mean U minus the mean of all, what the replica that is slowest on
-  average costs in every step;
-- the random part: the rest, which is never negative. Dropping helps against this one alone: what is always late would
-  be dropped again and again, and its samples with it.
+- the deterministic part: the largest of the replicas' mean U minus the mean of all, the cost of the replica that is
+  slowest on average in every step;
+- the random part: the rest, which is never negative. Dropping helps against this part alone: a replica that is always
+  late would lose samples in every step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ReplicaTimes:
     """Compute times of one replica over the steps.
 
     Args:
-        replica: which.
+        replica: index.
         hosts: of its stages.
         mean_s: mean of T.
-        std_s: standard deviation.
-        p50_s: median.
-        p99_s: 99th percentile.
-        max_s: largest.
+        std_s: standard deviation of T.
+        p50_s: median of T.
+        p99_s: 99th percentile of T.
+        max_s: largest T.
         last_steps: steps in which all others waited for it.
         waiting_share: time that it waited for the slowest replica, over the time of all steps.
         busy_s: seconds of a micro-batch's forward and backward pass on each stage, [stage].
@@ -56,16 +56,16 @@ class ReplicaTimes:
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds of a step that are lost to waiting, mean over steps, and where they come from.
+    """Seconds of a step that are lost to waiting, mean over steps, by cause.
 
     Args:
-        total_s: all.
+        total_s: whole loss.
         deterministic_s: because one replica is slower on average.
         garbage_s: because replicas collect garbage at different times; below 0 if that made them more equal.
         random_s: the rest.
-        slowest: the replica that is slowest on average, garbage collection left out.
-        stage: of it, the one whose micro-batches take longest compared with those of the same stage elsewhere.
-        stage_excess_s: by how much, a micro-batch.
+        slowest: the replica that is slowest on average, without garbage collection.
+        stage: its stage whose micro-batches exceed the mean of the same stage over all replicas most.
+        stage_excess_s: that excess, per micro-batch.
     """
 
     total_s: float
@@ -79,13 +79,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class TimesReport:
-    """What the steps of a run took and lost.
+    """Times of a run's steps and their loss to waiting.
 
     Args:
-        times: that were recorded.
+        times: as recorded.
         compute_s: T, [replica, step].
         step_s: mean time of a step.
-        replicas: by number.
+        replicas: by index.
         loss: to waiting.
     """
 
@@ -97,12 +97,12 @@ class TimesReport:
 
     @property
     def steps_with_drops(self) -> int:
-        """Steps in which a replica left micro-batches out; their times are shorter by that."""
+        """Steps in which a replica dropped micro-batches; their times are shorter by that."""
         return int((self.times.completed < self.times.planned).any(axis=0).sum())
 
     @property
     def advice(self) -> str:
-        """One sentence: what dropping can help with."""
+        """One sentence: the largest cause of waiting, and whether dropping helps."""
         loss, share = self.loss, self.loss.total_s / self.step_s
         if len(self.replicas) == 1:
             return "One replica: it waits for no other, and dropping gains nothing."
@@ -128,7 +128,7 @@ class TimesReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         times = self.times
         return {
             "run": str(times.run),
@@ -144,7 +144,7 @@ class TimesReport:
 
 
 def report_times(times: StepTimesOfRun) -> TimesReport:
-    """Work out what the recorded steps took and lost.
+    """Compute times and losses of the recorded steps.
 
     Args:
         times: of at least one step.

@@ -1,4 +1,4 @@
-"""How is what a checkpoint holds shown in a terminal?"""
+"""Contents of a checkpoint as text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megasdc.checkpoint.marks import Standing
 
 
 def render_inspection(found: dict[str, Any]) -> str:
-    """The result of ``inspect_checkpoint`` for people, one line a fact; what is not known is left out."""
+    """The result of ``inspect_checkpoint`` as text, one line per fact; unknown facts are omitted."""
     layout, model, states = found["layout"], found["model"], found["states"]
     shape = "" if layout is None else f"TP{layout['tensor']} x PP{layout['pipeline']} x DP{layout['data']}"
     storage = found["storage"] or ""

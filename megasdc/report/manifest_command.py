@@ -1,4 +1,4 @@
-"""The command behind ``megasdc manifest``: reads, writes the manifest, and says what it came to."""
+"""The command behind ``megasdc manifest``: reads, writes the manifest, and prints a summary."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STANDARD_OUTPUT = "-"
 
 
 def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) -> None:
-    """Write the manifest of what lies at a path.
+    """Write the manifest of the checkpoints at a path.
 
     Args:
         path: see ``digest_path``.
         out: file to write, ``-`` for standard output; None: one in the working folder.
-        jobs: threads that read; None: one a core.
+        jobs: threads that read; None: one per core.
         as_json: print the summary as JSON.
 
     Raises:
-        CheckpointError: nothing that has a manifest lies there, or a file cannot be read.
+        CheckpointError: there is nothing of which a manifest can be made, or a file cannot be read.
         StorageError: the manifest cannot be written.
     """
     if as_json and out == STANDARD_OUTPUT:

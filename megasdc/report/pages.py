@@ -1,4 +1,4 @@
-"""How does a page come to be? One HTML file with all it needs in it, from a template."""
+"""HTML pages from templates: one file each, with everything that it needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megasdc.program import write_whole
 
 
 def write_page(template: str, path: Path, option: str = "--html", **values: Any) -> None:
-    """Fill a template in and write it as one file that needs no network.
+    """Render a template and write it as one file that needs no network.
 
     Args:
         template: a file in ``megasdc/report/templates``.
         path: the file; replaced.
-        option: of the command line that names it.
-        values: what the template shows, every text escaped; ``data`` goes to the script, in values that JSON has.
+        option: of the command line that names the file, for the error message.
+        values: variables of the template, every text escaped; ``data`` is for the script, JSON values only.
 
     Raises:
         StorageError: it cannot be written.

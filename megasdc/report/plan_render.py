@@ -1,4 +1,4 @@
-"""How does a plan of audits look on a terminal? A table of latencies by rate and tier, and one of what tiers cost."""
+"""Plan of audits as text for a terminal: detection latencies by rate and tier, and the cost of each tier."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def render_plan(result: PlanResult, console: Console) -> None:
     """Print a plan.
 
     Args:
-        result: what was computed.
-        console: where.
+        result: of the plan.
+        console: to print on.
     """
     plan = result.plan
     console.print(

@@ -1,7 +1,7 @@
-"""Which compute threshold would have been best for the steps that a run recorded?
+"""The compute threshold that would have been best for the steps that a run recorded.
 
-The search is that of a running job (``megasdc.dropcompute.search.search_recorded``), on steps in which nothing was left
-out: what a threshold in force has cut short says nothing about the time that was needed.
+The search is that of a running job (``megasdc.dropcompute.search.search_recorded``), on steps without dropped
+micro-batches: times that a threshold cut short do not show the time that was needed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class RunThreshold:
     """The best threshold of a run's steps.
 
     Args:
-        times: of the steps it was searched on.
-        communication_s: Tc, time of a step that no threshold shortens.
-        measured: whether that was measured, not given.
-        max_drop_rate: largest share of micro-batches that may be left out.
-        min_micro_batches: that every replica completes whatever the threshold.
-        threshold: what was found for the rule that starts micro-batches before tau.
-        sigmas: of the rule that starts those expected to end by tau.
-        predictive: what was found for that one.
+        times: of the steps of the search.
+        communication_s: Tc, the time of a step that no threshold shortens.
+        measured: Tc was measured, not given.
+        max_drop_rate: largest permitted share of dropped micro-batches.
+        min_micro_batches: completed by every replica whatever the threshold.
+        threshold: result for the rule ``elapsed``, which starts micro-batches before tau.
+        sigmas: of the rule ``predictive``, which starts those expected to end by tau.
+        predictive: result for that rule.
     """
 
     times: StepTimesOfRun
@@ -48,11 +48,11 @@ class RunThreshold:
 
     @property
     def rules(self) -> dict[str, Threshold]:
-        """What was found, by rule of the section."""
+        """The results, by the name of the rule in `drop_compute`."""
         return {ELAPSED: self.threshold, PREDICTIVE: self.predictive}
 
     def best(self, rule: str) -> int:
-        """Place of the best threshold in a rule's curve."""
+        """Index of the best threshold in a rule's curve."""
         return self.rules[rule].curve.best(self.max_drop_rate)
 
     @property
@@ -61,11 +61,11 @@ class RunThreshold:
         return self.times.end_s[:, 0, :, -1]
 
     def at(self, rule: str, place: int) -> dict[str, Any]:
-        """What one threshold comes to, in plain values; an infinite threshold is None.
+        """Results of one threshold as plain values; an infinite threshold is None.
 
         Args:
             rule: one of ``rules``.
-            place: in its curve.
+            place: index in its curve.
         """
         curve = self.rules[rule].curve
         share, tau_s = float(curve.completed_share[place]), float(curve.thresholds_s[place])
@@ -80,7 +80,7 @@ class RunThreshold:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         times, curve = self.times, self.threshold.curve
         return {
             "run": str(times.run),
@@ -122,18 +122,18 @@ def search_run(
     communication_s: float | None,
     sigmas: float = SIGMAS,
 ) -> RunThreshold:
-    """Search the threshold on the steps of a run in which nothing was left out.
+    """Search the threshold on the steps of a run without dropped micro-batches.
 
     Args:
-        times: recorded.
-        max_drop_rate: largest share of micro-batches that may be left out, in [0, 1].
-        min_micro_batches: that every replica completes whatever the threshold, >= 1.
+        times: as recorded.
+        max_drop_rate: largest permitted share of dropped micro-batches, in [0, 1].
+        min_micro_batches: completed by every replica whatever the threshold, >= 1.
         communication_s: Tc; None: as measured.
         sigmas: of the predictive rule, see ``ClockDecisions``.
 
     Raises:
         ValueError: a wrong value.
-        DataError: micro-batches were left out in every step.
+        DataError: micro-batches were dropped in every step.
     """
     if not 0 <= max_drop_rate <= 1:
         raise ValueError(f"max_drop_rate is {max_drop_rate}, needed 0 to 1")
@@ -141,13 +141,13 @@ def search_run(
     if not whole.any():
         raise DataError(
             f"{times.run}: in all {len(times.steps)} recorded steps from {times.steps[0]} to {times.steps[-1]} "
-            "micro-batches were left out, and a threshold is searched on steps in which nothing was; name others with "
+            "micro-batches were dropped, and a threshold is searched on steps without drops; name others with "
             '--first-step and --last-step, or record some with megasdc.drop_compute.threshold "inf"'
         )
     left = int((~whole).sum())
     times = times.only(
         whole,
-        f"{left} steps in which micro-batches were left out are not used; the others are then the quicker ones, and "
+        f"{left} steps in which micro-batches were dropped are not used; the others are then the faster ones, and "
         "the threshold comes out too low: better name steps before a threshold was in force",
     )
     latest = times.planned == times.planned[-1]

@@ -1,9 +1,9 @@
-"""What did a run record of its step times? The files of all ranks become arrays over the same steps.
+"""Step times that a run recorded: the files of all ranks as arrays over the same steps.
 
 ``RUN/step_times/rank_NNNNN.jsonl`` is written by the first tensor rank of each stage of each replica: at each start of
-the run a line of kind ``layout``, then a line a step, in seconds since the step began on that rank. A run that goes on
-from a checkpoint appends: its lines take the place of those of the same and later steps. What was recorded in another
-layout than that of the last start is left out.
+the run a line of kind ``layout``, then a line per step, in seconds since the step began on that rank. A resumed run
+appends: its lines replace those of the same and later steps. Lines of another layout than that of the last start are
+ignored.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class StepTimesOfRun:
 
     Args:
         run: the run folder.
-        steps: their numbers, rising, [step].
-        planned: micro-batches of a replica, [step].
-        start_s: when a stage started a micro-batch, [replica, stage, step, micro-batch]; NaN where it was left out.
-        end_s: when its backward pass ended there, likewise.
-        busy_s: seconds of its forward and backward pass, likewise.
+        steps: their numbers, ascending, [step].
+        planned: micro-batches per replica, [step].
+        start_s: start time of a micro-batch on a stage, [replica, stage, step, micro-batch]; NaN where it was dropped.
+        end_s: end of its backward pass there, likewise.
+        busy_s: duration of its forward and backward pass, likewise.
         compute_s: when all micro-batches were done, [replica, stage, step].
         step_s: when the optimizer was done, likewise.
-        gc_s: seconds of garbage collection in the step, likewise.
+        gc_s: duration of garbage collection in the step, likewise.
         hosts: names, [replica][stage].
-        notes: what was left out, a sentence each.
+        notes: what was ignored, a sentence each.
     """
 
     run: Path
@@ -65,11 +65,11 @@ class StepTimesOfRun:
         return np.isfinite(self.start_s[:, 0]).sum(axis=2)
 
     def only(self, chosen: NDArray[np.bool_], *notes: str) -> StepTimesOfRun:
-        """Some of the steps.
+        """A subset of the steps.
 
         Args:
-            chosen: which, [step]; at least one.
-            *notes: added, if a step is left out.
+            chosen: mask, [step]; at least one is True.
+            *notes: added if the mask excludes a step.
         """
         width = int(self.planned[chosen].max())
         cut = {name: getattr(self, name)[:, :, chosen, :width] for name in _LISTS}
@@ -97,13 +97,13 @@ class _File:
 def load_step_times(
     run: Path, first_step: int | None = None, last_step: int | None = None, on_progress: OnProgress | None = None
 ) -> StepTimesOfRun:
-    """Read what all ranks of a run have recorded.
+    """Read the step times of all ranks of a run.
 
     Args:
         run: the run folder.
-        first_step: earlier ones are passed over; None: none.
-        last_step: later ones are passed over; None: none.
-        on_progress: told what is done, how much of it, and of how much.
+        first_step: earlier steps are ignored; None: no limit.
+        last_step: later steps are ignored; None: no limit.
+        on_progress: called with the activity, the files read and their total.
 
     Raises:
         DataError: nothing was recorded, a file is damaged or missing, or no step is in all of them.
@@ -113,7 +113,7 @@ def load_step_times(
     if not paths:
         raise DataError(
             f"{folder} holds no step times; record them with megasdc.drop_compute.enabled and "
-            'record_times true, with megasdc.drop_compute.threshold "inf" if nothing shall be left out'
+            'record_times true, with megasdc.drop_compute.threshold "inf" if nothing shall be dropped'
         )
     files = []
     for number, path in enumerate(paths, 1):
@@ -133,7 +133,7 @@ def _of_one_layout(folder: Path, files: Sequence[_File]) -> tuple[dict[tuple[int
     by_place: dict[tuple[int, int], _File] = {}
     for file in files:
         if file.sizes != sizes:
-            notes.append(f"{file.path.name} is of an earlier start with another layout and was left out")
+            notes.append(f"{file.path.name} is of an earlier start with another layout and was skipped")
         elif by_place.setdefault(file.place, file) is not file:
             other_name = by_place[file.place].path.name
             raise DataError(f"{file.path} and {other_name} are both of replica, stage {file.place}; remove the old one")
@@ -154,13 +154,13 @@ def _read_file(path: Path, first_step: int, last_step: float) -> _File:
         if line.get("kind") == "layout":
             before, layout = layout, _checked_layout(line, where)
             if before is not None and any(before[key] != layout[key] for key in _LAYOUT_KEYS[1:5]) and rows:
-                notes.append(f"{path.name}: {len(rows)} steps of an earlier layout were left out")
+                notes.append(f"{path.name}: {len(rows)} steps of an earlier layout were skipped")
                 rows.clear()
             continue
         if layout is None:
             raise DataError(f"{where} comes before any line of kind layout; the file is not one of step times")
         row = _checked_row(line, where)
-        if rows and row["step"] <= next(reversed(rows)):  # the run went on from before these steps
+        if rows and row["step"] <= next(reversed(rows)):  # the run resumed from before these steps
             rows = {step: old for step, old in rows.items() if step < row["step"]}
         rows[row["step"]] = row
     if layout is None:
@@ -170,18 +170,18 @@ def _read_file(path: Path, first_step: int, last_step: float) -> _File:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of each line; one that a killed process left torn is passed over and noted."""
+    """(``path:line``, object) of each line; one that a killed process left incomplete is skipped and noted."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     for number, whole in enumerate(text.splitlines(keepends=True), 1):
         where, line = f"{path}:{number}", whole
-        if (again := line.rfind(_LAYOUT_BEGIN)) > 0:  # the next start appended to a torn line
-            notes.append(f"{path.name}:{number} is torn and was left out")
+        if (again := line.rfind(_LAYOUT_BEGIN)) > 0:  # the next start appended to an incomplete line
+            notes.append(f"{path.name}:{number} is torn and was skipped")
             line = line[again:]
         if not line.endswith("\n"):
-            notes.append(f"{path.name}:{number} is torn and was left out")
+            notes.append(f"{path.name}:{number} is torn and was skipped")
             continue
         try:
             value = json.loads(line)
@@ -234,7 +234,7 @@ def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str])
             "another range, or wait until a step has ended"
         )
     if left := sorted(anywhere - everywhere):
-        notes.append(f"{len(left)} steps, from {left[0]} to {left[-1]}, are not in the files of all ranks: left out")
+        notes.append(f"{len(left)} steps, from {left[0]} to {left[-1]}, are not in the files of all ranks: skipped")
     steps = sorted(everywhere)
     first = files[0, 0]
     planned = [first.rows[step]["planned"] for step in steps]

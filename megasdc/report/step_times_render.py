@@ -1,4 +1,4 @@
-"""How do a run's step times and its best threshold look: on a terminal, and as a page of figures?"""
+"""Step times of a run and its best threshold as text for a terminal and as pages of figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megasdc.report.run_threshold import RunThreshold
 from megasdc.report.step_times import StepTimesOfRun
 
 SHOWN = 16
-"""Replicas in a table, at most."""
+"""Maximum of replicas in a table."""
 DRAWN = 64
-"""Replicas in a figure, at most."""
+"""Maximum of replicas in a figure."""
 _RATES = (0.2, 0.1, 0.05, 0.02, 0.01)
 """Drop rates near which thresholds are shown besides the best one."""
 
@@ -28,8 +28,8 @@ def render_threshold(result: RunThreshold, console: Console) -> None:
     """Print the best threshold and some others.
 
     Args:
-        result: what was found.
-        console: where.
+        result: of the search.
+        console: to print on.
     """
     console.print(describe(result.times), markup=False)
     kind = "measured" if result.measured else "given"
@@ -71,7 +71,7 @@ def _add_thresholds(table: Table, result: RunThreshold, rule: str) -> None:
 
 
 def describe(times: StepTimesOfRun) -> str:
-    """One line: which steps of which run."""
+    """Run, steps, replicas and stages in one line."""
     replicas, stages, steps = times.compute_s.shape
     return (
         f"{times.run}: {steps:,} steps from {times.steps[0]} to {times.steps[-1]}, {replicas} replica(s) of {stages} "
@@ -85,10 +85,10 @@ def _print_notes(times: StepTimesOfRun, console: Console) -> None:
 
 
 def draw_threshold(result: RunThreshold, path: Path) -> None:
-    """Draw compute times of replicas, and what every threshold comes to, as one HTML page.
+    """Draw compute times of replicas and the results of all thresholds as one HTML page.
 
     Args:
-        result: what was found.
+        result: of the search.
         path: the file; replaced.
 
     Raises:
@@ -107,11 +107,11 @@ def draw_threshold(result: RunThreshold, path: Path) -> None:
 
 
 def render_times(result: TimesReport, console: Console) -> None:
-    """Print what replicas took, who was last, what is lost and what helps.
+    """Print times of replicas, how often each was last, losses to waiting, and advice.
 
     Args:
         result: the report.
-        console: where.
+        console: to print on.
     """
     console.print(describe(result.times), markup=False)
     shown = slowest_first(result.replicas)[:SHOWN]
@@ -131,13 +131,13 @@ def render_times(result: TimesReport, console: Console) -> None:
     console.print(result.advice, markup=False)
     if result.steps_with_drops:
         console.print(
-            f"note: in {result.steps_with_drops} of {steps} steps micro-batches were left out: these times are shorter"
+            f"note: in {result.steps_with_drops} of {steps} steps micro-batches were dropped: these times are shorter"
         )
     _print_notes(result.times, console)
 
 
 def slowest_first(replicas: Sequence[ReplicaTimes]) -> list[ReplicaTimes]:
-    """Replicas by falling mean compute time."""
+    """Replicas in descending order of mean compute time."""
     return sorted(replicas, key=lambda one: -one.mean_s)
 
 
@@ -169,7 +169,7 @@ def _parts(result: TimesReport) -> Table:
 
 
 def draw_report(result: TimesReport, path: Path) -> None:
-    """Draw the report as one HTML page: spread of each replica, who was last, who waited, what is lost, step by step.
+    """Draw the report as one HTML page: compute times by replica and step, who was last, who waited, losses.
 
     Args:
         result: the report.

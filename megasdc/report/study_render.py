@@ -1,4 +1,4 @@
-"""How are the tables of a study shown in a terminal?"""
+"""Tables of a study as text for a terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megasdc.study.tables import MismatchRow, StudySummary, torn_note
 
 
 def render_study(summary: StudySummary, console: Console, limit: int = 12) -> None:
-    """Print what a study came to.
+    """Print the tables of a study.
 
     Args:
         summary: of the study.
-        console: where to.
-        limit: submodules shown of each list of distances, the worst first; the whole is always shown.
+        console: to print on.
+        limit: submodules shown of each list of distances, the worst first; the whole model is always shown.
     """
     console.print(
         f"[bold]{escape(summary.run_dir)}[/]: {summary.mode}, {summary.steps} steps, {summary.replicas} replicas, "
@@ -61,7 +61,7 @@ _MISMATCHES = {
     "from zero": "from_zero",
     "NaN or Inf": "non_finite",
 }
-"""Titles of columns, and their fields."""
+"""Fields of ``MismatchRow`` by column title."""
 
 
 def _mismatches(rows: Sequence[MismatchRow], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""What did a run come to? A short summary from its folder, without torch."""
+"""Short summary of a run from its folder; torch is imported only for a failed run with verified checkpoints."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Failure:
     """How the last launch of a run failed.
 
     Args:
-        exit_code: of the launch; see README.
-        text: the cause, as the front or the rank tells it.
+        exit_code: of the launch; see ``megasdc.errors``.
+        text: the cause, as the launch or the failed rank recorded it.
         rank: global rank that failed first; None: not known.
         host: its host; None: not known.
-        verdict: on the cause, of silent data corruption; None: the failure is none, or no report of it was written.
-        suspects: ranks that were named, or of which one is wrong, with their hosts; for NaN and Inf where they came
-            up first.
-        incident: page of the report; None as ``verdict``.
+        verdict: of the incident report on silent data corruption; None: another failure, or no report was written.
+        suspects: ranks that the report names, or of which one is wrong, with their hosts; for NaN and Inf where they
+            appeared first.
+        incident: path of the incident report; None as ``verdict``.
         verified_checkpoint: folder of the newest checkpoint after which an audit agreed; None: there is none.
     """
 
@@ -46,25 +46,24 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Where a run began and ended.
+    """Summary of a run.
 
     Args:
         run_dir: its folder.
         steps: last step reported; 0: none.
-        planned_steps: steps of the whole run; None: not known, as nothing was trained here.
+        planned_steps: steps of the whole run; None: not known, as the folder holds no configuration.
         first_loss: mean loss of the first reported window, nats; None: none was reported, or it was not finite.
         last_loss: mean loss of the last reported window, nats; None as ``first_loss``.
         eval_loss: last evaluation; None if there was none.
-        unigram_entropy: entropy of the training tokens without context, nats; what a model that knows only how
-            frequent each token is would reach. None for a blend, whose frequencies no manifest holds, and if the data
-            have gone.
+        unigram_entropy: entropy of the training tokens without context, nats: the loss of a model that knows token
+            frequencies alone. None for a blend, whose frequencies no manifest holds, and if the data are missing.
         tokens: tokens used.
         tokens_per_s: median over the reported windows, all ranks; None: none was reported.
         skipped_steps: steps that the optimizer did not take.
         resumed_from: steps that the run resumed from.
         changed_settings: fields of the configuration that a resume found changed, as sentences.
-        checkpoints: folders of the checkpoints that are kept.
-        failure: how the last launch failed; None: it did not, or it left no word.
+        checkpoints: folders of the kept checkpoints.
+        failure: how the last launch failed; None: it did not, or left no record.
     """
 
     run_dir: str
@@ -134,7 +133,7 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
     verdict, suspects, page = None, [], None
     if ending.exit_code == CorruptionError.exit_code and run.incidents:
         path, incident = max(run.incidents, key=lambda one: one[1].time)
-        if datetime.fromisoformat(incident.time).timestamp() >= int(since):  # of this start; it tells whole seconds
+        if datetime.fromisoformat(incident.time).timestamp() >= int(since):  # incident times are whole seconds
             verdict, page = incident.verdict, str(path)
             suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
     if ending.exit_code == NonFiniteError.exit_code:
@@ -169,7 +168,7 @@ def _place(event: Event) -> str:
 
 
 def _change_text(event: Event) -> str:
-    """What a resume found changed."""
+    """A setting that a resume found changed, as text."""
     old, new = shown(event.fields["old"]), shown(event.fields["new"])
     return f"{event.fields['path']}: {old} -> {new} after step {event.step}"
 

@@ -1,4 +1,4 @@
-"""The command behind ``tools/compare_traces.py``: compares runs, prints, and answers with an exit code."""
+"""The command behind ``tools/compare_traces.py``: compares runs, prints, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compare(
 
 
 def _attempt(function: Any, *args: Any) -> Any:
-    """What a function returns, or our own error that it raised: one run that cannot be read leaves the others."""
+    """A function's result, or the MegasdcError that it raised: one unreadable run must not stop the others."""
     try:
         return function(*args)
     except MegasdcError as error:

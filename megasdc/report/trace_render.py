@@ -1,4 +1,4 @@
-"""How is a comparison of traces shown? Text and heat maps for a terminal, and a page with interactive heat maps."""
+"""Comparison of traces as text and heat maps for a terminal, and as a page with interactive heat maps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megasdc.program import write_whole
 from megasdc.report.traces import TraceReport
 
 SHADES = " ░▒▓█"
-"""Share of results that differ: none, up to a third, up to two thirds, below one, all."""
+"""Share of results that differ: none, below 1/3, below 2/3, below 1, all."""
 MAX_ROWS, MAX_COLUMNS = 40, 60
 
 
 def render(report: TraceReport, console: Console, limit: int) -> None:
-    """Print what was found, first divergence first.
+    """Print a comparison, first divergence first.
 
     Args:
         report: one comparison.
-        console: where to.
-        limit: divergences that are listed.
+        console: to print on.
+        limit: maximum of divergences listed.
     """
     comparison = report.comparison
     console.print(
@@ -64,7 +64,7 @@ def render(report: TraceReport, console: Console, limit: int) -> None:
 
 
 def place_text(one: dict[str, Any]) -> str:
-    """Where a divergence is, as a sentence; from ``TraceReport.describe``."""
+    """Place of a divergence in words; ``one`` is from ``TraceReport.describe``."""
     micro_batch = "" if one["micro_batch"] is None else f", micro-batch {one['micro_batch']}"
     return (
         f"rank {one['rank']} (dp {one['dp']}, pp {one['pp']}, tp {one['tp']}), step {one['step']}{micro_batch}, "
@@ -88,7 +88,7 @@ def _list(report: TraceReport, console: Console, limit: int) -> None:
 
 
 def _heat_map(title: str, shares: dict[str, dict[int, float]], console: Console) -> None:
-    """One row a submodule, one character a column; of many columns several share one, with their largest value."""
+    """One row per submodule; where columns exceed ``MAX_COLUMNS``, a character shows the largest of several."""
     columns = list(next(iter(shares.values())))
     width = -(-len(columns) // MAX_COLUMNS)
     bins = [columns[i : i + width] for i in range(0, len(columns), width)]
@@ -105,7 +105,7 @@ def _heat_map(title: str, shares: dict[str, dict[int, float]], console: Console)
 
 
 def shade(share: float) -> str:
-    """The character for a share in [0, 1]: blank for none only, the darkest for all only."""
+    """The character for a share in [0, 1]; blank only for 0, darkest only for 1."""
     if share in (0.0, 1.0):
         return SHADES[-1] if share else SHADES[0]
     return SHADES[1 + min(2, int(share * 3))]

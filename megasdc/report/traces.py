@@ -1,4 +1,4 @@
-"""Did two runs compute the same, and if not, where did they part first? From their trace files, without torch."""
+"""Comparison of two runs by their trace files: equality, or the first divergence; no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import RECORDED_ALIKE, read_folder
 
 _NOTED = ("device", "threads", "versions", "seed", "config_digest")
-"""Header fields whose difference does not forbid a comparison, but may explain what it finds."""
+"""Header fields whose difference does not prevent a comparison, but may explain a divergence."""
 _OF_A_LAYOUT = ("layout", "micro_batch_size", "accumulation_steps")
-"""Fields of ``RECORDED_ALIKE`` that may differ across layouts; what was recorded may too: the rest is compared."""
+"""Fields of ``RECORDED_ALIKE`` for which the error suggests ``--cross-layout``."""
 _NEEDED_ACROSS = ("precision", "algorithm")
 
 
@@ -27,7 +27,7 @@ class RunTraces:
     """Traces of all ranks of a run.
 
     Args:
-        path: as it was named.
+        path: as given by the user.
         headers: by rank.
         traces: by rank.
     """
@@ -38,7 +38,7 @@ class RunTraces:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Of rank 0."""
+        """Header of rank 0."""
         return self.headers[0]
 
     @property
@@ -48,24 +48,24 @@ class RunTraces:
 
     @property
     def steps(self) -> set[int]:
-        """Steps of which every rank recorded something, but for ranks that never did: nothing was asked of them."""
+        """Steps that every rank recorded; ranks without any record are ignored, as none was configured for them."""
         recorded = [{address.step for address in trace.addresses} for trace in self.traces.values() if trace]
         return set.intersection(*recorded) if recorded else set()
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What the comparison of one run with another found.
+    """Comparison of a run with a reference run.
 
     Args:
-        expected: path of the run that is compared with.
-        got: path of the run that is compared.
-        layout: of the run that is compared.
+        expected: path of the reference run.
+        got: path of the compared run.
+        layout: of the compared run.
         steps: steps that were compared.
-        steps_left_out: steps that one of the two has and the other has not on every rank.
+        steps_left_out: steps in either run that were not compared.
         notes: differences between the headers that may explain a divergence.
-        comparison: what was found.
-        totals: results that were compared, by (step, rank, submodule).
+        comparison: of the checksums.
+        totals: number of compared results, by (step, rank, submodule).
     """
 
     expected: str
@@ -79,17 +79,17 @@ class TraceReport:
 
     @property
     def same(self) -> bool:
-        """Whether every result that was compared has the same bits."""
+        """Whether all compared results have equal checksums."""
         return not self.comparison.divergences
 
     def shares(self, column: Callable[[int, int], int]) -> dict[str, dict[int, float]]:
         """Mismatch frequency: the share of a submodule's results that differ, in execution order of first mismatches.
 
         Args:
-            column: of (step, rank), what makes a column: one of the two.
+            column: takes (step, rank) and returns the one that makes a column.
 
         Returns:
-            Share by column, by submodule; submodules that nowhere differ are left out, columns are all of the run.
+            Share by submodule and column; submodules without mismatch are omitted, columns are all that were compared.
         """
         wrong: Counter[tuple[str, int]] = Counter()
         for one in self.comparison.divergences:
@@ -105,7 +105,7 @@ class TraceReport:
         }
 
     def as_dict(self, limit: int) -> dict[str, Any]:
-        """In plain values, with at most ``limit`` divergences."""
+        """As plain values, with at most ``limit`` divergences."""
         return {
             "expected": self.expected,
             "got": self.got,
@@ -124,7 +124,7 @@ class TraceReport:
         }
 
     def describe(self, one: Divergence) -> dict[str, Any]:
-        """One divergence in plain values; a checksum as 16 hexadecimal digits."""
+        """One divergence as plain values; a checksum as 16 hexadecimal digits."""
         dims = ParallelDims(self.layout.tensor, self.layout.pipeline, self.layout.data, one.rank)
         return {
             "rank": one.rank,
@@ -164,9 +164,9 @@ def compare_runs(expected: RunTraces, got: RunTraces, cross_layout: bool = False
     """Compare two runs over the steps that both have.
 
     Args:
-        expected: the run that is compared with.
-        got: the run that is compared.
-        cross_layout: compare only what is free of the layout, of the first step that both have.
+        expected: the reference run.
+        got: the compared run.
+        cross_layout: compare only results that do not depend on the layout, of the first step that both have.
 
     Raises:
         TraceError: they cannot be compared; the message names every reason.
@@ -188,7 +188,7 @@ def compare_runs(expected: RunTraces, got: RunTraces, cross_layout: bool = False
         comparison = compare_traces(theirs, ours, got.layout)
         for rank, trace in ours.items():
             totals.update((address.step, rank, address.fqn) for address in trace.addresses)
-        # What only the other side has was looked for too.
+        # Results that only ``expected`` has were compared too.
         totals.update((d.address.step, d.rank, d.address.fqn) for d in comparison.divergences if d.got is None)
     return TraceReport(
         expected.path,
@@ -233,7 +233,7 @@ def _all_steps(run: RunTraces) -> set[int]:
 
 
 def _only(traces: dict[int, Trace], steps: set[int]) -> dict[int, Trace]:
-    """The traces without other steps."""
+    """The traces of the given steps alone."""
     kept = {}
     for rank, trace in traces.items():
         places = [i for i, address in enumerate(trace.addresses) if address.step in steps]

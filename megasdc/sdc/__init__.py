@@ -1,1 +1,1 @@
-"""Did a rank compute something else? Traces, golden traces, comparison, verdicts."""
+"""Silent data corruption: traces, golden traces, comparison, votes, verdicts and incidents."""

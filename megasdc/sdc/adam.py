@@ -1,4 +1,4 @@
-"""Did the optimizer do what its formula says? A slice of Adam's step computed again in float64.
+"""Check of the optimizer: a slice of Adam's step recomputed in float64.
 
 Source: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2, as
 ``torch.optim.adam._single_tensor_adam`` (torch 2.13) has it: decay first, then the moments, then the step with eps
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamSlice:
-    """Some elements of a shard.
+    """Some elements of a shard of weights and moments.
 
     Args:
         master: weights, [n].
@@ -29,7 +29,7 @@ class AdamSlice:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All three."""
+        """Master weights, first and second moment."""
         return self.master, self.exp_avg, self.exp_avg_sq
 
 
@@ -42,7 +42,7 @@ class AdamSettings:
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: of the group.
-        decoupled: whether weights decay by themselves (AdamW) and not through the gradient.
+        decoupled: whether weight decay is decoupled (AdamW) instead of added to the gradient.
     """
 
     learning_rate: float | Tensor
@@ -55,10 +55,10 @@ class AdamSettings:
 def adam_step(
     before: AdamSlice, gradient: Tensor, step: float | Tensor, settings: AdamSettings
 ) -> tuple[AdamSlice, AdamSlice]:
-    """What the optimizer should make of a slice, and how large the terms are that it adds up.
+    """The expected slice after a step, and the magnitude of the terms that are summed.
 
     Args:
-        before: as the optimizer finds it.
+        before: before the step.
         gradient: [n], after unscaling and clipping.
         step: of the optimizer, the first is 1.
         settings: of the group.
@@ -87,15 +87,15 @@ def adam_step(
 
 
 def roundings(expected: AdamSlice, magnitude: AdamSlice, actual: AdamSlice) -> Tensor:
-    """The largest difference between what is and what should be, in roundings of its terms.
+    """The largest difference between actual and expected values, in units of rounding of their terms.
 
     Args:
         expected: from ``adam_step``.
         magnitude: likewise.
-        actual: what the optimizer made, in the type that it keeps.
+        actual: the optimizer's result, in the type that it keeps.
 
     Returns:
-        [3], fp64: of master, exp_avg, exp_avg_sq; a few where the optimizer was right.
+        [3], fp64: of master, exp_avg, exp_avg_sq; a few units where the optimizer was right.
 
     Sync: none.
     """

@@ -1,4 +1,4 @@
-"""What can come out of a vote? Flags, a dispute, evidence that was missing; made by ``megasdc.sdc.vote``."""
+"""Outcome of a vote: flags, a dispute, missing evidence. ``megasdc.sdc.vote`` produces it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from megasdc.addresses import Address
 
 Position = tuple[int, int]
-"""(pipeline, tensor) place, the same in every replica."""
+"""(pp_rank, tp_rank), the same in every replica."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A rank that computed something else than a strict majority.
+    """A rank whose result differs from that of a strict majority.
 
     Args:
         rank: global rank.
@@ -35,21 +35,21 @@ class Flag:
 
     @property
     def majority(self) -> int:
-        """How many agreed against it."""
+        """Number of ranks in the majority."""
         return len(self.against)
 
 
 @dataclass(frozen=True)
 class Dispute:
-    """Results that differ where no rank can be named.
+    """Differing results of which no rank can be named as the cause.
 
     Args:
-        address: where replicas part.
+        address: where replicas first differ.
         place: how many results each of the ranks recorded before it.
         replicas: those not set aside that have a result here.
-        values: checksum of each by global rank; one mapping for each tensor rank at which replicas part here.
-        origin: whether all that these replicas computed before was compared and equal, so that whoever is wrong here
-            began it. If not, the difference may follow from something that was not compared.
+        values: checksum of each by global rank; one mapping for each tensor rank at which replicas differ here.
+        origin: whether everything that these replicas computed before was compared and equal, so that the error
+            began here. If not, the difference may be the consequence of a result that was not compared.
     """
 
     address: Address
@@ -70,10 +70,10 @@ class Ballot:
 
     Args:
         flagged: ranks that are wrong relative to the majority, in execution order.
-        dispute: where the vote stopped, if it did; flags before it stand.
+        dispute: where the vote stopped, if it did; flags before it remain valid.
         compared: results that were compared with those of another replica, over all ranks.
         missing: ranks whose results are missing, or are not those that the others recorded: inconclusive.
-        left_out: positions that cannot be compared.
+        left_out: positions that are not comparable.
     """
 
     flagged: tuple[Flag, ...]
@@ -84,5 +84,5 @@ class Ballot:
 
     @property
     def agreed(self) -> bool:
-        """Whether everything was compared that can be, and was equal."""
+        """Whether everything comparable was compared and equal."""
         return self.compared > 0 and not self.flagged and self.dispute is None and not self.missing

@@ -1,4 +1,4 @@
-"""What do the checks of a run cost? Bytes read, results recorded and reductions, at the rates of a rank."""
+"""Cost of a run's checks: bytes read, results recorded and reductions, at the measured rates of a rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megasdc.sdc.cost import Reads
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank is at what checks consist of.
+    """Speed of a rank at the operations of checks.
 
     Args:
         checksum_bytes_per_s: of a large checksum.
-        extremes_bytes_per_s: of a look for NaN and Inf in a large tensor.
-        checksum_s: of recording and comparing one checksum that reads next to nothing, between arithmetic.
-        extremes_s: the same of a look for NaN and Inf.
+        extremes_bytes_per_s: of a check for NaN and Inf in a large tensor.
+        checksum_s: of recording and comparing one checksum of a tiny tensor, between arithmetic.
+        extremes_s: the same of a check for NaN and Inf.
         exchange_s: of one reduction of constant size over all ranks.
     """
 
@@ -29,7 +29,7 @@ class Rates:
 
 
 def median_rates(measured: Sequence[Rates]) -> Rates:
-    """The median of each rate, so that a slow moment of the machine does not stand for all.
+    """The median of each rate, so that one slow measurement has no effect.
 
     Args:
         measured: at least one.
@@ -39,11 +39,11 @@ def median_rates(measured: Sequence[Rates]) -> Rates:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the checks of one step ask for.
+    """Operations of one step's checks.
 
     Args:
-        checksums: that are taken.
-        extremes: results that are looked at for NaN and Inf.
+        checksums: to compute.
+        extremes: results checked for NaN and Inf.
         exchanges: reductions over all ranks.
     """
 
@@ -52,7 +52,7 @@ class Asked:
     exchanges: int
 
     def seconds(self, rates: Rates) -> float:
-        """The time that takes."""
+        """Time of these operations."""
         return (
             self.checksums.bytes / rates.checksum_bytes_per_s
             + self.checksums.count * rates.checksum_s

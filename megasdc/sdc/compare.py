@@ -1,8 +1,8 @@
-"""Where do two sets of traces part first, and on which rank?
+"""Comparison of two sets of traces: the first divergence and its rank.
 
-The first divergence is by execution order over all ranks. Results are recorded before collectives mix ranks, so that
-whichever rank comes first in this order computed something else, and others received it. Not so from ``reduced_grad``
-on with several replicas, whose results come after a sum over them; ``megasdc.sdc.verdict`` says who can be named.
+The first divergence is by execution order over all ranks. Results are recorded before collectives mix ranks, so the
+rank that comes first in this order computed a different value, and others received it. Not so from ``reduced_grad``
+on with several replicas, whose results come after a sum over them; ``megasdc.sdc.verdict`` decides who can be named.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _STEP_PHASES = {ACCUMULATED_GRAD: 1, REDUCED_GRAD: 2, UPDATE: 3, PARAMETER: 4}
 
 @dataclass(frozen=True)
 class Divergence:
-    """One result that is not what was expected.
+    """One result that differs from the expected one.
 
     Args:
         rank: global rank.
         address: of the result.
         place: how many results the rank recorded before it.
-        expected: checksum that was expected; None where no result was.
-        got: checksum that was computed; None where none was.
-        against: rank that computed what was expected, where the layouts differ; None: the same rank.
+        expected: expected checksum; None where no result was expected.
+        got: computed checksum; None where there is none.
+        against: rank that computed the expected value, where the layouts differ; None: the same rank.
     """
 
     rank: int
@@ -40,13 +40,12 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison of several ranks' traces found.
+    """Result of comparing several ranks' traces.
 
     Args:
         compared: results that were compared, over all ranks.
         divergences: in execution order over all ranks.
-        first: those of ``divergences`` that no other comes before; of several ranks only where several were wrong at
-            the same place.
+        first: the earliest of ``divergences``; of several ranks only where several were wrong at the same place.
     """
 
     compared: int
@@ -55,7 +54,7 @@ class Comparison:
 
     @property
     def counts(self) -> dict[int, int]:
-        """Number of divergences by rank, of ranks that have any."""
+        """Number of divergences by rank; ranks without any are absent."""
         counts: dict[int, int] = {}
         for divergence in self.divergences:
             counts[divergence.rank] = counts.get(divergence.rank, 0) + 1
@@ -63,11 +62,11 @@ class Comparison:
 
 
 def execution_key(address: Address, place: int, dims: ParallelDims) -> tuple[int, ...]:
-    """Where a result stands in the order in which one replica computes a step.
+    """Sort key of a result in the order in which one replica computes a step.
 
     A micro-batch runs forward through the stages and backward through them in reverse; micro-batches do not influence
-    each other before gradients are reduced. Ranks of one stage run the same program, so the number of results before
-    one orders them too.
+    each other before gradients are reduced. Ranks of one stage run the same program, so the number of earlier results
+    orders them too.
 
     Args:
         address: of the result.
@@ -83,7 +82,7 @@ def execution_key(address: Address, place: int, dims: ParallelDims) -> tuple[int
 
 
 def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layout: ParallelDims) -> Comparison:
-    """Compare every rank's trace with what was expected of it.
+    """Compare every rank's trace with the expected one.
 
     Args:
         expected: trace by global rank.
@@ -104,12 +103,12 @@ def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layo
 
 
 def in_execution_order(compared: int, found: Iterable[Divergence], layout: ParallelDims) -> Comparison:
-    """Put divergences of several ranks into the order in which they came about.
+    """Sort divergences of several ranks by execution order.
 
     Args:
         compared: results that were compared.
         found: of any ranks.
-        layout: sizes of the parallel dimensions of the ranks that they name.
+        layout: sizes of the parallel dimensions of these ranks.
     """
     places = {}
     keyed = []
@@ -123,12 +122,12 @@ def in_execution_order(compared: int, found: Iterable[Divergence], layout: Paral
 
 
 def compare_rank(rank: int, expected: Trace, got: Trace) -> list[Divergence]:
-    """Every difference between two traces of one rank, in the order of the second, then what it lacks.
+    """Every difference between two traces of one rank: in the order of ``got``, then what ``got`` lacks.
 
     Args:
-        rank: global rank, only to name it.
-        expected: what was expected.
-        got: what was computed.
+        rank: global rank, stored in the result.
+        expected: expected trace.
+        got: computed trace.
     """
     if expected.addresses == got.addresses:
         pairs = enumerate(zip(got.addresses, expected.checksums, got.checksums, strict=True))

@@ -1,4 +1,4 @@
-"""What does a trace cost? The bytes that checksums read in a step against the arithmetic of the step; pure formulas."""
+"""Cost model of traces: bytes that checksums read in a step against the step's arithmetic; pure formulas."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from megasdc.model.sizes import model_sizes
 
 FP32_BYTES = 4
 _OF_A_LAYER = {NORM: 2, QKV: 1, CORE_ATTENTION: 1, PROJECTION: 1, RESIDUAL: 1, FC1: 1, ACTIVATION: 1, FC2: 1, BLOCK: 1}
-"""Submodules of each kind in a transformer layer."""
+"""Number of submodules of each kind in a transformer layer."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes in a step, without pipeline parallelism.
+    """Work of one rank in a step, without pipeline parallelism.
 
     Args:
         model: its sizes; of a pipeline stage, with the stage's number of layers.
@@ -52,7 +52,7 @@ class Work:
         tensor: tensor-parallel size.
         data: replicas.
         width_bytes: bytes of one value of the model, 4 or 2.
-        recompute: whether transformer layers are computed again in the backward pass.
+        recompute: whether transformer layers are recomputed in the backward pass.
     """
 
     model: ModelSection
@@ -72,7 +72,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Arithmetic of a step on this rank; a recomputation is a further third."""
+        """Floating-point operations of a step on this rank; recomputation adds a third."""
         sizes = model_sizes(self.model, ffn_width(self.model), self.vocab)
         per_token = sizes.flops_per_token(self.sequence) * (4 / 3 if self.recompute else 1)
         return per_token * self.tokens * self.accumulation / self.tensor
@@ -80,7 +80,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Reads:
-    """What checksums read.
+    """Number of checksums and the bytes that they read.
 
     Args:
         count: checksums.
@@ -98,10 +98,10 @@ class Reads:
 
 
 def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
-    """What the checksums of one step read on one rank, by phase.
+    """Reads of one step's checksums on one rank, by phase.
 
-    Of a shard over replicas the count is an upper bound: a rank owns at most so many parameters. Gradients accumulate
-    in fp32, as they do unless `fp16` or `data_types.grad_accum_dtype` say otherwise.
+    Of a shard over replicas the count is an upper bound: a rank owns at most so many parameters. Gradients are taken to
+    accumulate in fp32, the default without `fp16` and `data_types.grad_accum_dtype`.
 
     Args:
         work: of the rank.
@@ -173,17 +173,17 @@ def _widths(work: Work) -> tuple[int, float, float, float]:
 
 
 def _outputs(kind: str, work: Work) -> list[float]:
-    """Values a token of each result of a forward pass."""
+    """Values per token of each forward result."""
     h, query, key, ffn = _widths(work)
     gated = 2 if work.model.gated_mlp else 1
     by_kind = {QKV: [query + 2 * key], CORE_ATTENTION: [query], FC1: [gated * ffn], ACTIVATION: [ffn]}
-    terms = 4 if work.tensor > 1 else 1  # also maximum, predicted logit and sum of each rank's part
+    terms = 4 if work.tensor > 1 else 1  # with TP also maximum, predicted logit and sum of each rank's part
     by_kind |= {HEAD: [work.vocab / work.tensor], LOSS: [1.0] * terms}
     return by_kind.get(kind, [float(h)])
 
 
 def _input_gradients(kind: str, work: Work) -> list[float]:
-    """Values a token of each gradient of an input."""
+    """Values per token of each input gradient."""
     h, query, key, ffn = _widths(work)
     gated = 2 if work.model.gated_mlp else 1
     by_kind = {EMBEDDING: [], CORE_ATTENTION: [query, key, key], PROJECTION: [query]}
@@ -192,7 +192,7 @@ def _input_gradients(kind: str, work: Work) -> list[float]:
 
 
 def _parameters(kind: str, work: Work) -> list[float]:
-    """Values of each parameter of one submodule."""
+    """Number of values of each parameter of one submodule."""
     h, query, key, ffn = _widths(work)
     model, vocab = work.model, work.vocab / work.tensor
     qkv, fc1 = query + 2 * key, ffn * (2 if model.gated_mlp else 1)

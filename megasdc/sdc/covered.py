@@ -1,6 +1,6 @@
-"""Which faults would a run see, where, and when? A table from its configuration: phases by what looks at them.
+"""Coverage of a configuration: which checks look at each phase of a step, and when.
 
-Exact checks compare bits. What only warns, or sees NaN and Inf alone, is told, and does not count as seeing a fault.
+Exact checks compare bits. Checks that only warn, or detect only NaN and Inf, are listed but do not count as exact.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _NORM = "NaN and Inf (norm)"
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a run decides what can be compared.
+    """Sizes of a run that decide what can be compared.
 
     Args:
         replicas: data-parallel size.
         tensor: tensor-parallel size.
         micro_batches: of a step on each replica.
-        covered: micro-batches of a step that checks of every step look at; None: one or all, by what it costs.
+        covered: micro-batches of a step that the always-on checks look at; None: one or all, depending on cost.
         recomputes: whether activations are recomputed.
     """
 
@@ -35,21 +35,21 @@ class Shape:
 
     @property
     def share(self) -> str:
-        """The micro-batches that checks of every step look at, for people."""
+        """The micro-batches that the always-on checks look at, as text."""
         covered = "1 or all" if self.covered is None else str(self.covered)
         return f"{covered} of {self.micro_batches}"
 
 
 @dataclass(frozen=True)
 class Covered:
-    """What looks at one phase.
+    """Checks of one phase.
 
     Args:
         phase: of ``megasdc.addresses``.
-        every_step: what looks at it in every step.
-        audit: what does in audited steps.
-        golden: what does with the golden workload.
-        exact: whether some of it compares bits in every micro-batch of every step, in some, or never.
+        every_step: checks in every step.
+        audit: checks in audited steps.
+        golden: checks with the golden workload.
+        exact: whether bits are compared in every micro-batch of every step, in some, or never.
     """
 
     phase: str
@@ -65,7 +65,7 @@ class Covered:
 
 
 def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
-    """What looks at each phase of a step.
+    """Checks of each phase of a step.
 
     Args:
         sections: of the run.
@@ -95,7 +95,7 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
 
 
 def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tuple[str, bool]]:
-    """What looks at a phase in every step, and whether it compares bits."""
+    """Checks of a phase in every step, and whether each compares bits."""
     section = sections.sdc.always_on
     found = []
     if phase in (FORWARD, RECOMPUTE) and section.enabled and shape.recomputes and section.recompute is not False:
@@ -113,7 +113,7 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
 
 
 def table_head(sections: MegasdcSection) -> tuple[str, ...]:
-    """The headings of the columns: what looks, and when."""
+    """Column headings: the check, and when it runs."""
     audit, sdc = sections.audit, sections.sdc
     audited = f"audit, every {audit.interval} steps" if audit.enabled else "audit: off"
     golden = "golden trace: off"
@@ -125,11 +125,11 @@ def table_head(sections: MegasdcSection) -> tuple[str, ...]:
 
 
 def coverage_notes(rows: list[Covered]) -> list[str]:
-    """What the table comes to, a sentence each."""
+    """Conclusions from the table, a sentence each."""
     texts = {
         "always": "Compared bit by bit in every step",
         "sometimes": "Compared bit by bit only in some steps or micro-batches, or only in the golden workload",
-        "never": "Never compared bit by bit, so that nobody sees a wrong value there that is not NaN, Inf or unusual",
+        "never": "Never compared bit by bit, so that a wrong value there stays undetected unless NaN, Inf or unusual",
     }
     notes = []
     for exact, text in texts.items():
@@ -141,12 +141,12 @@ def coverage_notes(rows: list[Covered]) -> list[str]:
 
 
 def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = False) -> list[str]:
-    """The table and what it comes to, a line each.
+    """The table and its conclusions, as lines.
 
     Args:
         sections: of the run.
         shape: of the run.
-        markdown: as a table of markdown; else as columns for a terminal.
+        markdown: as a Markdown table; else as columns for a terminal.
     """
     rows = coverage_rows(sections, shape)
     table = [table_head(sections), *(row.cells for row in rows)]

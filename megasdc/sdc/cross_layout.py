@@ -1,9 +1,9 @@
-"""What can be compared between traces of two layouts, and which rank's result belongs to which?
+"""Comparison of traces of two layouts: what is comparable, and which rank's result corresponds to which.
 
-Only results whose bits do not depend on the layout can. Measured with the GPT and Llama styles of
-``tests/distributed/test_trace_layouts.py``, tied and untied, fp32 and bf16: ``LAYOUT_FREE``. It holds for one step
-whose weights are equal. After it they are not: the norm of the gradient and, between replicas or tensor ranks, the
-gradient itself are sums in another order, so that in the next step no result is equal but by chance.
+Only results whose bits do not depend on the layout are comparable: ``LAYOUT_FREE``, measured with the GPT and Llama
+styles of ``tests/distributed/test_trace_layouts.py``, tied and untied, fp32 and bf16. It holds for one step with equal
+weights. After it weights differ: the norm of the gradient and, between replicas or tensor ranks, the gradient itself
+are sums in another order, so that in the next step results are equal only by chance.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ LAYOUT_FREE: dict[str, dict[str, frozenset[str]]] = {
     },
     # The loss is divided by the micro-batches of a replica before the backward pass, and so are all gradients.
     "data": {FORWARD: _ALL, RECOMPUTE: _ALL},
-    # Tensor ranks compute parts, whose sums round otherwise; a sum of one embedding and zeros does not.
+    # Tensor ranks compute parts, whose sums round differently; a sum of one embedding and zeros does not.
     "tensor": {FORWARD: frozenset({POSITIONS})},
 }
 """Kinds of submodules whose results are bit-equal, by the dimension in which two layouts differ and by phase."""
 
 
 def free_kinds(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """What is free of all differences between two layouts.
+    """Kinds of submodules whose results do not depend on the differences between two layouts.
 
     Args:
         expected: header of a trace.
         got: header of the other.
 
     Returns:
-        Kinds by phase; empty: nothing, as with sequence parallelism in another number of tensor ranks.
+        Kinds by phase; empty: nothing, as with sequence parallelism and different tensor sizes.
     """
     differ = {name for name in LAYOUT_FREE if expected["layout"][name] != got["layout"][name]}
     if expected["sequence_parallel"] != got["sequence_parallel"] or ("tensor" in differ and got["sequence_parallel"]):
@@ -60,10 +60,10 @@ def compare_across_layouts(
     expected_header: Mapping[str, Any],
     got_header: Mapping[str, Any],
 ) -> tuple[Comparison, Counter[tuple[int, int, str]]]:
-    """Compare two layouts, each result with those of the same sample and submodule.
+    """Compare traces of two layouts, each result with those of the same samples and submodule.
 
-    A micro-batch is known by the numbers of its samples in the global batch, so that another replica may have computed
-    what was expected; with other tensor sizes every tensor rank is compared with every one.
+    A micro-batch is identified by its samples' indices in the global batch, so another replica may have computed the
+    expected result. With different tensor sizes every tensor rank is compared with every other.
 
     Args:
         expected: trace by global rank, of one step.
@@ -72,7 +72,7 @@ def compare_across_layouts(
         got_header: of any rank.
 
     Returns:
-        What was found, and how many results were compared by (step, rank, submodule).
+        The comparison, and the number of compared results by (step, rank, submodule).
 
     Raises:
         TraceError: nothing can be compared; the message says why.
@@ -94,8 +94,8 @@ def compare_across_layouts(
                     found.append(Divergence(rank, address, place, result, value, against))
     if not compared:
         raise TraceError(
-            f"of layouts {other} and {layout} these traces have no result in common that is free of the layout; "
-            "phases, micro-batches and layers that were recorded must have some, and both the same global batch"
+            f"traces of layouts {other} and {layout} have no result in common that is independent of the layout; "
+            "record the same phases, micro-batches and layers of both, with the same global batch"
         )
     return in_execution_order(compared.total(), found, layout), compared
 
@@ -103,7 +103,7 @@ def compare_across_layouts(
 def _by_sample(
     traces: Mapping[int, Trace], header: Mapping[str, Any], free: Mapping[str, frozenset[str]]
 ) -> dict[Any, list[tuple[int, int]]]:
-    """(rank, checksum) of all results that are free of the layout, by what they are of."""
+    """(rank, checksum) of all results that do not depend on the layout, by ``_key``."""
     found = defaultdict(list)
     layout = _layout(header)
     for rank, trace in traces.items():
@@ -115,7 +115,7 @@ def _by_sample(
 
 
 def _key(address: Any, header: Mapping[str, Any], dims: ParallelDims) -> Any:
-    """What a result is of, in any layout: step, samples by their number in the global batch, phase, name, slot."""
+    """Identity of a result in any layout: step, indices of its samples in the global batch, phase, name, slot."""
     samples = None
     if address.micro_batch is not None:
         first = address.micro_batch * header["micro_batch_size"]

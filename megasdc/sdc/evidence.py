@@ -1,4 +1,4 @@
-"""How many results of each rank differ, and in which submodules? Counts to look at; nobody is named by them."""
+"""Number of differing results by rank and submodule, as evidence for people; it names no rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Counts = dict[str, dict[str, dict[int, int]]]
 def count_differing(
     traces: Mapping[int, Trace], layout: ParallelDims, wrong: Collection[int] = ()
 ) -> tuple[int, Counts]:
-    """Compare each rank with what most replicas have at its position, without those that are known to be wrong.
+    """Compare each rank with the most frequent value at its position, without the ranks known to be wrong.
 
-    Where as many have one value as another, all of them count as differing.
+    If two values are equally frequent, all ranks there count as differing.
 
     Args:
         traces: by global rank, of work that was the same on all replicas.
         layout: sizes of the parallel dimensions.
-        wrong: ranks that were named; their replicas say nothing of what is right, unless there is no other.
+        wrong: ranks that were named; their replicas are not used as reference, unless there is no other.
 
     Returns:
         Results that were compared over all ranks, and those that differ, in execution order.

@@ -1,7 +1,7 @@
-"""Where did NaN or Inf appear first? Two numbers a result, kept on the device until all are read at once.
+"""Detection of the first NaN or Inf: two numbers a result, kept on the device and read all at once.
 
-Smallest and largest element say it exactly and cannot overflow, as a sum could: both are NaN where any element is, and
-one of them is infinite where any element is.
+The smallest and largest element are exact and cannot overflow, as a sum could: both are NaN if any element is NaN, and
+one of them is infinite if any element is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
 
 NAN, INF = "NaN", "Inf"
-"""Kinds of a result that is not finite; NaN where it holds both."""
+"""Kinds of a non-finite result; NaN where it holds both."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kind_of_extremes(smallest: float, largest: float) -> str | None:
-    """Which kind of non-finite elements a tensor has; None: none."""
+    """The kind of non-finite elements, from smallest and largest element; None: none."""
     if math.isnan(smallest) or math.isnan(largest):
         return NAN
     return INF if math.isinf(smallest) or math.isinf(largest) else None
 
 
 def kind_of(tensors: Sequence[Tensor]) -> str | None:
-    """Which kind of non-finite elements some tensors have; None: none; NaN before Inf.
+    """The kind of non-finite elements in some tensors; None: none; NaN before Inf.
 
     Sync: waits for the device.
     """
@@ -68,12 +68,12 @@ def kind_of(tensors: Sequence[Tensor]) -> str | None:
 
 
 def checkable(tensor: Tensor) -> bool:
-    """Whether a tensor can hold NaN or Inf at all."""
+    """Whether a tensor's type can hold NaN or Inf, and it has elements."""
     return tensor.is_floating_point() and tensor.numel() > 0
 
 
 class FiniteRecorder:
-    """A listener of ``engine.observer.Observer`` that remembers whether results are finite, and changes nothing."""
+    """A listener of ``engine.observer.Observer`` that records whether results are finite, and changes nothing."""
 
     def __init__(self) -> None:
         self._addresses: list[Address] = []
@@ -89,7 +89,7 @@ class FiniteRecorder:
             self._values += start_extremes(result)
 
     def take(self, dims: ParallelDims) -> NonFinite | None:
-        """The first result of this rank since the last call that was not finite, in execution order.
+        """This rank's first non-finite result since the last call, in execution order.
 
         Args:
             dims: layout and place of this rank.
@@ -110,7 +110,7 @@ class FiniteRecorder:
 
 
 def first_of(found: Sequence[NonFinite | None], layout: ParallelDims) -> tuple[int, NonFinite] | None:
-    """Which rank's result was the first over all ranks, in execution order.
+    """The first non-finite result over all ranks, in execution order.
 
     Replicas do not influence each other within a micro-batch; of two at the same place the lower rank is taken.
 

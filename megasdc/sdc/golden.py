@@ -1,7 +1,7 @@
-"""What did trusted hardware compute? A golden trace: checksums of a seeded workload, and the key that says for whom.
+"""Golden traces: checksums of a seeded workload on trusted hardware, and the key of the environments they hold for.
 
-One file, a zip archive: ``header.json`` and one trace a case and rank. The header holds the SHA-256 of every member and
-of itself, so that a truncated or edited file is refused.
+The file is a zip archive: ``header.json`` and one trace for each case and rank. The header holds the SHA-256 of every
+member and of itself, so that a truncated or edited file is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megasdc.tensors.checksum import ALGORITHMS
 FORMAT = "megasdc.golden.v1"
 _HEADER = "header.json"
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError, OSError)
-"""What a zip file with wrong bits raises."""
+"""Exceptions that reading a damaged zip file may raise."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Golden:
     """The contents of a golden file.
 
     Args:
-        key: what must be equal for results to be comparable, by name.
+        key: properties, by name, that must be equal for results to be comparable.
         config: the resolved configuration of the workload.
-        layout: sizes of the parallel dimensions; as many ranks have a trace in each case.
+        layout: sizes of the parallel dimensions; every rank has a trace in each case.
         algorithm: of the checksums.
         cases: inputs, in order.
-        repeats: how often the workload was repeated, with the same results, when it was recorded.
+        repeats: how often the workload was repeated, with equal results, when it was recorded.
         recorded: when and where, for people.
         traces: by (case, rank).
     """
@@ -69,16 +69,16 @@ class Golden:
 
 
 def key_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Parts of two keys that differ, as (expected, got); a part that one lacks is None there."""
+    """Differing parts of two keys, as (expected, got); a missing part is None."""
     names = sorted(set(expected) | set(got))
     return {name: (expected.get(name), got.get(name)) for name in names if expected.get(name) != got.get(name)}
 
 
 def save_golden(path: Path, golden: Golden) -> None:
-    """Write a golden file, whole or not at all.
+    """Write a golden file atomically.
 
     Args:
-        path: replaced if it exists; a link leads to what is replaced, a device or a pipe is written to.
+        path: replaced if it exists; of a link the target is replaced; a device or pipe is written to.
         golden: the contents.
 
     Raises:
@@ -126,7 +126,7 @@ def load_header(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise TraceError(f"{path} does not exist; `megasdc golden record --config F --out {path}` makes it") from error
     except (*_DAMAGED, AttributeError) as error:
-        raise TraceError(f"{path} is damaged or no golden trace: {error}; copy it again or record it again") from error
+        raise TraceError(f"{path} is damaged or not a golden trace: {error}; copy or record it again") from error
     if header["algorithm"] not in ALGORITHMS:
         raise TraceError(
             f"{path}: checksum algorithm {header['algorithm']!r} is unknown here; known are {', '.join(ALGORITHMS)}"
@@ -135,7 +135,7 @@ def load_header(path: Path) -> dict[str, Any]:
 
 
 def load_golden(path: Path, rank: int | None = None) -> Golden:
-    """Read a golden file and check every trace that is taken from it.
+    """Read a golden file and check the digest of every trace that is read.
 
     Args:
         path: the file.
@@ -160,7 +160,7 @@ def load_golden(path: Path, rank: int | None = None) -> Golden:
                     file.write_bytes(data)
                     traces[case, one] = read_trace(file)[1]
     except _DAMAGED as error:
-        raise TraceError(f"{path} is damaged: {error}; copy it again or record it again") from error
+        raise TraceError(f"{path} is damaged: {error}; copy or record it again") from error
     return Golden(
         header["key"],
         header["config"],
@@ -185,5 +185,5 @@ def _trace_bytes(trace: Trace, scratch: Path) -> bytes:
 
 
 def header_digest(header: Mapping[str, Any]) -> str:
-    """SHA-256 of a header, and so of the whole file, since the header holds those of all members."""
+    """SHA-256 of a header, and so of the whole file, since the header holds the digests of all members."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()

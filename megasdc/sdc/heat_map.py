@@ -1,4 +1,4 @@
-"""Which results differ on which rank? Tables small enough to read, also of hundreds of ranks and submodules."""
+"""Heat maps of differing results by submodule and rank, small enough to read with hundreds of ranks and submodules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One submodule, or several alike, on one rank, or several alike.
+    """One submodule (or several with equal cells) on one rank (or several).
 
     Args:
         count: results that differ, of each.
         shade: 0 for none, then 1 to 4 by the share of the largest count.
-        origin: whether it began here.
+        origin: whether the first wrong result is here.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Row:
 
     Args:
         label: their names.
-        cells: one a column.
+        cells: one for each column.
     """
 
     label: str
@@ -47,13 +47,13 @@ class Row:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Results of one direction that differ.
+    """Differing results of one direction.
 
     Args:
-        title: which direction.
+        title: the direction.
         columns: the ranks of each column.
         rows: in execution order.
-        notes: what is left out.
+        notes: what is not shown.
     """
 
     title: str
@@ -63,7 +63,7 @@ class HeatMap:
 
 
 def build_heat_maps(incident: Incident) -> list[HeatMap]:
-    """Tables of rank and submodule, forward and backward apart; a direction in which nothing differs has none."""
+    """Tables of rank and submodule for each direction in which results differ."""
     maps = []
     ranks = sorted({one.rank for one in incident.ranks})
     for title, phases in _PARTS.items():
@@ -84,7 +84,7 @@ def ranges(numbers: Iterable[int]) -> str:
 def _sum_phases(
     differing: Mapping[str, Mapping[str, Mapping[int, int]]], phases: tuple[str, ...]
 ) -> dict[str, dict[int, int]]:
-    """Results that differ over several phases, by submodule and rank; only what is above 0."""
+    """Number of differing results over several phases, by submodule and rank; only counts above 0."""
     counts: dict[str, dict[int, int]] = {}
     for phase in phases:
         for fqn, by_rank in differing.get(phase, {}).items():
@@ -101,7 +101,7 @@ def _build(title: str, counts: dict[str, dict[int, int]], ranks: list[int], orig
     for rank in ranks:
         column = tuple((by_rank.get(rank, 0), (fqn, rank) in origins) for fqn, by_rank in counts.items())
         alike.setdefault(column, []).append(rank)
-    # Columns where it began come first where not all are shown; in the table they stand by rank.
+    # If not all columns fit, those with an origin are kept first; in the table columns are ordered by rank.
     chosen = sorted(alike, key=lambda column: (not any(origin for _, origin in column), alike[column][0]))
     columns = sorted(chosen[:MAX_COLUMNS], key=lambda column: alike[column][0])
     rows = []
@@ -113,9 +113,9 @@ def _build(title: str, counts: dict[str, dict[int, int]], ranks: list[int], orig
     notes = []
     if len(alike) > MAX_COLUMNS:
         left = sum(len(alike[column]) for column in chosen[MAX_COLUMNS:])
-        notes.append(f"{left} more ranks, whose columns differ from these, are left out.")
+        notes.append(f"{left} more ranks, whose columns differ from these, are not shown.")
     if len(rows) > MAX_ROWS:
-        notes.append(f"{len(rows) - MAX_ROWS} more rows, of later results, are left out.")
+        notes.append(f"{len(rows) - MAX_ROWS} more rows, of later results, are not shown.")
     return HeatMap(title, tuple(ranges(alike[column]) for column in columns), tuple(rows[:MAX_ROWS]), tuple(notes))
 
 

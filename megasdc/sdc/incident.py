@@ -1,6 +1,6 @@
-"""What is known about one case of silent data corruption? An incident: what, where, when, evidence, and what to do.
+"""Incidents: what, where, when, evidence and instructions for one case of silent data corruption.
 
-Plain data without torch and without communication; ``megasdc.sdc.incident_page`` shows it to people.
+Plain data without torch and without communication; ``megasdc.sdc.incident_page`` renders it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megasdc.errors import TraceError
 from megasdc.events import Event
 
 REPEATS = 10
-"""Runs of each case when a host is verified against a golden trace."""
+"""Runs of each case in the recommended verification of a host."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class FlaggedRank(RankPlace):
-    """A rank that was named.
+    """A rank named as wrong.
 
     Args:
-        verdict: of this rank; inconclusive: it is certainly wrong, but its repeats do not say how often.
-        first: its first result that was wrong.
-        expected: checksum that the result should have, 16 hexadecimal digits; None: not known.
-        got: checksum that it has; None: not known.
-        repeats: how often the rank computed the micro-batch again.
+        verdict: of this rank; inconclusive: it is certainly wrong, but its repeats do not show how often.
+        first: its first wrong result.
+        expected: correct checksum of that result, 16 hexadecimal digits; None: not known.
+        got: its actual checksum; None: not known.
+        repeats: how often the rank recomputed the micro-batch.
         wrong_repeats: in how many of them it was wrong.
         rate_bound: upper bound of its rate of wrong micro-batches with 95 % confidence, in (0, 1]; None where it was
             wrong again.
@@ -68,11 +68,11 @@ class FlaggedRank(RankPlace):
 
 @dataclass(frozen=True)
 class DisputedRank(RankPlace):
-    """A rank that differs from others, where nobody can say which of them is wrong.
+    """A rank that differs from others, where it is not known which of them is wrong.
 
     Args:
-        first: the first result that they disagree about.
-        got: the checksum that this rank computed, 16 hexadecimal digits; None: it computed none, or it is not known.
+        first: the first result that differs.
+        got: checksum that this rank computed, 16 hexadecimal digits; None: there is none, or it is not known.
     """
 
     first: Address
@@ -81,7 +81,7 @@ class DisputedRank(RankPlace):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was compared.
+    """Compared and differing results.
 
     Args:
         compared: results, over all ranks.
@@ -95,7 +95,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the run ran on.
+    """Software versions, layout and precision of the run.
 
     Args:
         versions: of software, by name.
@@ -110,10 +110,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing to do.
+    """One action for the engineer.
 
     Args:
-        text: what and why.
+        text: what to do and why.
         commands: exact, one a line; words in capitals are to be filled in.
     """
 
@@ -126,21 +126,21 @@ class Incident:
     """One case of silent data corruption.
 
     Args:
-        time: when it was found, ISO 8601, UTC.
+        time: of detection, ISO 8601, UTC.
         run_dir: the run folder.
         step: optimizer step, first is 1.
         micro_batch: micro-batch in the step, first is 0; None where it belongs to none.
-        tier: what found it.
+        tier: the check that detected it.
         verdict: of the incident; of several flagged ranks the worst.
-        basis: what says which value is right.
-        policy: what the configuration wants done.
-        done: what was therefore done; repaired: the work was done again, agreed, and was used; committed: nothing.
-        flagged: the ranks that were named.
+        basis: how the correct value is known.
+        policy: the configured policy.
+        done: what was done; repaired: the step was rerun, ranks agreed, and the result was used; committed: nothing.
+        flagged: ranks named as wrong.
         disputed: ranks that differ without being named.
         ranks: all ranks.
         evidence: what was compared.
-        environment: what the run ran on.
-        earlier: earlier events that may belong to it, oldest first.
+        environment: of the run.
+        earlier: earlier events that may be related, oldest first.
         golden: golden trace file to verify hosts with; None: there is none.
         verified_checkpoint: folder of the newest verified checkpoint; None: there is none.
         newest_candidate: folder of the newest checkpoint that is not verified; None: there is none.
@@ -186,7 +186,7 @@ class Incident:
 
     @property
     def suspects(self) -> tuple[FlaggedRank | DisputedRank, ...]:
-        """The ranks that something is to be done about: those flagged, else those disputed."""
+        """The flagged ranks, or the disputed ones if none is flagged."""
         return self.flagged or self.disputed
 
     @property
@@ -196,7 +196,7 @@ class Incident:
 
     @property
     def what_to_do(self) -> list[Instruction]:
-        """What an engineer should do now, in order."""
+        """Instructions for the engineer, in order."""
         return [_leave_out(self), _verify_hosts(self), _go_on(self)]
 
 
@@ -205,44 +205,44 @@ _INSTRUCTIONS = TypeAdapter(list[Instruction])
 
 
 def incident_to_json(incident: Incident) -> str:
-    """All of an incident as JSON, and what to do under ``what_to_do``."""
+    """The incident as JSON, with its instructions under ``what_to_do``."""
     content = _ADAPTER.dump_python(incident, mode="json")
     content["what_to_do"] = _INSTRUCTIONS.dump_python(incident.what_to_do, mode="json")
     return json.dumps(content, indent=1) + "\n"
 
 
 def incident_from_json(text: str, source: str = "the text") -> Incident:
-    """Read what ``incident_to_json`` wrote.
+    """Parse the JSON of ``incident_to_json``.
 
     Args:
         text: the JSON.
         source: where it is from, for the message.
 
     Raises:
-        TraceError: it is damaged, or no incident.
+        TraceError: it is damaged, or not an incident.
     """
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "as a whole"
-        raise TraceError(f"{source} is damaged or no incident report: {where}: {first['msg']}") from error
+        raise TraceError(f"{source} is damaged or not an incident report: {where}: {first['msg']}") from error
 
 
 def _leave_out(incident: Incident) -> Instruction:
-    """Which hosts should not take part any more."""
+    """Instruction to exclude hosts."""
     hosts = " and ".join(incident.hosts)
     when = "start with one of these" if incident.done == "halted" else "at the next start of the run use one of these"
     if not incident.flagged:
-        text = f"No rank could be named: one of those that differ is wrong. Leave out {hosts} until verified"
+        text = f"No rank could be named: one of those that differ is wrong. Exclude {hosts} until verified"
     elif incident.verdict == "not_reproduced":
-        text = f"It did not come back. {hosts} may stay in use; if it is named again, leave it out"
+        text = f"It was not reproduced. {hosts} may stay in use; if named again, exclude it"
     else:
-        text = f"Leave out {hosts}"
+        text = f"Exclude {hosts}"
     config = f"--config {shlex.quote(_config(incident))}"
     if {one.host for one in incident.ranks} <= set(incident.hosts):
         return Instruction(
-            f"{text}. No host of the run would be left: take others into OTHERS, and {when}.",
+            f"{text}. No host of the run would be left: list other hosts in OTHERS, and {when}.",
             (
                 f"megasdc launch --hostfile OTHERS {config}",
                 f"deepspeed --hostfile OTHERS launch/pretrain_gpt.py {config}",
@@ -250,7 +250,7 @@ def _leave_out(incident: Incident) -> Instruction:
         )
     without = f"--exclude {shlex.quote('@'.join(incident.hosts))}"
     return Instruction(
-        f"{text}: {when}. HOSTFILE is that of this run; put a spare host into it, so that the layout stays.",
+        f"{text}: {when}. HOSTFILE is that of this run; put a spare host into it, so that the layout stays the same.",
         (
             f"megasdc launch --hostfile HOSTFILE {without} {config}",
             f"deepspeed --hostfile HOSTFILE {without} launch/pretrain_gpt.py {config}",
@@ -259,11 +259,11 @@ def _leave_out(incident: Incident) -> Instruction:
 
 
 def _verify_hosts(incident: Incident) -> Instruction:
-    """How to find out whether a host is healthy."""
+    """Instruction to verify hosts against a golden trace."""
     golden = shlex.quote(incident.golden or "TRUSTED.golden")
     verify = f"megasdc golden verify {golden} --repeats {REPEATS}"
     text = (
-        f"Verify {' and '.join(incident.hosts)} when no run is there: log in and run this. Exit code 0: healthy, 73: "
+        f"Verify {' and '.join(incident.hosts)} when no run uses it: log in and run this. Exit code 0: healthy, 73: "
         "wrong."
     )
     if incident.golden is not None:
@@ -275,14 +275,14 @@ def _verify_hosts(incident: Incident) -> Instruction:
 
 
 def _go_on(incident: Incident) -> Instruction:
-    """Which checkpoint the run goes on from."""
+    """Instruction on the checkpoint to resume from."""
     verified, candidate = incident.verified_checkpoint, incident.newest_candidate
     if incident.done != "halted":
-        return Instruction("The run goes on; it need not be started again.")
+        return Instruction("The run continues; no restart is needed.")
     if verified is not None:
         newer = f" Newer ones, up to {candidate}, will be moved to `unverified`." if candidate else ""
         return Instruction(
-            f"The launch goes on by itself from {verified}, the newest verified checkpoint.{newer} To look at it:",
+            f"The launch resumes by itself from {verified}, the newest verified checkpoint.{newer} To look at it:",
             (f"megasdc verify-checkpoint {shlex.quote(verified)}",),
         )
     if candidate is not None:
@@ -296,7 +296,7 @@ def _go_on(incident: Incident) -> Instruction:
         )
     if incident.not_read:
         return Instruction("No checkpoint is known, but not all files of the run could be read: look for some first.")
-    return Instruction("There is no checkpoint: the launch begins anew.")
+    return Instruction("There is no checkpoint: the launch starts from step 1.")
 
 
 def _config(incident: Incident) -> str:

@@ -1,6 +1,7 @@
-"""How is an incident shown to an engineer? One page in the run folder, beside JSON for programs.
+"""Report page of an incident, in the run folder beside JSON for programs.
 
-The page says first what happened where and what was done, then what to do, then the evidence. It needs no network.
+The page shows first what happened where and what was done, then the instructions, then the evidence. It needs no
+network.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from megasdc.checkpoint.files import write_durably
+from megasdc.durable import write_durably
 from megasdc.errors import CorruptionError, StorageError
 from megasdc.sdc.heat_map import build_heat_maps
 from megasdc.sdc.incident import FlaggedRank, Incident, incident_to_json
@@ -28,7 +29,7 @@ _VERDICTS = {
     "persistent": "Persistent: repeated, the same wrong value came each time.",
     "intermittent": "Intermittent: wrong again, repeated or since an earlier finding, but not always or not equally.",
     "not_reproduced": "Not reproduced: repeated, every result was right.",
-    "inconclusive": "Inconclusive: results differ, but what was computed does not tell who is wrong.",
+    "inconclusive": "Inconclusive: results differ, but what was computed does not tell which rank is wrong.",
 }
 _BASES = {
     "relative to the majority": "Right is what the majority of replicas computed; no golden trace confirms it.",
@@ -40,23 +41,23 @@ _BASES = {
 }
 _DONE = {
     "halted": "training was halted",
-    "repaired": "the work was done again and training goes on",
-    "committed": "training goes on with it",
+    "repaired": "the work was redone and training continues",
+    "committed": "training continues with it",
 }
 _OUTCOMES = {
     "halted": f"Training was halted: nothing more was committed or saved, all ranks end with exit code "
     f"{CorruptionError.exit_code}.",
-    "repaired": "The work was done again, all ranks agreed, and that was used; training goes on.",
-    "committed": "The step was committed as it was, with what is wrong in it; training goes on, and no checkpoint "
+    "repaired": "The work was redone, all ranks agreed, and that result was used; training continues.",
+    "committed": "The step was committed as it was, with what is wrong in it; training continues, and no checkpoint "
     "saved from then on will be verified.",
 }
 
 
 def write_incident(incident: Incident) -> tuple[Path, Path]:
-    """Write both reports of an incident, each whole or not at all; earlier ones stay.
+    """Write both reports of an incident, each atomically; earlier reports are kept.
 
     Args:
-        incident: its ``run_dir`` says where.
+        incident: its ``run_dir`` is the run folder.
 
     Returns:
         ``reports/incident_step_NNNNNNNN.json`` and ``.html`` in the run folder, with a number where that name is taken.
@@ -78,7 +79,7 @@ def write_incident(incident: Incident) -> tuple[Path, Path]:
 
 
 def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
-    """Names for the reports of an incident, as JSON and as a page, that are not in use.
+    """Unused names for the JSON and HTML reports of an incident.
 
     Args:
         run_dir: the run folder.
@@ -94,7 +95,7 @@ def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
 
 
 def headline(incident: Incident) -> str:
-    """What happened, where and when, in one sentence."""
+    """One sentence with what happened, where and when."""
     when = f"Step {incident.step}" + ("" if incident.micro_batch is None else f", micro-batch {incident.micro_batch}")
     if incident.flagged:
         what = "; ".join(
@@ -109,10 +110,10 @@ def headline(incident: Incident) -> str:
 
 
 def render_page(incident: Incident, json_name: str) -> str:
-    """The page, as HTML that refers to nothing outside itself.
+    """The page, as self-contained HTML.
 
     Args:
-        incident: what happened.
+        incident: to show.
         json_name: name of the JSON file beside it.
     """
     environment = Environment(

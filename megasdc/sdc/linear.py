@@ -1,8 +1,8 @@
-"""Is the reduced gradient the mean of the replicas' gradients? A sum must not change when what it sums is reduced.
+"""Check of the gradient reduction: linear functions of the reduced gradient against those of the replicas' gradients.
 
 Two linear functions of a gradient are taken in float64 on every rank before the reduction, and on every owner's shard
-after it: the sum of all elements, and their sum with random signs, in which errors that cancel in the first remain.
-What the reduction itself rounds is about the rounding of one addition times the norm, so that is the unit.
+after it: the sum of all elements, and their sum with random signs, which shows errors that cancel in the first.
+The reduction's own rounding is about that of one addition times the norm, so the norm is the unit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 PERIOD = 8191
-"""Signs repeat after so many elements; a prime, so that they do not fall into step with rows."""
+"""Number of elements after which signs repeat; a prime, so that they do not align with rows."""
 
 HOST_ROWS = 16
-"""Periods that are widened at a time on a CPU: a megabyte."""
+"""Periods converted to fp64 at a time on a CPU: a megabyte."""
 
 
 def draw_signs(seed: int, device: torch.device) -> Tensor:
@@ -35,7 +35,7 @@ def linear_sums(values: Tensor, signs: Tensor, offset: int = 0) -> Tensor:
     Args:
         values: any shape; consecutive elements of a tensor, row-major.
         signs: from ``draw_signs``.
-        offset: place of the first of them in that tensor; it decides which sign each element has.
+        offset: index of the first of them in that tensor; it decides the sign of each element.
 
     Returns:
         [2], fp64: the sum, and the sum with signs.
@@ -54,7 +54,7 @@ def linear_sums(values: Tensor, signs: Tensor, offset: int = 0) -> Tensor:
 def _column_sums(rows: Tensor) -> Tensor:
     """Sum of each column in float64; [rows, PERIOD] to [PERIOD].
 
-    On a CPU a few rows at a time are widened within the cache: seven times as fast as a sum that widens as it reads.
+    On a CPU a few rows at a time are converted within the cache: seven times as fast as a sum with conversion.
     """
     if rows.device.type != "cpu":
         return rows.sum(0, dtype=torch.float64)
@@ -77,14 +77,14 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def residuals(before: Tensor, squares: Tensor, after: Tensor, replicas: int, factor: Tensor) -> Tensor:
-    """How far sums before and after the reduction lie apart, over the norm of what was reduced.
+    """Difference of the sums before and after the reduction, over the norm of what was reduced.
 
     Args:
         before: [g, 2], sums of each group's local gradients, summed over replicas.
         squares: [g], squared norms of the local gradients, summed over replicas.
         after: [g, 2], sums of the reduced gradient, summed over the owners of its shards.
-        replicas: the reduction takes their mean.
-        factor: 0-d, what the mean was multiplied with.
+        replicas: number of replicas, of which the reduction takes the mean.
+        factor: 0-d, factor that the mean was multiplied with.
 
     Returns:
         [g, 2]; 0 for a group whose gradient is 0 before and after.

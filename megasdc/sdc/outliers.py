@@ -1,9 +1,9 @@
-"""Is a submodule's gradient unlike that of the other replicas, or unlike before? Robust statistics of its features.
+"""Outlier detection of gradient features, across replicas and against past steps, by robust statistics.
 
-Features are compared as logarithms: what is usual for a gradient is a factor, not a difference. Across replicas, a
-value's distance from their median is measured in the usual such distance, the median over replicas and past steps.
-Against the past, the median over replicas is compared with its own values in past steps, by their median and median
-absolute deviation. Neither scale is much less than that of most submodules.
+Features are compared as logarithms, because gradients vary by factors. Across replicas, a value's distance from their
+median is divided by the usual such distance, the median over replicas and past steps. Against the past, the median
+over replicas is compared with its own values in past steps, by their median and median absolute deviation. Both
+scales have a lower limit relative to those of the other submodules.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 WINDOW = 32
-"""Past steps that count."""
+"""Past steps that are used."""
 NEEDED = 10
-"""Past steps before anything is scored."""
+"""Past steps needed before scoring begins."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 LEAST_SCALE = 0.01
-"""Least scale of a logarithm: changes of a hundredth are never unusual."""
+"""Lower limit of a scale, of a logarithm: changes of one percent are never unusual."""
 LEAST_SHARE = 0.5
-"""Least scale of one submodule over the median of all: few steps may by chance lie close together."""
+"""Lower limit of a submodule's scale over the median of all: a few steps may be close together by chance."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Score:
     """The most unusual feature of a step.
 
     Args:
-        value: its distance in the usual one.
-        replica: whose it is; None: of all in common.
-        submodule: place in the list.
-        feature: place in the list.
+        value: its distance over the usual one.
+        replica: of the feature; None: the median over replicas.
+        submodule: index in the list.
+        feature: index in the list.
     """
 
     value: float
@@ -53,13 +53,13 @@ class Outliers:
         self._spreads: deque[Tensor] = deque(maxlen=WINDOW)
 
     def score(self, features: Tensor) -> tuple[Score, Score] | None:
-        """The most unusual feature across replicas, and against the past; learn the step.
+        """The most unusual feature across replicas, and against the past; then adds the step to the past.
 
         Args:
             features: [replicas, submodules, features], on the host, not negative, finite.
 
         Returns:
-            None as long as too little is known.
+            None until there are ``NEEDED`` past steps.
         """
         logs = features.double().clamp_min(torch.finfo(torch.float32).tiny).log()
         center = logs.quantile(0.5, 0)
@@ -72,7 +72,7 @@ class Outliers:
                 _worst(((center - middle).abs() / scales[1]).unsqueeze(0)),
             )
         self._centers.append(center)
-        alone = len(logs) % 2 if len(logs) > 1 else 0  # of an odd number one is the median itself
+        alone = len(logs) % 2 if len(logs) > 1 else 0  # with an odd number, one replica is the median itself
         self._spreads.append(distance.sort(0).values[alone:].quantile(0.5, 0))
         return found
 
@@ -80,7 +80,7 @@ class Outliers:
         """The usual distances of logarithms, across replicas and from the past, each [submodules, features].
 
         Returns:
-            None as long as too little is known.
+            None until there are ``NEEDED`` past steps.
         """
         if len(self._centers) < NEEDED:
             return None
@@ -89,20 +89,20 @@ class Outliers:
         return _scale(torch.stack(list(self._spreads)).quantile(0.5, 0)), _scale(deviation)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of past steps, in plain values."""
+        """Statistics of past steps, in plain values."""
         return {
             "centers": [one.tolist() for one in self._centers],
             "spreads": [one.tolist() for one in self._spreads],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what was known."""
+        """Restore ``state_dict``."""
         self._centers = _restored(state["centers"])
         self._spreads = _restored(state["spreads"])
 
 
 def _scale(deviations: Tensor) -> Tensor:
-    """What distances are measured in, from the median deviation of each [submodules, features]."""
+    """Scale of distances, from the median deviation of each [submodules, features]."""
     scale = NORMAL * deviations
     return scale.maximum(LEAST_SHARE * scale.quantile(0.5, 0)).clamp_min(LEAST_SCALE)
 

@@ -1,16 +1,16 @@
-"""How long is a wrong rank not seen, and what does looking cost? Formulas, and a simulation that knows none of them.
+"""Detection latency and cost of the checks: formulas, and a simulation that is independent of them.
 
 One rank is bad from some step on: each micro-batch that it computes is wrong - has at least one wrong result - with the
 same probability, its *rate*, independently of the others. A step has M micro-batches, so with rate p a step has a wrong
 one with probability 1 - (1 - p)^M. Latency is counted in steps, from the first step of the bad rank to the one whose
-check finds it, both included: 1 is found at once.
+check detects it, both included: 1 means at once.
 
 - An audit sees the first micro-batch of every K-th step. The rank turns bad at any of the K steps from one audit to the
   next with equal probability, so the first audit is in step (K + 1) / 2 on average; it and each later one finds it with
-  probability p, so 1 / p - 1 further ones are needed: K (1 / p - 1) + (K + 1) / 2 = K (1 / p - 1 / 2) + 1 / 2.
+  probability p, so 1 / p - 1 more are needed: K (1 / p - 1) + (K + 1) / 2 = K (1 / p - 1 / 2) + 1 / 2.
 - The check of every step compares forward results with their recomputation on the same rank, of one micro-batch of a
-  step, another each step, or of all. It sees a share of the wrong micro-batches only: not errors of the backward pass,
-  nor those that the recomputation repeats. With share v: 1 / (v p) steps, and 1 / (1 - (1 - v p)^M) for all.
+  step, another each step, or of all. It detects a share of the wrong micro-batches: no errors of the backward pass,
+  and none that the recomputation repeats. With share v: 1 / (v p) steps, and 1 / (1 - (1 - v p)^M) for all.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ AUDIT, ONE, ALL = "audit", "always_on one", "always_on all"
 TIERS = (AUDIT, ONE, ALL)
 """Tiers by the sections that switch them on; one, all: `sdc.always_on.coverage`."""
 _MOST = 1 << 16
-"""Wrong micro-batches that a trial of the simulation draws at once, at most."""
+"""Largest number of wrong micro-batches that a trial of the simulation draws at once."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, and how.
+    """Sizes of a run and cost of its checks.
 
     Args:
         replicas: N, that share the audited micro-batch.
         interval: K, steps from one audit to the next.
         micro_batches: M, of a step of each replica.
-        visible: v, share of wrong micro-batches that the check of every step can see.
+        visible: v, share of wrong micro-batches that the check of every step can detect.
         audit_share: time of the checksums of all results of a micro-batch over the time of that micro-batch.
         forward_share: the same for its forward and recomputed results alone.
     """
@@ -54,13 +54,13 @@ class Plan:
     forward_share: float
 
     def overhead(self, tier: str) -> float:
-        """Time that checksums of a tier take, as a share of the time of all steps."""
+        """Time of a tier's checksums, as a share of the time of all steps."""
         if tier == AUDIT:
             return self.audit_share / (self.micro_batches * self.interval)
         return self.forward_share / (self.micro_batches if tier == ONE else 1)
 
     def samples_lost(self, tier: str) -> float:
-        """Share of a run's samples that other replicas compute too: at most 1 / (M K)."""
+        """Share of a run's samples lost to redundant computation on other replicas: at most 1 / (M K)."""
         if tier != AUDIT:
             return 0.0
         return (self.replicas - 1) / (self.replicas * self.micro_batches * self.interval)
@@ -68,12 +68,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Latency:
-    """Steps until a tier finds a bad rank.
+    """Steps until a tier detects a bad rank.
 
     Args:
         tier: one of ``TIERS``.
         rate: probability that a micro-batch of the bad rank is wrong.
-        expected: by formula; infinite if the tier never sees it.
+        expected: by formula; infinite if the tier never detects it.
         simulated: mean of the simulation; None if there was none.
         error: standard error of that mean.
     """
@@ -87,10 +87,10 @@ class Latency:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan and what it comes to.
+    """A plan and its latencies.
 
     Args:
-        plan: what is run.
+        plan: the plan.
         latencies: of each tier at each rate.
         trials: of each simulation.
     """
@@ -100,7 +100,7 @@ class PlanResult:
     trials: int
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values; an infinite latency is None."""
+        """As JSON-compatible values; an infinite latency is None."""
         return {
             "plan": asdict(self.plan),
             "tiers": {
@@ -116,15 +116,15 @@ class PlanResult:
 
 
 def expected_latency(plan: Plan, tier: str, rate: float) -> float:
-    """Expected steps until a tier finds a bad rank, by the formulas of the module.
+    """Expected steps until a tier detects a bad rank, by the formulas of the module.
 
     Args:
-        plan: what is run.
+        plan: the plan.
         tier: one of ``TIERS``.
         rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
 
     Returns:
-        At least 1; infinite if the tier sees nothing of the rank, as audits of one replica.
+        At least 1; infinite if the tier detects nothing of the rank, as audits of one replica.
     """
     if tier == AUDIT:
         return plan.interval * (1 / rate - 0.5) + 0.5 if plan.replicas > 1 else math.inf
@@ -135,7 +135,7 @@ def expected_latency(plan: Plan, tier: str, rate: float) -> float:
 
 
 def largest_interval(latency: float, rate: float) -> int | None:
-    """The largest K whose audits find a rank of this rate within so many steps on average.
+    """The largest K whose audits detect a rank of this rate within so many steps on average.
 
     Args:
         latency: wanted expected steps.
@@ -144,18 +144,18 @@ def largest_interval(latency: float, rate: float) -> int | None:
     Returns:
         K; None if even audits of every step take longer: 1 / rate steps.
     """
-    interval = math.floor((latency - 0.5) / (1 / rate - 0.5) * (1 + 1e-12))  # equal up to rounding is reached
+    interval = math.floor((latency - 0.5) / (1 / rate - 0.5) * (1 + 1e-12))  # tolerance for rounding
     return interval if interval >= 1 else None
 
 
 def simulate_latency(plan: Plan, tier: str, rate: float, trials: int, seed: int) -> NDArray[np.int64]:
-    """Steps until a tier finds a bad rank, once a trial.
+    """Simulated steps until a tier detects a bad rank, for each trial.
 
-    Only the rules are played: which micro-batches are wrong, which of them are looked at, and whether what is wrong in
-    them can be seen.
+    Only the rules are simulated: which micro-batches are wrong, which of them are checked, and whether their errors are
+    visible.
 
     Args:
-        plan: what is run; at least two replicas and some visible share.
+        plan: the plan; at least two replicas and some visible share.
         tier: one of ``TIERS``.
         rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
         trials: how many bad ranks.
@@ -170,11 +170,11 @@ def simulate_latency(plan: Plan, tier: str, rate: float, trials: int, seed: int)
 
 def _one_trial(plan: Plan, tier: str, rate: float, draws: np.random.Generator) -> int:
     until_audit = int(draws.integers(plan.interval))  # steps from the first of the bad rank to the next audit
-    about = 2 * plan.micro_batches * (plan.interval if tier == AUDIT else 1)  # wrong ones until one is seen
+    about = 2 * plan.micro_batches * (plan.interval if tier == AUDIT else 1)  # wrong ones until one is detected
     size = min(about, _MOST)
     last = -1
     while True:
-        wrong = last + np.cumsum(draws.geometric(rate, size=size))  # numbers of the micro-batches that are wrong
+        wrong = last + np.cumsum(draws.geometric(rate, size=size))  # indices of the wrong micro-batches
         step, micro_batch = np.divmod(wrong, plan.micro_batches)
         if tier == AUDIT:
             seen = (micro_batch == 0) & ((step - until_audit) % plan.interval == 0)
@@ -193,11 +193,11 @@ def make_plan(
     """Latency of every tier at every rate.
 
     Args:
-        plan: what is run.
+        plan: the plan.
         rates: probabilities that a micro-batch of the bad rank is wrong, in (0, 1].
         trials: of each simulation; 0: formulas only.
         seed: of every draw.
-        on_progress: told what is done, how much of it, and of how much.
+        on_progress: called with the name of the work, how much is done, and the total.
     """
     latencies: list[Latency] = []
     for tier in TIERS:
@@ -215,7 +215,7 @@ def make_plan(
 def checksum_shares(
     work: Work, audit: str, always_on: str, *, bytes_per_s: float, flop_per_s: float, call_s: float
 ) -> tuple[float, float]:
-    """What checksums of one micro-batch take, over the time of that micro-batch, by the cost model.
+    """Time of one micro-batch's checksums over the time of that micro-batch, by the cost model.
 
     Args:
         work: of a rank.

@@ -1,7 +1,7 @@
-"""Does a rank compute the same twice? Forward results against those of the activation recompute, address by address.
+"""Comparison of forward results with those of the activation recompute, address by address.
 
-Exact, and the rank is certain, because it is compared with itself. Found are faults that do not come again in the
-recomputation; one that comes again in the same way is not seen here, nor is one in the backward pass.
+It is exact, and the rank is certain, because it is compared with itself. A fault that repeats identically in the
+recomputation is not detected, nor is one in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSI
 from megasdc.sdc.trace import Trace
 
 OWN_RECOMPUTATION = "own recomputation"
-"""What a ruling of this check is based on."""
+"""Basis of this check's rulings."""
 
 
 @dataclass(frozen=True)
 class Unrepeated:
-    """A result that was not the same in the recomputation.
+    """A forward result that differs from its recomputation.
 
     Args:
         address: of the forward result.
@@ -37,11 +37,11 @@ class Unrepeated:
 
 @dataclass(frozen=True)
 class Repeats:
-    """What comparing a trace with itself found.
+    """Result of comparing a trace's forward results with their recomputation.
 
     Args:
         compared: results that were computed twice.
-        alone: forward results that were not computed again.
+        alone: forward results without a recomputation.
         unrepeated: in the order of the forward pass.
     """
 
@@ -54,7 +54,7 @@ def compare_recomputed(trace: Trace) -> Repeats:
     """Compare every forward result with its recomputation.
 
     Args:
-        trace: of one rank; with results of phases ``forward`` and ``recompute``, others are left out.
+        trace: of one rank, with results of phases ``forward`` and ``recompute``; other phases are ignored.
     """
     forward, again = _both(trace)
     both = [(place, address) for place, address in enumerate(forward) if address in again]
@@ -63,10 +63,10 @@ def compare_recomputed(trace: Trace) -> Repeats:
 
 
 def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, Unrepeated]:
-    """Ranks with a difference that does not follow from that of another.
+    """Ranks with a difference that is not the consequence of another rank's.
 
     Ranks of a tensor group receive each other's results in the forward pass, and the right ones when it is recomputed.
-    So of those that differ in the same micro-batch only the first can be told to be wrong; all of them if they begin at
+    So of those that differ in the same micro-batch only the first is known to be wrong; all of them if they begin at
     the same place. Stages and replicas receive nothing twice.
 
     Args:
@@ -83,7 +83,7 @@ def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, 
 
 
 def pair_at(trace: Trace, address: Address) -> tuple[int, int] | None:
-    """The checksums of a forward result and of its recomputation; None: it was not computed twice.
+    """Checksums of a forward result and of its recomputation; None if it was not computed twice.
 
     Args:
         trace: of one rank.
@@ -102,10 +102,10 @@ def _both(trace: Trace) -> tuple[dict[Address, int], dict[Address, int]]:
 
 
 def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, int] | None], earlier: bool) -> Ruling:
-    """What the repeats of a micro-batch say of a rank that did not compute the same twice.
+    """The ruling on a rank that differs from its own recomputation, from repeats of the micro-batch.
 
-    Right in all repeats means that every forward result and every recomputation is the same, and one of the two that
-    differed. Where all repeats show the two values that were found, it is persistent.
+    Not reproduced: in all repeats, every forward result and every recomputation is equal, and equal to one of the two
+    values that differed. Persistent: all repeats show the same two values.
 
     Args:
         rank: global rank.

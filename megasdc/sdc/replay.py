@@ -1,9 +1,9 @@
-"""What kind of fault is it, and whose? Repeats of a disputed result, and a golden trace, turn a ballot into rulings.
+"""Rulings on the flags and disputes of a ballot, from repeats of the disputed results and a golden trace.
 
-All replicas compute the audited micro-batch again n times; what counts is the checksum at the place where they parted,
-of those repeats in which everything before it was as in the audit (``repeated_value``).
+All replicas recompute the audited micro-batch n times; what counts is the checksum at the place where they differed,
+in those repeats in which everything before it was as in the audit (``repeated_value``).
 
-What is proved, and by what:
+What is proved, and how:
 
 - A flagged rank differs from a strict majority of replicas. That majority must stand: a rank that itself gives another
   value in a repeat, or fails the golden trace, no longer counts. If too few are left, nothing was proved by the
@@ -19,8 +19,8 @@ What is proved, and by what:
   does not show in the golden workload, or the majority has a fault in common that does not. That is treated as a
   dispute too, in which nobody is named.
 
-A dispute that may follow from results that were not compared says nothing of the ranks where it was seen; only a golden
-trace can name one then.
+A dispute that may follow from results that were not compared proves nothing about the ranks where it appeared; only
+a golden trace can name one then.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from megasdc.sdc.trace import Trace
 PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
 """Verdicts, named as in `sdc.policy`."""
 MAJORITY, GOLDEN, REPLAY = "relative to the majority", "golden trace", "replay"
-"""What a ruling is based on."""
+"""Bases of a ruling."""
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What is to be said of one rank, or of several of which none can be named.
+    """The verdict on one rank, or on several of which none can be named.
 
     Args:
-        rank: the rank that is wrong; None: none can be named.
+        rank: the wrong rank; None: none can be named.
         verdict: persistent: all repeats gave the same wrong value; intermittent: wrong again but not always or not
             equally, or a second time after an earlier event; not_reproduced: right in all repeats; inconclusive: the
-            repeats do not say, or no rank can be named.
-        basis: why this rank; one of the module's.
-        address: of its first wrong result, or where ranks part; None: evidence is missing and nothing parted.
-        wrong: repeats in which it was seen to be wrong.
+            repeats do not decide, or no rank can be named.
+        basis: evidence for the rank; one of the module's bases.
+        address: of its first wrong result, or where ranks first differ; None: only evidence is missing.
+        wrong: repeats in which it was wrong.
         repeats: repeats that count.
         rate_bound: if not reproduced: rates of errors per repeat above this one would have shown one with probability
             0.95 or more.
         suspects: if no rank is named: those that it may be.
         expected: the right checksum at the address; None: not known.
-        got: checksums there by rank, of the one that is named or of the suspects; absent: not known.
+        got: checksums there by rank, of the named rank or of the suspects; absent: not known.
     """
 
     rank: int | None
@@ -74,7 +74,7 @@ class Ruling:
 
 
 def rate_bound(repeats: int) -> float:
-    """Upper end of the exact one-sided 95 % interval of a rate after ``repeats`` repeats without an error.
+    """Upper end of the exact one-sided 95 % confidence interval of a rate after ``repeats`` repeats without an error.
 
     Source: Clopper and Pearson 1934; with no error in n it is the rate p where (1 - p)^n = 0.05.
     """
@@ -84,7 +84,7 @@ def rate_bound(repeats: int) -> float:
 def repeated_value(
     rank: int, place: int, audit: Mapping[int, Trace | None], repeat: Mapping[int, Trace | None], layout: ParallelDims
 ) -> int | None:
-    """What a rank computed at a place in one repeat, if its inputs were those of the audit.
+    """The checksum that a rank computed at a place in one repeat, if its inputs were those of the audit.
 
     Args:
         rank: global rank.
@@ -94,8 +94,8 @@ def repeated_value(
         layout: sizes of the parallel dimensions.
 
     Returns:
-        The checksum; None where the rank left no result there, or something that its replica had computed before was
-        not as in the audit: then another result would prove nothing about this rank.
+        The checksum; None where the rank has no result there, or where an earlier result of its replica differed from
+        the audit, since another value would then prove nothing about this rank.
     """
     original, again = audit.get(rank), repeat.get(rank)
     if original is None or again is None or place >= len(again) or original.addresses[place] != again.addresses[place]:
@@ -117,7 +117,7 @@ def _dims(layout: ParallelDims, rank: int) -> ParallelDims:
 def _same_before(key: tuple[int, ...], dims: ParallelDims, audit: Trace | None, repeat: Trace | None) -> bool:
     """Whether two traces of a rank are equal in all that comes before a key in execution order."""
     if execution_key(Address(key[0], key[2], FORWARD, "", ""), 0, dims) >= key:
-        return True  # whatever this rank computes comes later
+        return True  # everything this rank computes comes later
     if audit is None or repeat is None:
         return False
     addresses = audit.addresses
@@ -126,7 +126,7 @@ def _same_before(key: tuple[int, ...], dims: ParallelDims, audit: Trace | None, 
 
 
 def to_repeat(ballot: Ballot) -> tuple[tuple[int, int], ...]:
-    """Results whose repeats ``settle`` asks for: (global rank, place in its trace)."""
+    """Results whose repeats ``settle`` needs: (global rank, place in its trace)."""
     spots = {(rank, flag.place) for flag in ballot.flagged for rank in (flag.rank, *flag.against)}
     if ballot.dispute is not None:
         spots |= {(rank, ballot.dispute.place) for rank in ballot.dispute.ranks}
@@ -139,18 +139,18 @@ def settle(
     golden: Mapping[int, bool] | None = None,
     earlier: Collection[int] = (),
 ) -> tuple[Ruling, ...]:
-    """Give every flag and dispute of a ballot its verdict.
+    """Rulings on every flag and dispute of a ballot.
 
     Args:
         ballot: outcome of the vote.
-        repeats: by (global rank, place), each of ``to_repeat``, what the rank computed there in each repeat; None or
-            absent: no evidence, as from a rank that died, which is never taken for a right value nor for a wrong one.
-        golden: by global rank, whether it computes what the golden trace holds; absent: not verified. A rank that only
-            received wrong values of another is not to be given as false.
+        repeats: by (global rank, place), each of ``to_repeat``, the checksum in each repeat; None or absent: no
+            evidence, as from a rank that died, which counts neither as right nor as wrong.
+        golden: by global rank, whether it reproduces the golden trace; absent: not verified. Do not pass False for a
+            rank that only received another rank's wrong values.
         earlier: ranks that were wrong in an earlier event of the run.
 
     Returns:
-        One ruling for each rank that is named, and one without a rank for each position where none can be and for
+        One ruling for each named rank, and one without a rank for each position where none can be named and for
         missing evidence; empty if and only if the ballot agreed.
     """
 
@@ -174,14 +174,14 @@ def settle(
 
 @dataclass(frozen=True)
 class _Case:
-    """Evidence on all ranks at one place, and what follows from it for one position."""
+    """Evidence on all ranks at one place, and the rulings that follow for one position."""
 
     repeats: Mapping[int, Sequence[int | None]]
     golden: Mapping[int, bool]
     earlier: frozenset[int]
 
     def of_flag(self, flag: Flag) -> list[Ruling]:
-        """The flagged rank, unless its majority does not stand or the golden trace contradicts it."""
+        """Rules on the flagged rank, unless its majority falls or the golden trace contradicts it."""
         values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
         standing = [
             rank for rank in flag.against if self.golden.get(rank) is not False and not self.varied(rank, values)
@@ -198,7 +198,7 @@ class _Case:
         return rulings
 
     def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
-        """Ranks that differ without a majority: first what the golden trace says, then what the repeats say."""
+        """Rules on ranks that differ without a majority: first by the golden trace, then by the repeats."""
         failed = [rank for rank in values if self.golden.get(rank) is False]
         rest = {rank: value for rank, value in values.items() if rank not in failed}
         verified = {value for rank, value in rest.items() if self.golden.get(rank)}
@@ -209,7 +209,7 @@ class _Case:
         return rulings + self.by_replay(address, rest, origin)
 
     def by_replay(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
-        """Name those that vary while others do not."""
+        """Names ranks that vary while others do not."""
         witnesses = {value for rank, value in values.items() if self.repeated(rank, values)}
         varied = [rank for rank in values if self.varied(rank, values)] if witnesses and origin else []
         rest = {rank: value for rank, value in values.items() if rank not in varied}
@@ -220,7 +220,7 @@ class _Case:
         return rulings
 
     def varied(self, rank: int, values: Mapping[int, int]) -> bool:
-        """Whether a rank was seen to give another value than in the audit."""
+        """Whether a rank gave another value than in the audit in any repeat."""
         return any(value not in (None, values[rank]) for value in self.repeats.get(rank, ()))
 
     def repeated(self, rank: int, values: Mapping[int, int]) -> bool:
@@ -229,15 +229,7 @@ class _Case:
         return bool(found) and all(value == values[rank] for value in found)
 
     def rule(self, rank: int, address: Address, original: int, right: int | None, basis: str) -> Ruling:
-        """The verdict on a rank that is wrong.
-
-        Args:
-            rank: global rank.
-            address: where.
-            original: its value in the audit.
-            right: the right value; None: not known.
-            basis: why this rank.
-        """
+        """The ruling on a wrong rank; ``original`` is its value in the audit, ``right`` the right one or None."""
         found = self.repeats.get(rank, ())
         known = [value for value in found if value is not None]
         complete = bool(found) and len(known) == len(found)

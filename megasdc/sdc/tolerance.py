@@ -1,4 +1,4 @@
-"""Which values of a check are usual in this run? A threshold measured on clean steps, for checks that are not exact.
+"""Thresholds of checks that are not exact, measured on clean steps of the run.
 
 Such a check warns; it proves nothing about a rank.
 """
@@ -10,20 +10,20 @@ from collections import deque
 from collections.abc import Sequence
 
 MEASURED = 10
-"""Values after which a threshold is known; none of them is judged."""
+"""Values needed before there is a threshold; these are not judged."""
 KEPT = 64
-"""Newest clean values that a threshold is measured on."""
+"""Number of newest clean values from which the threshold is computed."""
 
 
 class Tolerance:
     """Judges the values of one check, one a step.
 
-    The threshold is a multiple of the upper quartile of the last clean values, so that one odd step among those that
-    are measured does not make a check blind. A value above it is not one of them.
+    The threshold is a multiple of the upper quartile of the last clean values, so that one outlier among them does not
+    make the check insensitive. Values above the threshold are not added.
 
     Args:
-        factor: how many times the upper quartile is unusual.
-        floor: least threshold: what the arithmetic alone may do.
+        factor: multiple of the upper quartile.
+        floor: lower limit of the threshold: what rounding alone may cause.
     """
 
     def __init__(self, factor: float, floor: float) -> None:
@@ -33,14 +33,14 @@ class Tolerance:
 
     @property
     def threshold(self) -> float | None:
-        """Values above it are warned of; None: not measured yet."""
+        """Values above it are unusual; None: not measured yet."""
         if len(self._clean) < MEASURED:
             return None
         ordered = sorted(self._clean)
         return max(self._floor, self._factor * ordered[3 * len(ordered) // 4])
 
     def judge(self, value: float) -> bool:
-        """Whether a value is unusual; learn from it if not.
+        """Whether a value is unusual; a usual finite value is added to the clean ones.
 
         Args:
             value: not negative; NaN is unusual.
@@ -57,5 +57,5 @@ class Tolerance:
         return list(self._clean)
 
     def load_state_dict(self, state: Sequence[float]) -> None:
-        """Take up clean values."""
+        """Restore the clean values."""
         self._clean = deque(state, maxlen=KEPT)

@@ -1,6 +1,6 @@
-"""What did a rank compute? A trace: one exact checksum for every observed result, in the order of execution.
+"""Traces: one exact checksum for every observed result of a rank, in execution order.
 
-No torch, so that traces can be looked at without; ``megasdc.sdc.tracer`` records them.
+No torch, so that traces can be read without it; ``megasdc.sdc.tracer`` records them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Trace:
     """Checksums in the order in which one rank computed them.
 
     Args:
-        addresses: where each result belongs.
+        addresses: of each result.
         checksums: the unsigned 64-bit checksum of each.
     """
 
@@ -28,13 +28,13 @@ class Trace:
         return len(self.addresses)
 
     def extend(self, other: Trace) -> None:
-        """Append what came later."""
+        """Append a later trace of the same rank."""
         self.addresses += other.addresses
         self.checksums += other.checksums
 
 
 def digest(trace: Trace) -> int:
-    """One number for a trace, addresses and checksums, that differs if any of them does."""
+    """One number for a trace, which changes with any address (except its step) or checksum."""
     state = xxhash.xxh3_64()
     for address, value in zip(trace.addresses, trace.checksums, strict=True):
         state.update(f"{address.micro_batch} {address.phase} {address.fqn} {address.slot} {value:x}\n".encode())

@@ -1,11 +1,10 @@
-"""How is a trace kept? One Arrow stream a rank, columns of addresses and checksums, cut into frames.
+"""Trace files: one Arrow stream for each rank, columns of addresses and checksums, cut into frames.
 
-A frame is what the stream grew by in one step, after its length and checksums of both, so that a file whose writer was
-killed is readable up to the last whole step, and one that was damaged is told from it. Arrow itself reads damaged
+A frame holds what one step added to the stream, preceded by its length and checksums of both. So a file whose writer
+was killed is readable up to the last complete step, and is told apart from a damaged one. Arrow itself reads damaged
 bytes into wrong values, or aborts the process (26.0.1).
 
-A resumed run writes a new file, named after the first step in it; reading a folder drops what an earlier file holds of
-steps that were run again.
+A resumed run writes a new file, named after its first step; reading a folder drops the rerun steps of earlier files.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ RECORDED_ALIKE = (
     "micro_batches",
     "layers",
 )
-"""Header fields that must be equal for two traces to hold the same addresses with checksums that can be compared."""
+"""Header fields that must be equal for two traces to hold the same addresses with comparable checksums."""
 _NAME = re.compile(r"rank_(\d{5,})\.from_step_(\d{8,})\.trace")
 _LENGTH, _SUM = struct.Struct("<Q"), struct.Struct("<QQ")
 """Head of a frame: bytes that follow; XXH3 of that number and of those bytes."""
@@ -59,15 +58,15 @@ def _arrow() -> Any:
 
 
 def trace_path(folder: Path, rank: int, first_step: int) -> Path:
-    """Name of the file that a rank writes from a step on."""
+    """Path of the trace file that a rank writes from a step on."""
     return folder / f"rank_{rank:05d}.from_step_{first_step:08d}.trace"
 
 
 def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list[Path]:
-    """Rename the files in a run's folder that a new part of the run replaces.
+    """Rename the trace files that this start of the run replaces.
 
-    Those are this rank's files of the first step and later ones, and files of ranks that there are no more, which the
-    ranks share out among them.
+    Those are this rank's files of the first step and later ones, and files of ranks beyond the world size, which the
+    ranks divide among them.
 
     Args:
         folder: the ``trace`` folder; it need not exist.
@@ -76,7 +75,7 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
         first_step: the step that the new file begins with.
 
     Returns:
-        The new names, with the time before ``.trace``; empty where nothing was in the way.
+        The new names, with the time before ``.trace``; empty if nothing was renamed.
     """
     renamed = []
     for number, step, path in _files(folder):
@@ -88,13 +87,13 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
 
 
 class TraceWriter:
-    """Writes one rank's trace, a batch a call; what was appended is in the file when ``append`` returns.
+    """Writes one rank's trace, one batch for each call; appended data is flushed when ``append`` returns.
 
     The file appears under its name with the first batch in it.
 
     Args:
         path: replaced if it exists.
-        header: about the rank and the run, plain values; the fields of ``RECORDED_ALIKE`` among them.
+        header: about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -113,7 +112,7 @@ class TraceWriter:
         self._dictionaries: dict[str, dict[str, int]] = {"phase": {}, "fqn": {}, "slot": {}}
 
     def append(self, trace: Trace) -> None:
-        """Write what a rank computed since the last call."""
+        """Write what a rank recorded since the last call."""
         pa = _arrow()
         columns = {
             "step": pa.array([address.step for address in trace.addresses], pa.int32()),
@@ -144,13 +143,13 @@ def _frame(data: bytes) -> bytes:
 
 
 def _whole_frames(path: Path) -> bytes:
-    """The stream as far as its frames are whole; one that was cut off ends it."""
+    """The stream up to the last complete frame."""
     content, stream, start = path.read_bytes(), io.BytesIO(), 0
     while len(content) >= (begin := start + _LENGTH.size + _SUM.size):
         length = content[start : start + _LENGTH.size]
         of_length, of_data = _SUM.unpack_from(content, start + _LENGTH.size)
         if xxhash.xxh3_64_intdigest(length) != of_length:
-            raise TraceError(f"{path}: damaged at byte {start}, or no trace file")
+            raise TraceError(f"{path}: damaged at byte {start}, or not a trace file")
         end = begin + _LENGTH.unpack(length)[0]
         if end > len(content):
             break
@@ -166,19 +165,19 @@ def read_trace(path: Path) -> tuple[dict[str, Any], Trace]:
     """Read one file.
 
     Args:
-        path: the file; of one whose writer was killed, every whole batch is read.
+        path: the file; of one whose writer was killed, every complete batch is read.
 
     Returns:
         The header and the trace.
 
     Raises:
-        TraceError: it is no trace file, its beginning is missing, or it is damaged.
+        TraceError: it is not a trace file, its beginning is missing, or it is damaged.
     """
     pa, trace = _arrow(), Trace()
     try:
         content = _whole_frames(path)
         if not content:
-            raise TraceError(f"{path}: the beginning is missing, or this is no trace file")
+            raise TraceError(f"{path}: the beginning is missing, or this is not a trace file")
         stream = pa.ipc.open_stream(content)
         metadata = stream.schema.metadata or {}
         if metadata.get(b"format") != FORMAT.encode():
@@ -206,11 +205,11 @@ def read_folder(folder: Path) -> dict[int, tuple[dict[str, Any], Trace]]:
         folder: the ``trace`` folder of a run.
 
     Returns:
-        Header and trace by rank; of steps that were run again after a resume, the later ones.
+        Header and trace by rank; of steps that were rerun after a resume, the later ones.
 
     Raises:
-        TraceError: there is no trace in the folder, one cannot be read, a rank's is missing, or they were not recorded
-            alike.
+        TraceError: there is no trace in the folder, one cannot be read, a rank's is missing, or the header fields of
+            ``RECORDED_ALIKE`` differ.
     """
     files = _files(folder)
     if not files:

@@ -1,4 +1,4 @@
-"""How does a run record what its submodules compute, and which of them?"""
+"""Recording of traces, and the choice of the submodules to record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tracer:
     Args:
         algorithm: computes the checksums.
         section: which steps, micro-batches and phases.
-        fqns: submodules whose results are recorded, where other listeners observe more; None: of all that are observed.
+        fqns: submodules whose results are recorded, where other listeners observe more; None: all that are observed.
     """
 
     def __init__(self, algorithm: ChecksumAlgorithm, section: TraceSection, fqns: Iterable[str] | None = None) -> None:
@@ -58,7 +58,7 @@ class Tracer:
         )
 
     def take(self) -> Trace:
-        """What was recorded since the last call.
+        """The trace recorded since the last call.
 
         Sync: waits for the device once.
         """
@@ -70,13 +70,13 @@ class Tracer:
 def choose_submodules(
     submodules: Iterable[Submodule], granularity: str, layers: Sequence[int] | None
 ) -> list[Submodule]:
-    """The submodules that a granularity and a choice of layers mean.
+    """The submodules of a granularity and a choice of layers.
 
     Args:
         submodules: all of a stage.
         granularity: a key of ``GRANULARITIES``.
-        layers: places of layers in the whole pipeline, as in names; None: all. The loss belongs to none and is always
-            taken.
+        layers: indices of layers in the whole pipeline, as in names; None: all. The loss belongs to none and is always
+            included.
     """
     kinds = GRANULARITIES[granularity]
     return [

@@ -1,6 +1,6 @@
-"""Which rank computed something else than the golden trace? Findings of single ranks become one verdict a rank.
+"""Verdicts on ranks compared with a golden trace, from the findings of all ranks of a cell.
 
-A rank is named only where no other can have caused its first difference. What mixes ranks in a step: tensor ranks and
+A rank is named only where no other can have caused its first difference. How ranks mix in a step: tensor ranks and
 stages of a replica exchange results that are observed before they are sent; then come, each observed after it only,
 the sums of gradients over tied stages and tensor ranks (``accumulated_grad``), the sum over replicas
 (``reduced_grad``), the norm of the whole gradient (``update``), and the all-gather over replicas (``parameter``).
@@ -26,13 +26,13 @@ FINEST = "gemm"
 
 @dataclass(frozen=True)
 class Finding:
-    """How one rank's trace of one run compares with the golden one.
+    """Comparison of one rank's trace of one run with the golden one.
 
     Args:
         compared: results that were compared.
         divergences: how many differ.
         first: the first in execution order; None if none differs.
-        key: its place in that order, comparable between ranks of one cell.
+        key: its execution key, comparable between ranks of one cell.
     """
 
     compared: int
@@ -43,15 +43,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankVerdict:
-    """What is to be said of one rank.
+    """The verdict on one rank.
 
     Args:
         status: one of the module's verdicts.
         runs: runs that were compared.
-        wrong_runs: runs in which this rank was the first to differ; of an inconclusive one, that leave it open.
+        wrong_runs: runs in which this rank was the first to differ; of an inconclusive one, runs that leave it open.
         addresses: results that differed in the first of them.
         first: the first of these.
-        detail: more, for people; which part of the key differs, how the process ended.
+        detail: for people: which part of the key differs, how the process ended.
         compared: results that were compared, over all runs.
     """
 
@@ -81,11 +81,11 @@ def find(expected: Trace, got: Trace, dims: ParallelDims) -> Finding:
 
 
 def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
-    """Settings that leave results out of a trace; with any, a rank's first difference may be what it received.
+    """Settings that exclude results from a trace; with any, a rank's first difference may be a value it received.
 
     Args:
         trace: what is recorded.
-        recomputes: whether layers are computed again in the backward pass.
+        recomputes: whether layers are recomputed in the backward pass.
     """
     missing = set(PHASES) - set(trace.phases) - (set() if recomputes else {RECOMPUTE})
     gaps = [] if not missing else [f"phases without {', '.join(phase for phase in PHASES if phase in missing)}"]
@@ -105,7 +105,7 @@ def judge(
     Args:
         findings: by rank in the cell, one a run, in the same order on all ranks; a rank that did not finish has fewer.
         layout: sizes of the cell's parallel dimensions.
-        gaps: from ``trace_gaps``; a cell of one rank has nobody to receive from, and they do not matter.
+        gaps: from ``trace_gaps``; without effect for a cell of one rank, which receives nothing.
 
     Returns:
         By rank: healthy, divergent, affected, inconclusive, or not comparable where nothing was compared.
@@ -135,7 +135,7 @@ def _of_all_runs(runs: list[Finding], given: list[tuple[str, str, Finding]]) -> 
 
 
 def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """Status and reason by rank, of ranks that one run makes suspect of anything."""
+    """Status and reason by rank, of the ranks that differ or are suspect in one run."""
     differing = {rank: finding for rank, finding in of_run.items() if finding.key}
     if not differing:
         return {}
@@ -144,7 +144,7 @@ def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequen
     if silent:
         reason = f"{_ranks(silent)} reported no result of this run, and may have computed something else first"
     elif gaps and layout.world_size > 1:
-        reason = f"the trace leaves out what this rank may have received ({'; '.join(gaps)}); record a complete one"
+        reason = f"the trace lacks what this rank may have received ({'; '.join(gaps)}); record a complete one"
     if reason:
         return dict.fromkeys(differing, (INCONCLUSIVE, reason))
     given = dict.fromkeys(differing, (AFFECTED, ""))
@@ -161,7 +161,7 @@ def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequen
 
 
 def _causes(differing: Mapping[int, Finding], layout: ParallelDims) -> list[list[int]]:
-    """Groups of ranks; one of each computed something else, and nobody else did as far as can be known."""
+    """Groups of ranks; as far as can be known, exactly one rank of each group is a cause."""
     start = min(differing.values(), key=lambda finding: finding.key).first
     assert start is not None, "a finding with a key has an address"
     begun = {
@@ -169,7 +169,7 @@ def _causes(differing: Mapping[int, Finding], layout: ParallelDims) -> list[list
         for rank, finding in differing.items()
         if finding.first is not None and finding.first.step == start.step
     }
-    if start.phase in REPLICA_PHASES:  # until gradients are summed, no replica has its values of another
+    if start.phase in REPLICA_PHASES:  # until gradients are summed, replicas exchange no values
         causes = []
         for dp_rank in range(layout.data):
             own = {
@@ -180,25 +180,25 @@ def _causes(differing: Mapping[int, Finding], layout: ParallelDims) -> list[list
             causes += _of_replica(own, begun)
         return causes
     first = [rank for rank, phase in begun.items() if phase == start.phase]
-    if start.phase == UPDATE:  # the norm of the whole gradient has a part in every update
+    if start.phase == UPDATE:  # the norm of the whole gradient affects every update
         return [first]
     causes = []
     for group in sorted({tuple(_replicas_of(layout, rank)) for rank in first}):
         holders = [rank for rank in group if rank in first]
-        # A sum is seen by the owner of a shard alone. What one of several copies holds is its holder's.
+        # Only a shard's owner records the sum: any rank of the group may be wrong. A lone wrong copy is its holder's.
         causes.append(holders if start.phase == PARAMETER and len(holders) == 1 else list(group))
     return causes
 
 
 def _of_replica(own: Mapping[int, tuple[int, ...]], begun: Mapping[int, str]) -> list[list[int]]:
-    """Who of one replica was first before gradients were summed over replicas."""
+    """Ranks of one replica that differed first, before gradients were summed over replicas."""
     if not own:
         return []
     earliest = min(own.values())
     first = [rank for rank, key in own.items() if key == earliest]
-    if begun[first[0]] == ACCUMULATED_GRAD:  # tied stages and tensor ranks hold each other's part of some gradients
+    if begun[first[0]] == ACCUMULATED_GRAD:  # tied stages and tensor ranks sum some gradients
         return [list(own)]
-    return [[rank] for rank in first]  # at one place, neither got it from the other
+    return [[rank] for rank in first]  # at the same place, neither received it from the other
 
 
 def _replicas_of(layout: ParallelDims, rank: int) -> list[int]:

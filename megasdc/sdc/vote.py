@@ -1,18 +1,18 @@
-"""Which rank is wrong? Replicas that computed the same micro-batch vote on every result, in execution order.
+"""Vote of replicas that computed the same micro-batch, on every result in execution order, to find wrong ranks.
 
 Two replicas that were given the same micro-batch compute the same bits, position by position, until one of them is
-wrong; everything that this replica computes later may follow from it. So the first result at which replicas part is
-where somebody was wrong, and a replica that is set aside there says nothing further: origins are told apart from
-consequences, also over stages and tensor ranks. Those that remain are compared further.
+wrong; everything that this replica computes later may follow from it. So the first result at which replicas differ is
+where one was wrong, and a replica that is set aside there is not used further: origins are told apart from
+consequences, also over stages and tensor ranks. The remaining replicas are compared further.
 
-Never an accusation without proof:
+No rank is flagged without proof:
 
 - A majority is more than half of *all* replicas that are not set aside, also of those without evidence at this result.
   As long as more than half of the replicas are healthy, every majority holds a healthy one, so that no healthy rank is
   ever flagged.
 - A difference that comes after results that could not be compared may follow from them: it is disputed, not flagged.
 - Of a rank that recorded other results than the others - fewer, more, in another order - only what comes before the
-  first of them is evidence. It is reported as missing, and is neither agreement nor accused of anything.
+  first of them is evidence. It is reported as missing: neither as agreement nor as an error.
 
 Without a golden trace all this is relative to the majority: if more than half of the replicas compute the same wrong
 value, the others are flagged.
@@ -38,12 +38,12 @@ _FIELDS = operator.attrgetter("step", "micro_batch", "phase", "fqn", "slot")
 def vote(
     traces: Mapping[int, Trace | None], layout: ParallelDims, comparable: Collection[Position] | None = None
 ) -> Ballot:
-    """Name the ranks that computed something else than the majority of replicas.
+    """Flag the ranks that differ from the majority of replicas.
 
     Args:
         traces: by global rank, of one micro-batch that all replicas computed; None or absent: no evidence of that rank.
         layout: sizes of the parallel dimensions.
-        comparable: positions where hardware and versions of all replicas are equal; the others are left out, and
+        comparable: positions where hardware and versions of all replicas are equal; others are not compared, and
             differences that may follow from them are disputed. None: all.
 
     Raises:
@@ -68,7 +68,7 @@ def vote(
 
 
 def _eliminate(positions: list[_Position], replicas: int) -> tuple[list[Flag], Dispute | None]:
-    """Set replicas aside, one place after the other, until the rest agrees or cannot be told apart."""
+    """Set replicas aside, one place after the other, until the rest agrees or no majority decides."""
     remaining = set(range(replicas))
     flagged: list[Flag] = []
     while True:
@@ -95,7 +95,7 @@ def _dispute(here: list[tuple[_Position, int]], remaining: set[int], clouded: se
 
 
 def _check_one_micro_batch(positions: list[_Position]) -> None:
-    """Places order the results of one micro-batch only: several are interleaved in other ways on other stages."""
+    """Raise ValueError for several micro-batches: stages interleave them in different orders."""
     found = {
         (address.step, address.micro_batch, address.phase in MICRO_BATCH_PHASES)
         for one in positions
@@ -106,7 +106,7 @@ def _check_one_micro_batch(positions: list[_Position]) -> None:
 
 
 class _Position:
-    """What all replicas computed at one (pipeline, tensor) place.
+    """Results of all replicas at one (pipeline, tensor) position.
 
     ``addresses`` are the results that a strict majority recorded, else those that all began with; ``ends[replica]`` is
     how many of them are evidence of that replica, and ``length`` how many there should be.
@@ -129,7 +129,7 @@ class _Position:
         if common is not None:
             self.addresses, self.length = lists[common], len(lists[common])
             matching = [_matching(self.addresses, addresses) for addresses in lists]
-        else:  # nobody can say which results there should be
+        else:  # no majority on which results there should be
             shared = min((_matching(lists[0], addresses) for addresses in lists), default=0)
             self.addresses, self.length = lists[0][:shared] if lists else [], max(map(len, lists), default=1)
             matching = [shared] * len(lists)
@@ -139,12 +139,12 @@ class _Position:
 
     @property
     def compared(self) -> int:
-        """Results of all ranks that some other replica has too."""
+        """Results, over all ranks, that at least one other replica has too."""
         second = sorted(self.ends)[-2] if len(self.ends) > 1 else 0
         return sum(min(end, second) for end in self.ends)
 
     def values(self, place: int, remaining: set[int]) -> dict[int, int]:
-        """Checksum by replica, of those that have evidence at a place."""
+        """Checksum by replica, of remaining replicas with evidence at a place."""
         return {one: self._checksums[one][place] for one in sorted(remaining) if self.ends[one] > place}
 
     def parting(self, remaining: set[int]) -> int | None:
@@ -162,13 +162,13 @@ class _Position:
         return self._partings[pair]
 
     def key(self, place: int) -> tuple[int, ...]:
-        """Where a place stands in execution order."""
+        """Execution key of a place."""
         return execution_key(self.addresses[place], place, self._dims)
 
     def clouded(self, remaining: set[int], key: tuple[int, ...]) -> set[int]:
-        """Remaining replicas that have results here, earlier than a key, which no strict majority confirms."""
+        """Remaining replicas with results here, earlier than a key, that no strict majority confirms."""
         descending = sorted((self.ends[replica] for replica in remaining), reverse=True)
-        confirmed = descending[len(remaining) // 2]  # so many results have evidence from more than half
+        confirmed = descending[len(remaining) // 2]  # number of results with evidence from more than half
         found = set()
         for replica in remaining:
             end = min(self.ends[replica], confirmed)
@@ -177,14 +177,14 @@ class _Position:
         return found
 
     def _hole_key(self, end: int, key: tuple[int, ...]) -> tuple[int, ...]:
-        """Where in execution order evidence ends: before what would have come next, whatever its phase is."""
+        """Execution key at which evidence ends: before the next result, whatever its phase."""
         if end:
             return execution_key(self.addresses[end - 1], end, self._dims)
         step, _, micro_batch, *_ = key
         return execution_key(Address(step, micro_batch, FORWARD, "", ""), 0, self._dims)
 
     def flags(self, place: int, remaining: set[int], clouded: set[int]) -> list[Flag]:
-        """Replicas that differ from a strict majority of those remaining, and have nothing before that was not seen."""
+        """Replicas that differ from a strict majority of those remaining, with complete evidence before this place."""
         values = self.values(place, remaining)
         expected, size = Counter(values.values()).most_common(1)[0]
         if 2 * size <= len(remaining):
@@ -198,7 +198,7 @@ class _Position:
 
 
 def _kinds(found: list[list[Address] | None]) -> tuple[list[int | None], list[list[Address]]]:
-    """Tell equal lists from others: the number of each, None for None, and the lists by number."""
+    """Number equal lists alike: the number of each (None for None), and the distinct lists by number."""
     kinds: list[int | None] = []
     distinct: list[list[Address]] = []
     fields: list[list[tuple[Any, ...]]] = []  # tuples compare several times faster than addresses
@@ -216,7 +216,7 @@ def _kinds(found: list[list[Address] | None]) -> tuple[list[int | None], list[li
 
 
 def _matching(expected: list[Address], got: list[Address]) -> int:
-    """How many leading results two lists share."""
+    """Length of the common prefix of two lists."""
     parting = None if expected is got else _first(map(operator.ne, expected, got))
     return min(len(expected), len(got)) if parting is None else parting
 

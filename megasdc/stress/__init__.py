@@ -1,1 +1,1 @@
-"""Is a host healthy? Repeated collectives, matrix products and a small training run, and a verdict for each host."""
+"""Stress test of hosts: repeated collectives, matrix products and a small training run; a verdict for each host."""

@@ -1,7 +1,7 @@
-"""Which hosts are tested together, so that a wrong one can be named, and whom do wrong groups accuse?
+"""Pairing of hosts for collectives, and identification of the faulty hosts from the pairs with wrong results.
 
-A collective over many hosts that goes wrong says only that one of them is. So hosts meet in pairs, each round with
-other partners: whoever is wrong is in every wrong pair, and two different pairs have at most one host in common.
+A wrong collective over many hosts shows only that one of them is faulty. So hosts are tested in pairs, with other
+partners in each round: a faulty host is in every wrong pair, and two different pairs have at most one host in common.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Collection, Iterator, Sequence
 Pair = frozenset[str]
 
 MAX_CULPRITS = 6
-"""Hosts that explain one connected set of wrong pairs at most; beyond that nobody is named."""
+"""Maximum of hosts that may explain one connected set of wrong pairs; beyond that, none is named."""
 
 
 def pairings(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every pair of hosts once, in sets whose pairs have no host in common and can be tested side by side.
+    """Every pair of hosts once, in sets whose pairs have no host in common and can be tested at the same time.
 
     Args:
         hosts: distinct names.
 
     Returns:
-        One set of pairs a turn: n - 1 of them, or n with an odd number of hosts, of which one rests each turn.
+        n - 1 sets of pairs for n hosts; n sets if n is odd, with one idle host in each.
 
     Source: the circle method of round-robin tournaments.
     """
@@ -35,25 +35,25 @@ def pairings(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def turns_of_round(number: int, turns: int, meetings: int) -> list[int]:
-    """Which sets of pairs a round takes, so that the rounds go through all of them.
+    """Indices of the sets of pairs in a round; the rounds cycle through all sets.
 
     Args:
         number: of the round, first is 1.
-        turns: how many sets there are.
-        meetings: how many a round takes, if there are so many.
+        turns: number of sets.
+        meetings: maximum of sets in a round.
     """
     taken = min(meetings, turns)
     return [((number - 1) * taken + place) % turns for place in range(taken)]
 
 
 def name_culprits(wrong: Collection[Pair]) -> tuple[set[str], set[str]]:
-    """Whom do wrong pairs accuse? The fewest hosts that explain all of them.
+    """Hosts to blame for wrong pairs: the smallest sets of hosts that explain all of them.
 
     Args:
-        wrong: pairs in which something was wrong.
+        wrong: pairs with a wrong result.
 
     Returns:
-        Hosts that every smallest explanation holds; and hosts of which one or another does, so that none can be named.
+        Hosts in every smallest explanation; and hosts in some of them only, which cannot be named for certain.
     """
     named: set[str] = set()
     suspects: set[str] = set()
@@ -69,7 +69,7 @@ def name_culprits(wrong: Collection[Pair]) -> tuple[set[str], set[str]]:
 
 
 def _connected(pairs: Collection[Pair]) -> list[list[Pair]]:
-    """Pairs by the sets of hosts that they connect."""
+    """Pairs grouped into connected components of hosts."""
     parts: list[tuple[set[str], list[Pair]]] = []
     for pair in sorted(pairs, key=sorted):
         touched = [part for part in parts if part[0] & pair]
@@ -81,7 +81,7 @@ def _connected(pairs: Collection[Pair]) -> list[list[Pair]]:
 
 
 def _smallest_covers(pairs: Sequence[Pair]) -> list[set[str]]:
-    """All smallest sets of hosts that meet every pair; none if they would have more than ``MAX_CULPRITS``."""
+    """All smallest vertex covers of the pairs; none if they have more than ``MAX_CULPRITS`` hosts."""
     for size in range(1, MAX_CULPRITS + 1):
         covers = {frozenset(cover) for cover in _covers(pairs, frozenset(), size)}
         if covers:

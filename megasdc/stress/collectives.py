@@ -1,4 +1,4 @@
-"""Do the collectives of one group give what is known beforehand? A group of its own, that takes no other with it."""
+"""Collectives of one group, compared with known results; the group's failure does not affect other groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megasdc.tensors.bits import as_bits, count_flips
 HOST_SIZES = (1, 1000, 65_539)
 DEVICE_SIZES = (1, 1000, 65_539, 4_194_304)
 GIVEN, RECEIVED = "collective", "reduced_grad"
-"""Phases of faults that harm what a rank gives, and what it has got."""
+"""Phases of faults that are injected into a rank's contribution, and into its result."""
 SHOWN = 20
 
 
@@ -28,8 +28,8 @@ def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[E
 
     Args:
         ranks: of the group.
-        round_number: first is 1; another one, other contributions.
-        on_accelerator: larger sizes.
+        round_number: first is 1; contributions depend on it.
+        on_accelerator: use larger sizes.
     """
     for size in DEVICE_SIZES if on_accelerator else HOST_SIZES:
         for place, dtype in enumerate(DTYPES):
@@ -38,16 +38,16 @@ def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[E
 
 
 class Group:
-    """A process group that is only known here, so that it can be given up alone.
+    """A process group outside torch's default group, so that it can fail alone.
 
     Args:
-        host: where its rank 0 has a store.
+        host: of the store of its rank 0.
         port: of the store.
         store: the store, on rank 0; None elsewhere.
         rank: in the group.
-        ranks: how many.
+        ranks: number of ranks.
         device: NCCL on CUDA, else gloo.
-        timeout_s: seconds until a collective is given up.
+        timeout_s: timeout of a collective in seconds.
 
     Collective: all ranks of the group.
     """
@@ -76,14 +76,14 @@ class Group:
             self._backend = dist.ProcessGroupGloo(store, rank, ranks, limit)
 
     def run(self, exchange: Exchange, given: Tensor) -> Tensor:
-        """One collective.
+        """Run one collective.
 
         Args:
-            exchange: which.
-            given: this rank's contribution, on the group's device; left as it is.
+            exchange: the collective.
+            given: this rank's contribution, on the group's device; not modified.
 
         Returns:
-            What this rank got, on the same device.
+            This rank's result, on the same device.
 
         Raises:
             RuntimeError: another rank did not take part.
@@ -112,13 +112,13 @@ class Group:
         return got
 
     def close(self) -> None:
-        """Leave once all others have done with the store, which lives on rank 0."""
+        """Shut down after a barrier, since the others may still use the store of rank 0."""
         self._backend.barrier().wait()
         self._backend.shutdown()
 
 
 def check_group(group: Group, round_number: int, harm: Listener | None = None) -> dict[str, Any]:
-    """Run all collectives of a round and compare what this rank got with what is known.
+    """Run all collectives of a round and compare this rank's results with the known ones.
 
     Args:
         group: of ranks that all call this.
@@ -126,7 +126,7 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
         harm: a drill's injector; None: none.
 
     Returns:
-        ``compared`` and ``wrong`` collectives, ``findings``: the first wrong ones.
+        ``compared`` and ``wrong``: numbers of collectives; ``findings``: the first wrong ones.
 
     Raises:
         RuntimeError: another rank did not take part.
@@ -147,18 +147,18 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
 
 def _harmed(harm: Listener | None, round_number: int, phase: str, exchange: Exchange, tensor: Tensor) -> Tensor:
     if harm is None or not tensor.is_floating_point():
-        return tensor  # faults name parts of floating-point numbers
+        return tensor  # faults are defined for floating-point numbers
     answer = harm(Address(round_number, 0, phase, exchange.name, "output"), tensor)
     return tensor if answer is None else answer
 
 
 def describe(what: str, expected: Tensor, got: Tensor) -> dict[str, Any]:
-    """How two results differ: elements, and in how many of them each bit does.
+    """Number of elements that differ, and the number of differences in each bit.
 
     Args:
-        what: names the result.
+        what: name of the result.
         expected: on the host.
-        got: likewise, of the same type and shape.
+        got: likewise, of the same dtype and shape.
     """
     places = (as_bits(expected) != as_bits(got)).flatten().nonzero().flatten()
     flips = count_flips(expected, got)

@@ -1,8 +1,8 @@
-"""How is the stress test itself tested? A node profile harms what one host computes, and is found, or why it is not.
+"""Drill of the stress test: a node profile injects faults on one host; reports whether they are found, or why not.
 
-Faults of the phases forward, backward and weight_grad harm matrix products and the training run, those of whole steps
-the training run alone, collective and reduced_grad what a host gives to collectives and gets from them. Steps are those
-of the training run; for products, passes over all rounds; for collectives, rounds.
+Faults of the phases forward, backward and weight_grad are injected into matrix products and the training run, those of
+whole steps into the training run alone, collective and reduced_grad into a host's contributions to collectives and
+into its results. Steps are those of the training run; for products, passes over all rounds; for collectives, rounds.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megasdc.faults.unfired import why_unfired
 from megasdc.parallel.dims import ParallelDims
 
 ALONE = ParallelDims(1, 1, 1)
-"""The layout of a device that is tested by itself."""
+"""The layout of a device that is tested alone."""
 
 
 @dataclass(frozen=True)
 class DrillRequest:
-    """What a drill harms.
+    """A drill.
 
     Args:
-        profile: name of a node profile, or the path of a JSON file like them.
-        host: the host, as the hostfile names it.
-        faults: of the profile, plain.
+        profile: name of a node profile, or the path of a profile's JSON file.
+        host: the host, as named in the hostfile.
+        faults: of the profile, as plain values.
     """
 
     profile: str
@@ -48,12 +48,12 @@ def read_drill(text: str, hosts: Sequence[str]) -> DrillRequest:
     """Read ``PROFILE[@HOST]``.
 
     Args:
-        text: as given.
-        hosts: that are tested.
+        text: of the option.
+        hosts: the tested hosts.
 
     Raises:
-        ConfigError: there is no such profile or host, no host is named among several, or a fault cannot be in this
-            workload.
+        ConfigError: there is no such profile or host, no host is named among several, or a fault cannot be injected
+            into this workload.
     """
     profile, _, host = text.partition("@")
     if not host and len(hosts) > 1:
@@ -79,12 +79,12 @@ def _unfit(spec: FaultSpec) -> list[tuple[str, str]]:
 
 
 class Expectation:
-    """A listener that sums up how many results faults are expected to harm; changes nothing.
+    """A listener that sums the expected number of results with injected faults; changes no result.
 
     Args:
         specs: the faults.
-        hidden: width of the model; faults of wider ones are left out.
-        totals: by fault, added to.
+        hidden: width of the model; faults that need a wider one are ignored.
+        totals: by fault; incremented.
     """
 
     def __init__(self, specs: Sequence[FaultSpec], hidden: int, totals: list[float]) -> None:
@@ -112,10 +112,10 @@ def _means(spec: FaultSpec, address: Address) -> bool:
 
 
 def chance(spec: FaultSpec, elements: int) -> float:
-    """Probability that a fault harms a result that fits, in one of its steps.
+    """Probability that a fault is injected into a matching result, in one of its steps.
 
     Args:
-        spec: the fault; ranges of values, and bits that are stuck where they were anyway, are not known here.
+        spec: the fault; its ranges of values, and stuck bits that already have that value, are not considered.
         elements: of the result.
     """
     some = 1.0 if spec.element_probability is None else 1.0 - (1.0 - spec.element_probability) ** elements
@@ -127,8 +127,8 @@ class SlotDrill:
     """The faults of one process.
 
     Args:
-        faults: plain.
-        host: its host's name; None: as the system says.
+        faults: as plain values.
+        host: its host's name; None: the system's host name.
     """
 
     def __init__(self, faults: list[dict[str, Any]], host: str | None = None) -> None:
@@ -148,16 +148,16 @@ class SlotDrill:
         return self._injectors[hidden]
 
     def watch(self, hidden: int) -> list[Expectation]:
-        """What counts the results of a training run that has an injector of its own."""
+        """Listeners that count the results of a training run, which has an injector of its own."""
         return [Expectation(self._specs, hidden, self.expected)] if self._specs else []
 
     def keep(self, injectors: Sequence[Any]) -> None:
-        """Add what injectors met that go away."""
+        """Add the tallies of injectors that will be discarded."""
         for injector in injectors:
             self._past = [add(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]
 
     def summary(self) -> dict[str, Any]:
-        """For ``summarize``: results that each fault was ``expected`` to harm, and ``tallies`` of what it met."""
+        """For ``summarize``: the ``expected`` number of injections by fault, and the injectors' ``tallies``."""
         tallies = self._past
         for injector in self._injectors.values():
             tallies = [add(a, b) for a, b in zip(tallies, injector.tallies, strict=True)]
@@ -165,14 +165,14 @@ class SlotDrill:
 
 
 def summarize(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each fault did on its host.
+    """Effect of each fault on its host.
 
     Args:
-        faults: of the drill, plain.
-        said: of every process of the host, from ``SlotDrill.summary``.
+        faults: of the drill, as plain values.
+        said: summaries of all processes of the host, from ``SlotDrill.summary``.
 
     Returns:
-        For each fault: results that it was ``expected`` to harm, how many it ``changed``, and ``unfired``, why none.
+        For each fault: numbers of results ``expected`` to change and ``changed``, and ``unfired``: why none changed.
     """
     found = []
     for place, fault in enumerate(faults):
@@ -190,7 +190,7 @@ def summarize(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) 
 
 
 class _Counted(Injector):
-    """An injector that counts what it is expected to do, and keeps no firing."""
+    """An injector that sums its expected injections, and stores no firing."""
 
     def __init__(self, specs: Sequence[FaultSpec], hidden: int, totals: list[float], host: str | None) -> None:
         super().__init__(specs, ALONE, hidden, host=host)
@@ -199,12 +199,12 @@ class _Counted(Injector):
     def __call__(self, address: Address, result: Tensor) -> Tensor | None:
         self._expectation(address, result)
         answer = super().__call__(address, result)
-        self.firings.clear()  # a long test would keep them all
+        self.firings.clear()  # they would accumulate in a long test
         return answer
 
 
 def add(a: Tally, b: Tally) -> Tally:
-    """What two injectors met of one fault."""
+    """Sum of two injectors' tallies of one fault."""
     sums: dict[str, Any] = {
         field.name: getattr(a, field.name) + getattr(b, field.name)
         for field in fields(Tally)

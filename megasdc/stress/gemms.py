@@ -1,4 +1,4 @@
-"""Which matrix products are computed, from which inputs, and how far may a right one be from the exact product?"""
+"""Matrix products of the stress test: shapes, inputs, and the error bound of a correct result."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megasdc.model.randomness import mix
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = {"forward": "output", "backward": "input", "weight_grad": "weight"}
-"""What the three products of a linear layer are called in addresses, by phase."""
+"""Slots of the three products of a linear layer in addresses, by phase."""
 FACTORS = {
     "self_attention.linear_qkv": (1, 3),
     "self_attention.linear_proj": (1, 1),
     "mlp.linear_fc1": (1, 4),
     "mlp.linear_fc2": (4, 1),
 }
-"""Inputs and outputs of a layer's linear parts, in widths of the model."""
+"""Inputs and outputs of a layer's linear submodules, as multiples of the model's width."""
 HOST_MODELS = ((64, 256), (32, 768))
 DEVICE_MODELS = ((2048, 1024), (2048, 4096))
-"""(tokens m, hidden size h) of the layers, on processors and on accelerators."""
+"""(tokens m, hidden size h) of the layers, on CPUs and on accelerators."""
 ODD = ((1, 1000, 1), (7, 13, 5), (129, 257, 63), (3, 4097, 31))
-"""(m, k, n) that fit no tile."""
+"""(m, k, n) that are no multiple of a tile."""
 ACCUMULATED = 2.0**-23
-"""Largest relative error of one step of a sum: of fp32, also where the last bit is cut off instead of rounded."""
+"""Largest relative error of one addition in fp32, also with truncation instead of rounding."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer y = x W^T and what it is given.
+    """A linear layer y = x W^T and its shape.
 
     Args:
         fqn: its name.
@@ -45,29 +45,29 @@ class Linear:
     n: int
 
     def shape(self, phase: str) -> tuple[int, int]:
-        """Of the result."""
+        """Shape of the result."""
         return {"forward": (self.m, self.n), "backward": (self.m, self.k), "weight_grad": (self.n, self.k)}[phase]
 
     @property
     def hidden(self) -> int:
-        """Width of the model that it stands for; of an odd one its inputs."""
+        """Width of the model that it represents; for odd shapes, its number of inputs."""
         return int(self.fqn[1 : self.fqn.index(".")]) if self.fqn.startswith("h") else self.k
 
 
 def linears(on_accelerator: bool) -> list[Linear]:
-    """The layers that a device is tested with."""
+    """The layers with which a device is tested."""
     models = DEVICE_MODELS if on_accelerator else HOST_MODELS
     layers = [Linear(f"h{h}.{name}", m, a * h, b * h) for m, h in models for name, (a, b) in FACTORS.items()]
     return layers + [Linear(f"odd.{m}x{k}x{n}", m, k, n) for m, k, n in ODD]
 
 
 def case_name(linear: Linear, dtype: str, phase: str) -> str:
-    """Names one product, with everything that its result depends on beside the device."""
+    """Name of one product, with everything that determines its result besides the device."""
     return f"{linear.fqn} {linear.m}x{linear.k}x{linear.n} {dtype} {phase}"
 
 
 def case_names(on_accelerator: bool) -> list[str]:
-    """Of all products that a device is tested with."""
+    """Names of all products with which a device is tested."""
     return [case_name(one, dtype, phase) for one in linears(on_accelerator) for dtype in DTYPES for phase in SLOTS]
 
 
@@ -79,25 +79,25 @@ def make_inputs(linear: Linear) -> dict[str, Tensor]:
 
 
 def factors(inputs: dict[str, Tensor], phase: str) -> tuple[Tensor, Tensor]:
-    """The two matrices whose product a phase computes, as a linear layer hands them to the library."""
+    """The two matrices whose product a phase computes, with the strides that a linear layer passes to the library."""
     x, w, d = inputs["x"], inputs["w"], inputs["d"]
     return {"forward": (x, w.t()), "backward": (d, w), "weight_grad": (d.t(), x)}[phase]
 
 
 def deviation(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """How far a product is from the exact one, as a multiple of what rounding can explain; at most 1 if it is right.
+    """Error of a product as a multiple of its rounding error bound; at most 1 if the product is correct.
 
     A sum of k products, each exact in fp32 or rounded once, added in any order with relative errors of at most u,
-    differs from the exact one by at most g sum |a||b|, g = k u / (1 - k u); the result's own rounding comes on top.
-    Here u is that of fp32 with the last bit cut off, and the reference, in fp64, has an error of the same form.
+    differs from the exact one by at most g sum |a||b|, g = k u / (1 - k u); the rounding of the result is added to it.
+    Here u is that of truncating fp32, and the fp64 reference has an error of the same form.
 
     Args:
-        result: [m, n], what was computed.
-        left: [m, k], as it was given.
-        right: [k, n], as it was given.
+        result: [m, n], the computed product.
+        left: [m, k], the factor as used.
+        right: [k, n], the factor as used.
 
     Returns:
-        [m, n], fp64, on the device of the factors, which computes the reference too; infinite where the result is not
+        [m, n], fp64, on the device of the factors, which also computes the reference; infinite where the result is not
         finite.
 
     Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 3.1.

@@ -1,7 +1,7 @@
-"""What did trusted hardware compute? Checksums of matrix products by device and versions, golden traces of training.
+"""Golden values of trusted hardware: checksums of matrix products by device and versions, golden traces of training.
 
 A folder holds ``NAME.gemm.json`` files, which ``megasdc stress --record`` writes, and ``NAME.golden`` files as of
-``megasdc golden record``. It is read where the stress test is started; hosts get what is for them.
+``megasdc golden record``. It is read where the stress test is started; each host is sent the values for its device.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class GoldenTraining:
     """A golden trace for the training run.
 
     Args:
-        file: where it is from.
+        file: from which it was read.
         config: of the workload, resolved.
-        key: what it holds for.
-        trace: of its first case, as ``megasdc.stress.training.encode`` gives it.
+        key: device and versions for which it is valid.
+        trace: of its first case, as returned by ``megasdc.stress.training.encode``.
     """
 
     file: str
@@ -37,7 +37,7 @@ class GoldenTraining:
 
 @dataclass(frozen=True)
 class GoldenFolder:
-    """What a folder of golden files holds.
+    """Contents of a folder of golden files.
 
     Args:
         products: key and checksums of each file of products.
@@ -52,7 +52,7 @@ class GoldenFolder:
         return next((checksums for own, checksums in self.products if own == key), None)
 
     def training_for(self, key: Mapping[str, Any]) -> GoldenTraining | None:
-        """A golden trace whose key says the same of the device and its versions; None: none."""
+        """A golden trace for a device with this key, whatever the checksum algorithm; None: none."""
         named = {name: value for name, value in key.items() if name != "algorithm"}
         return next(
             (one for one in self.training if all(one.key.get(name) == value for name, value in named.items())), None
@@ -63,7 +63,7 @@ def load_folder(folder: Path) -> GoldenFolder:
     """Read all golden files of a folder.
 
     Raises:
-        TraceError: there is none, or one is damaged or of another format.
+        TraceError: there are none, or one is damaged or of another format.
     """
     products = tuple(load_products(file) for file in sorted(folder.glob("*.gemm.json")))
     files = sorted(folder.glob("*.golden"))
@@ -76,7 +76,7 @@ def load_folder(folder: Path) -> GoldenFolder:
 
 
 def _load_training(file: Path) -> GoldenTraining | None:
-    """A golden trace; None if it is of several ranks, which a device alone does not run."""
+    """A golden trace; None if it is of several ranks, since each device is tested alone."""
     from megasdc.sdc.golden import load_golden
     from megasdc.stress.drill import ALONE
     from megasdc.stress.training import encode
@@ -90,13 +90,13 @@ def _load_training(file: Path) -> GoldenTraining | None:
 def save_products(
     folder: Path, key: Mapping[str, Any], checksums: Mapping[str, int], recorded: Mapping[str, Any]
 ) -> Path:
-    """Write checksums of products; the file's name follows from the key, so that one for the same device is replaced.
+    """Write checksums of products; the file is named after the key and replaces one with the same key.
 
     Args:
         folder: created if absent.
-        key: what they hold for.
+        key: device and versions for which they are valid.
         checksums: by case.
-        recorded: when, where and how often, for people.
+        recorded: host, time and number of rounds, for display only.
 
     Raises:
         StorageError: it cannot be written.

@@ -1,7 +1,7 @@
-"""What runs on each host? Starts its processes, hands tasks on to them and their answers back, ends with its caller.
+"""Agent on each host: starts its processes, forwards tasks to them and their answers back, ends with its caller.
 
-Started as ``python -m megasdc.stress.host SLOTS``, over SSH or directly. Its standard input is the leash: at its end
-all processes are killed, so that nothing is left behind when the caller or the connection is gone. No torch.
+Started as ``python -m megasdc.stress.host SLOTS``, over SSH or directly. When its standard input is closed, it kills
+all processes, so that none remain after the caller or the connection is gone. No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from megasdc.parallel.local_ranks import base_environment
 
 MARK = "megasdc-stress:"
-"""Begins each line of ours; a login may print others."""
+"""Prefix of each line of the protocol; a login shell may print other lines."""
 TAIL_CHARACTERS = 2000
 
 
@@ -28,7 +28,7 @@ class Host:
     """The processes of this host.
 
     Args:
-        slots: devices to test; 0: all accelerators, without any one.
+        slots: devices to test; 0: all accelerators, or 1 where there is none.
     """
 
     def __init__(self, slots: int) -> None:
@@ -48,10 +48,10 @@ class Host:
             sys.stdout.flush()
 
     def hand_on(self, line: str) -> None:
-        """Give a task to the process that it names as ``slot``."""
+        """Forward a task to the process number ``slot`` of its line."""
         process = self._running[json.loads(line)["slot"]]
         assert process.stdin is not None, "it was given a pipe"
-        with contextlib.suppress(OSError):  # it has ended, which its listener tells
+        with contextlib.suppress(OSError):  # it has ended, which its listener reports
             process.stdin.write(line.encode())
             process.stdin.flush()
 

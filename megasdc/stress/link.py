@@ -1,7 +1,7 @@
-"""How does one process give tasks to many hosts and get their answers? One connection a host, answers in one queue.
+"""Connections to many hosts: tasks are sent over one connection per host, answers arrive in one queue.
 
-Nothing listens on this host, and what a host does is never waited for longer than it may take: one that dies, hangs or
-was never reached is named, and the others go on.
+This process opens no port, and every wait has a timeout: a host that dies, hangs or is unreachable is recorded as
+lost, and the others continue.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megasdc.stress.host import MARK
 UNREACHABLE, DIED, HUNG, FAILED = "unreachable", "died", "hung", "failed"
 STDERR_BYTES = 4000
 GRACE_S = 5.0
-"""Seconds that a host's connection has to end by itself."""
+"""Seconds for a host's connection to end by itself before it is killed."""
 Place = tuple[str, int]
-"""Host and number of a process on it."""
+"""Host, and number of a process on it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Loss:
 
     Args:
         how: ``UNREACHABLE``, ``DIED``, ``HUNG`` or ``FAILED``.
-        detail: for people.
+        detail: for display.
     """
 
     how: str
@@ -49,9 +49,9 @@ class Links:
     """Connections to hosts.
 
     Args:
-        slots: devices by host; 0: those that it has.
+        slots: number of devices by host; 0: all that it has.
         transport: how hosts are reached.
-        timeout_s: seconds that a task may take.
+        timeout_s: timeout of a task in seconds.
     """
 
     def __init__(self, slots: Mapping[str, int], transport: Transport, timeout_s: float) -> None:
@@ -75,19 +75,19 @@ class Links:
 
     @property
     def alive(self) -> list[str]:
-        """Hosts that answer, in order."""
+        """Hosts that are not lost, in order."""
         return [host for host in self._running if host not in self.lost]
 
     def places(self, hosts: Sequence[str], every: bool = False) -> list[Place]:
-        """Processes of hosts: those that test a device, or with ``every`` also those that only take part in groups."""
+        """Processes of hosts: those that test a device, or with ``every`` also those that only join collectives."""
         numbers = self.processes if every else self.slots
         return [(host, number) for host in hosts for number in range(numbers[host])]
 
     def ask(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
-        """Give tasks and wait for the answers.
+        """Send tasks and wait for the answers.
 
         Args:
-            tasks: ``do`` and what that needs, by place; of hosts that answer.
+            tasks: ``do`` and its arguments, by place; of hosts that are alive.
 
         Returns:
             By place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
@@ -106,11 +106,11 @@ class Links:
         return {place: answer for place, answer in answers.items() if place[0] not in self.lost}
 
     def give_up(self, host: str, why: str) -> None:
-        """Count a host as lost that said why it cannot go on."""
+        """Record a host as lost that reported why it cannot continue."""
         self._lose(host, FAILED, why)
 
     def close(self) -> None:
-        """Let go of all hosts, which end their processes."""
+        """Close all connections; the hosts then kill their processes."""
         for process in self._running.values():
             _let_go(process)
         for process in self._running.values():
@@ -126,7 +126,7 @@ class Links:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors[host],
-            start_new_session=True,  # Ctrl-C is for this process, which then lets go of the hosts in order
+            start_new_session=True,  # Ctrl-C must reach this process alone, which then closes the connections in order
         )
 
     def _listen(self, host: str) -> None:
@@ -141,12 +141,12 @@ class Links:
     def _send(self, host: str, task: Mapping[str, Any]) -> None:
         stream = self._running[host].stdin
         assert stream is not None, "it was given a pipe"
-        with contextlib.suppress(OSError):  # its listener tells that it is closed
+        with contextlib.suppress(OSError):  # its listener reports that it is closed
             stream.write(json.dumps(task).encode() + b"\n")
             stream.flush()
 
     def _take(self, deadline: float, waiting: set[str]) -> dict[str, Any]:
-        """The next message, once what it says of its host is noted; empty of a lost one, and if all waited for hang."""
+        """The next message, after recording what it reports on its host; empty for lost hosts and on a timeout."""
         try:
             host, message = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
@@ -176,7 +176,7 @@ class Links:
 
 
 def _python_path() -> str:
-    """Where this process finds its modules, absolute."""
+    """PYTHONPATH with this package's parent folder, absolute, in front."""
     import megasdc
 
     own = str(Path(megasdc.__file__).resolve().parents[1])
@@ -184,14 +184,14 @@ def _python_path() -> str:
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Drop the leash."""
+    """Close a host's standard input, at which it ends."""
     assert process.stdin is not None, "it was given a pipe"
-    with contextlib.suppress(OSError):  # what is still unsent has nobody to read it
+    with contextlib.suppress(OSError):  # the reader of unsent data is gone
         process.stdin.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a process that is let go of, and killed if it stays."""
+    """Close a connection, kill it if it does not end within ``GRACE_S``, and return its exit code."""
     _let_go(process)
     try:
         return process.wait(GRACE_S)

@@ -1,8 +1,8 @@
-"""Does a device compute every matrix product with the same bits each time, and with those that were expected?
+"""Matrix products of a device: compared with each other, and with expected checksums.
 
-What is expected of a product is a checksum: of a golden file, where there is one for this device, else the device's own
-first, that of most passes of a round. One that no golden checksum vouches for is compared with an fp64 product, within
-what rounding explains.
+The expected checksum of a product is that of a golden file, where there is one for this device, else the device's own
+first: that of most passes of a round. A product without an expected checksum is also compared with an fp64 product,
+within its rounding error bound.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import algorithm, default_algorithm, read_back
 
 PASSES = 3
-"""Times that each product is computed in a round: two outvote a wrong one. A fault's steps count passes, over all
-rounds."""
+"""Number of times that each product is computed in a round: two outvote a wrong one. A fault's steps count passes over
+all rounds."""
 
 Harm = Callable[[int], Listener | None]
 """The injector for layers of a model of this width; None: none."""
@@ -32,13 +32,13 @@ Harm = Callable[[int], Listener | None]
 
 @dataclass
 class Products:
-    """The products of one device, and what is expected of them.
+    """The products of one device, and their expected checksums.
 
     Args:
         device: that computes.
-        harm: of a drill.
+        harm: returns a drill's injector, see ``Harm``.
         expected: checksums by case.
-        against: where they are from: ``golden``, or ``first``, the device's own earlier results.
+        against: their source: ``golden``, or ``first``, the device's own earlier results.
     """
 
     device: torch.device
@@ -48,11 +48,11 @@ class Products:
 
     @property
     def algorithm(self) -> str:
-        """Of the checksums."""
+        """Name of the checksum algorithm."""
         return default_algorithm(self.device).name
 
     def expect(self, checksums: dict[str, int], against: str) -> None:
-        """Take checksums as what is expected; see the class."""
+        """Set the expected checksums; see the class."""
         self.expected, self.against = dict(checksums), against
 
     def run_round(self, number: int) -> dict[str, Any]:
@@ -62,8 +62,8 @@ class Products:
             number: of the round, first is 1.
 
         Returns:
-            ``compared`` and ``wrong`` products; ``findings``: the first wrong ones; ``checked``: how many were compared
-            with fp64; ``values``: the checksum of most passes, by case.
+            ``compared`` and ``wrong``: numbers of products; ``findings``: the first wrong ones; ``checked``: how many
+            were compared with fp64; ``values``: the checksum of most passes, by case.
         """
         said: dict[str, Any] = {"compared": 0, "wrong": 0, "checked": 0, "findings": [], "values": {}}
         for linear in linears(self.device.type == "cuda"):
@@ -116,10 +116,8 @@ class Products:
 
     @staticmethod
     def _describe(case: str, results: list[Tensor], turn: int) -> dict[str, Any]:
-        """In which elements and bits a wrong product differs from what most passes give, bit by bit.
-
-        Of a fault that comes and goes that is the right product. One that is there each time shows in no element.
-        """
+        """Elements and bits in which a wrong product differs from the bitwise majority of all passes."""
+        # With an intermittent fault the majority is the correct product; a persistent fault shows in no element.
         a, b, c = map(as_bits, results)
         most = ((a & b) | (a & c) | (b & c)).view(results[turn].dtype)
         found = describe(case, most.cpu(), results[turn].cpu())
@@ -133,7 +131,7 @@ class Products:
 
 
 def device_of_slot(slot: int) -> torch.device:
-    """The device that a process of this number on its host tests."""
+    """The device that the process with this number tests; makes a GPU the current device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(slot)

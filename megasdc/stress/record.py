@@ -1,4 +1,4 @@
-"""How are golden values made? A stress test of this host, and what it computed, if nothing speaks against it."""
+"""Recording of golden values: a stress test of this host, whose results are written if it is healthy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megasdc.train.golden_key import workload_of
 def record(
     plan: StressPlan, folder: Path, on_progress: Progress = lambda done, total: None
 ) -> tuple[StressResult, list[Path]]:
-    """Test this host without golden values, and write what it computed as golden values.
+    """Test this host without golden values, and write its results as golden values.
 
     Args:
         plan: of this host alone.
-        folder: takes the files; those of the same device and versions are replaced.
+        folder: for the files; those of the same device and versions are replaced.
         on_progress: see ``Progress``.
 
     Returns:
-        What the test found, and the files.
+        The result of the test, and the files.
 
     Raises:
         CorruptionError: the host is not healthy; nothing is written.
@@ -39,7 +39,7 @@ def record(
     result = stress(replace(plan, golden=GoldenFolder()), on_progress)
     (verdict,), (state,) = result.verdicts, result.states
     if verdict.status != HEALTHY or result.interrupted:
-        why = "; ".join(reason.text for reason in verdict.reasons) or "the test did not come to its end"
+        why = "; ".join(reason.text for reason in verdict.reasons) or "the test did not finish"
         raise CorruptionError(f"nothing is recorded, this host is {verdict.status}: {why}")
     files = []
     if GEMM in plan.only:

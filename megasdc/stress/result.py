@@ -1,4 +1,4 @@
-"""What is said at the end of a stress test? A table, reasons, JSON, an exit code."""
+"""Result of a stress test: a table, reasons, JSON, an exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXIT_CODES = {
     INCONCLUSIVE: CorruptionError.exit_code,
     NOT_TESTED: LaunchError.exit_code,
 }
-"""Exit code by verdict; of several the first in this order."""
+"""Exit code by verdict; with several verdicts, the first in this order."""
 _STYLES = {HEALTHY: "green", UNHEALTHY: "bold red", INCONCLUSIVE: "bold yellow", NOT_TESTED: "magenta"}
 
 
@@ -30,10 +30,10 @@ class StressResult:
 
     Args:
         verdicts: in the order of the hostfile.
-        drill: what was harmed on purpose; None: nothing.
-        drilled: what its faults did, from ``summarize``; None where that is not known.
-        interrupted: ended before its time.
-        states: what is known of each host, in the same order.
+        drill: injected faults; None: none.
+        drilled: effects of these faults, from ``summarize``; None where they are not known.
+        interrupted: ended early, by Ctrl-C.
+        states: of each host, in the same order.
     """
 
     verdicts: Sequence[HostVerdict]
@@ -44,12 +44,12 @@ class StressResult:
 
     @property
     def exit_code(self) -> int:
-        """0: all healthy."""
+        """See ``EXIT_CODES``; 0: all hosts are healthy."""
         given = {verdict.status for verdict in self.verdicts}
         return next((code for status, code in EXIT_CODES.items() if status in given), 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
+        """As plain values."""
         return {
             "exit_code": self.exit_code,
             "interrupted": self.interrupted,
@@ -84,12 +84,12 @@ def _why(fault: dict[str, Any], expected: float, unfired: str | None) -> str:
     if expected:
         return f"{unfired or 'it never fired'}; {expected:.3g} were to be expected: its rate is low for so short a test"
     if first is not None and first > 1:
-        return f"it is silent until step {first:,}, and this test did not come so far"
+        return f"it is silent until step {first:,}, and this test ended before that"
     return unfired or "no result fitted"
 
 
 def render_result(result: StressResult, console: Console) -> None:
-    """Print the table, every reason, and one line that sums it up."""
+    """Print the table, every reason, and a summary line."""
     table = Table(title="stress test")
     tests = list(dict.fromkeys(test for verdict in result.verdicts for test in verdict.rates))
     for name in ("host", "verdict", "rounds", *(f"wrong in {test}" for test in tests)):
@@ -116,7 +116,7 @@ def render_result(result: StressResult, console: Console) -> None:
 
 
 def _by_evidence(verdicts: Sequence[HostVerdict]) -> dict[str, str]:
-    """What verdicts rest on, by the hosts of which it is the same."""
+    """Evidence of the verdicts, by the hosts that share it."""
     hosts: dict[str, list[str]] = {}
     for verdict in verdicts:
         text = "; ".join(f"{test} by {said}" for test, said in verdict.rests_on.items())
@@ -138,5 +138,5 @@ def _render_drill(report: dict[str, Any] | None, console: Console) -> None:
     found = "was found" if report["found"] else "was not found"
     console.print(Text(f"drill: {report['profile']} on {report['host']} {found}"))
     for fault in report["faults"]:
-        did = f"harmed {fault['changed']:,} results, {fault['expected']:.3g} were to be expected"
+        did = f"changed {fault['changed']:,} results, {fault['expected']:.3g} were to be expected"
         console.print(Text(f"  {fault['fault']}: {fault['unfired'] or did}"))

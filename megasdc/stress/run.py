@@ -1,4 +1,4 @@
-"""How is a stress test run? Rounds of tests on all hosts side by side, kept as they finish, judged whenever it ends."""
+"""Stress test: rounds of tests on all hosts at once, saved after each round, judged at the end or on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, TESTS, TRAINING, Coun
 from megasdc.stress.verdict import judge
 
 MEETINGS = 3
-"""Partners that a host meets in a round; from two on, one that is wrong each time is named in the first round."""
+"""Partners of a host in a round; with two or more, a host that is always wrong is named in the first round."""
 
 Progress = Callable[[int, int | None], None]
-"""Called with rounds done, and of how many; None where time decides."""
+"""Called with the rounds done and their total; None where the time is limited instead."""
 
 
 @dataclass(frozen=True)
 class StressPlan:
-    """What is tested, how long.
+    """Configuration of a stress test.
 
     Args:
-        slots: devices by host; 0: those that it has.
-        remote: over SSH; false: this host alone.
-        rounds: at most; None: time decides.
-        minutes: None: rounds decide.
+        slots: number of devices by host; 0: all that it has.
+        remote: over SSH; False: this host alone.
+        rounds: maximum of rounds, used where ``minutes`` is None.
+        minutes: time limit for starting a round; None: ``rounds`` is the limit.
         only: tests, of ``TESTS``.
-        timeout_s: seconds that a host may take for one test of a round.
+        timeout_s: timeout of a host for one test of a round, in seconds.
         drill: faults on one host; None: none.
         golden: golden values.
-        folder: keeps what is known after each round; None: nothing is kept.
-        resume: go on from what the folder holds.
+        folder: for the hosts' states after each round; None: they are not saved.
+        resume: continue from the states in the folder.
         ssh_port: None: SSH's own configuration.
     """
 
@@ -56,20 +56,20 @@ class StressPlan:
     ssh_port: int | None = None
 
     def of_host(self) -> dict[str, Any]:
-        """What a host's earlier state must have been made with."""
+        """The settings with which a host's earlier state must agree."""
         drill = None if self.drill is None else f"{self.drill.profile}@{self.drill.host}"
         return {"hosts": list(self.slots), "only": list(self.only), "drill": drill}
 
 
 def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> StressResult:
-    """Test all hosts; Ctrl-C ends it with what is known so far.
+    """Test all hosts; Ctrl-C ends it with the results so far.
 
     Args:
-        plan: what is tested.
+        plan: configuration of the test.
         on_progress: see ``Progress``.
 
     Raises:
-        TraceError: what is to be gone on from is damaged or of another plan.
+        TraceError: a state to continue from is damaged or of another plan.
         StorageError: the plan's folder cannot be written.
     """
     states = {host: _state(plan, host) for host in plan.slots}
@@ -107,21 +107,15 @@ def _goes_on(plan: StressPlan, number: int, first: int, started: float) -> bool:
 
 
 class _Test:
-    """The rounds of one call.
-
-    Args:
-        plan: what is tested.
-        states: of all hosts; filled in.
-        links: to them.
-    """
+    """The rounds of one call; updates the states of all hosts."""
 
     def __init__(self, plan: StressPlan, states: dict[str, HostState], links: Links) -> None:
         self._plan, self._states, self._links = plan, states, links
         self._told: set[tuple[str, Place]] = set()
-        """Tests and processes that have been given what is expected of them."""
+        """Tests and processes to which the expected values have been sent."""
 
     def start(self) -> None:
-        """Greet all processes of all hosts."""
+        """Start all hosts, and configure all their processes."""
         self._links.start()
         drill = self._plan.drill
         tasks = {
@@ -140,7 +134,7 @@ class _Test:
         self.note_losses()
 
     def run_round(self, number: int) -> None:
-        """One round of all tests on all hosts that answer; kept if it is whole."""
+        """One round of all tests on all hosts that are alive; the states are saved at its end."""
         tests = {COLLECTIVES: self._collectives, GEMM: self._products, TRAINING: self._training}
         for name in self._plan.only:
             tests[name](number)
@@ -152,7 +146,7 @@ class _Test:
                 save_state(self._plan.folder, state)
 
     def drill_summary(self) -> list[dict[str, Any]] | None:
-        """What the faults of a drill did, over all processes of its host; None without one, or if it was lost."""
+        """Effects of a drill's faults over all processes of its host; None without a drill, or if the host is lost."""
         drill = self._plan.drill
         if drill is None or drill.host not in self._links.alive:
             return None
@@ -228,7 +222,7 @@ class _Test:
             self._meet(number, {pair: self._links.places(pair) for pair in pairs})
 
     def _meet(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
-        """Run collectives in groups side by side, and note with whom each host had right and wrong ones."""
+        """Run collectives in several groups at once, and count each host's right and wrong ones by partner."""
         opened = self._ask({places[0]: {"do": "open"} for places in groups.values()})
         tasks: dict[Place, dict[str, Any]] = {}
         for places in groups.values():
@@ -240,7 +234,7 @@ class _Test:
                 tasks[place] = {**store, "rank": rank, "port": opened[places[0]]["port"]}
         answers = self._ask(tasks)
         for hosts, places in groups.items():
-            if set(hosts) <= set(self._links.alive):  # what a host that was lost has done to another explains itself
+            if set(hosts) <= set(self._links.alive):  # failures with a lost partner prove nothing
                 for place in places:
                     if place in answers:
                         self._note_meeting(number, hosts, place, answers[place])
@@ -259,13 +253,13 @@ class _Test:
     # --- hosts ------------------------------------------------------------------------------------------------------
 
     def _tell(self, test: str, place: Place) -> bool:
-        """Whether a process has yet to be given what is expected; true once."""
+        """Whether the expected values must still be sent to a process; True once."""
         fresh = (test, place) not in self._told
         self._told.add((test, place))
         return fresh
 
     def _ask(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
-        """What processes answered; a host one of whose processes could not do its task is given up."""
+        """Answers of processes; a host with a process that failed its task is recorded as lost."""
         answers = self._links.ask(tasks)
         for (host, slot), answer in answers.items():
             if "error" in answer:
@@ -273,11 +267,11 @@ class _Test:
         return {place: answer["ok"] for place, answer in answers.items() if place[0] not in self._links.lost}
 
     def note_losses(self) -> None:
-        """Take up which hosts no longer answer."""
+        """Record lost hosts in their states."""
         for host, loss in self._links.lost.items():
             self._states[host].lost = {"how": loss.how, "detail": loss.detail}
 
 
 def _address(host: str) -> str:
-    """The name under which other hosts reach one; hostfiles may say with which user."""
+    """Name under which other hosts reach a host; hostfiles may contain ``user@``."""
     return host.rpartition("@")[2]

@@ -1,7 +1,7 @@
-"""What does one process of a host do? Takes tasks, a JSON line each, and answers each with a line.
+"""Worker process of a host: reads tasks, a JSON line each, and answers each with a line.
 
 Started as ``python -m megasdc.stress.slot NUMBER`` by ``megasdc.stress.host``; one process for each device, and on a
-processor at least two, so that a host has a group of its own.
+CPU at least two, so that a host can run collectives among its own processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Slot:
         self._timeout_s = 0.0
 
     def hello(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Take what holds for all tasks: ``timeout_s``, ``faults``; tell what results depend on."""
+        """Configure all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
         import torch
 
         from megasdc.stress.drill import SlotDrill
@@ -55,13 +55,13 @@ class Slot:
         return {"key": key, "on_accelerator": on_accelerator}
 
     def gemm(self, task: dict[str, Any]) -> dict[str, Any]:
-        """A ``round`` of matrix products; ``expected`` checksums, where given, hold from then on."""
+        """A ``round`` of matrix products; ``expected`` checksums, where given, are used from then on."""
         if task.get("expected") is not None:
             self._products.expect(task["expected"], task["against"])
         return self._products.run_round(task["round"])
 
     def training(self, task: dict[str, Any]) -> dict[str, Any]:
-        """A ``round`` of the small run, of ``config`` if it is not null; ``expected`` trace and ``key`` as above."""
+        """A ``round`` of the small run; ``config``, ``expected`` trace and its ``key`` are used in the first one."""
         from megasdc.stress.training import SmallRun, encode, small_run
 
         differences: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Slot:
         return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
 
     def open(self, _task: dict[str, Any]) -> dict[str, Any]:
-        """Make the store of a group whose rank 0 this is."""
+        """Create the store of a group of which this process is rank 0."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -94,20 +94,20 @@ class Slot:
             said = check_group(group, task["round"], self._drill.harm(0))
             group.close()
         except RuntimeError as error:  # of the backend: another rank did not answer
-            return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).splitlines()[0]}
+            return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).partition("\n")[0] or repr(error)}
         return {**said, "failed": None}
 
     def drill(self, _task: dict[str, Any]) -> dict[str, Any]:
-        """What the faults did."""
+        """Effects of the faults."""
         return self._drill.summary()
 
 
 def main(number: int, answers: TextIO) -> None:
-    """Work until there are no more tasks.
+    """Process tasks until standard input ends.
 
     Args:
         number: of this process.
-        answers: where they go.
+        answers: stream for the answers.
     """
     set_deterministic_environment(DeterminismSection(enabled=True), os.environ)
     slot = Slot(number)
@@ -115,14 +115,14 @@ def main(number: int, answers: TextIO) -> None:
         task = json.loads(line)
         try:
             answer = {"id": task["id"], "ok": getattr(slot, task["do"])(task)}
-        except Exception as error:  # what fails on one host is told, and the host goes on with other tests
+        except Exception as error:  # reported to the caller, which records the host as lost
             answer = {"id": task["id"], "error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    # Libraries print to standard output, so answers get a descriptor of their own.
+    # Libraries print to standard output, so answers use a descriptor of their own.
     own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     main(int(sys.argv[1]), own)

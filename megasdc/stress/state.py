@@ -1,6 +1,6 @@
-"""What is known of a host so far? Counts, the first findings and its first values; bounded, however long a test runs.
+"""State of a host in a stress test: counts, first findings and first values; of bounded size.
 
-A file for each host, written whole after each round, so that a test that was killed goes on after its last whole round.
+A file per host, written atomically after each round, so that a killed test continues after its last complete round.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from megasdc.errors import StorageError, TraceError
 
 COLLECTIVES, GEMM, TRAINING = TESTS = ("collectives", "gemm", "training")
 ALONE = "alone"
-"""The group of a host's own processes, in the place of a partner."""
+"""In place of a partner: the group of a host's own processes."""
 SHOWN = 30
-"""Findings of a test that are kept of a host."""
+"""Maximum of findings kept for a test of a host."""
 FORMAT = "megasdc.stress.host.v1"
 
 
 @dataclass
 class Count:
-    """How often something was compared, and how often it was wrong."""
+    """Number of comparisons, and how many were wrong."""
 
     compared: int = 0
     wrong: int = 0
 
     def add(self, compared: int, wrong: int) -> None:
-        """Count more."""
+        """Add counts."""
         self.compared += compared
         self.wrong += wrong
 
 
 @dataclass
 class HostState:
-    """One host.
+    """State of one host.
 
     Args:
-        host: as the hostfile names it.
-        plan: what the test is; another one cannot go on from this state.
-        rounds: whole ones.
-        key: what results of its first process depend on; empty: it never answered.
-        on_accelerator: whether it computes on one.
-        slots: devices.
+        host: as named in the hostfile.
+        plan: settings of the test; a test with others cannot continue from this state.
+        rounds: number of complete rounds.
+        key: device and versions on which results of its first process depend; empty: it never answered.
+        on_accelerator: whether it computes on an accelerator.
+        slots: number of devices.
         tests: counts by test.
         meetings: counts of collectives by partner.
         findings: the first ones, each with test, round and slot.
         dropped: findings beyond those.
         products: the first checksums of each slot, by case.
         runs: the first training run of each slot: losses, trace and key.
-        golden: tests that golden values were there for.
-        checked: products compared with fp64.
-        notes: for people.
-        lost: how and why it no longer answers.
+        golden: tests for which golden values existed.
+        checked: number of products compared with fp64.
+        notes: for display.
+        lost: how and why it was lost; None: it is alive.
     """
 
     host: str
@@ -75,10 +75,10 @@ class HostState:
     lost: dict[str, str] | None = None
 
     def take(self, test: str, number: int, slot: int, said: dict[str, Any]) -> None:
-        """Add what a process said of a round.
+        """Add a process's results of a round.
 
         Args:
-            test: which.
+            test: name of the test.
             number: of the round.
             slot: of the process.
             said: its ``compared``, ``wrong`` and ``findings``.
@@ -88,20 +88,20 @@ class HostState:
             self.find({"test": test, "round": number, "slot": slot, **finding})
 
     def find(self, finding: dict[str, Any]) -> None:
-        """Keep a finding, or count it where there are many."""
+        """Store a finding; beyond ``SHOWN`` findings of a test only count it."""
         if sum(one["test"] == finding["test"] for one in self.findings) < SHOWN:
             self.findings.append(finding)
         else:
             self.dropped += 1
 
     def note(self, text: str) -> None:
-        """Keep what people should know, once."""
+        """Store a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
 
 def save_state(folder: Path, state: HostState) -> None:
-    """Write a host's file, whole or not at all.
+    """Write a host's file atomically.
 
     Raises:
         StorageError: it cannot be written.
@@ -117,9 +117,9 @@ def save_state(folder: Path, state: HostState) -> None:
 
 
 def load_state(folder: Path, host: str, plan: dict[str, Any]) -> HostState:
-    """What is known of a host from an earlier call; nothing if there is no file of it.
+    """State of a host from an earlier call; a new one if there is no file.
 
-    A host that was lost gets another chance.
+    A lost host is tried again.
 
     Raises:
         TraceError: the file is damaged, or of a test of another plan; nothing is overwritten.
@@ -130,15 +130,15 @@ def load_state(folder: Path, host: str, plan: dict[str, Any]) -> HostState:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         if said.pop("format") != FORMAT:
-            raise ValueError("its format is another")
+            raise ValueError("it has another format")
         counts = {
             name: {key: Count(**count) for key, count in said.pop(name).items()} for name in ("tests", "meetings")
         }
         state = HostState(**{**said, **counts, "lost": None})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"{path} is damaged: {error}; remove it, and the host begins anew") from error
+        raise TraceError(f"{path} is damaged: {error}; remove it, and the host starts from the beginning") from error
     if state.plan != plan:
         raise TraceError(
-            f"{path} is of a test of {state.plan}, this one is of {plan}; leave --resume out, or give them"
+            f"{path} is of a test of {state.plan}, this one is of {plan}; remove --resume, or use the same plan"
         )
     return state

@@ -1,7 +1,7 @@
-"""What must a collective give? Contributions of whole numbers, and their sums, known to every rank beforehand.
+"""Known results of collectives: contributions of integers, and their sums, which every rank can compute.
 
-Numbers are so small that every partial sum is representable: whatever the order and the algorithm of a sum, its result
-is exact, and one wrong bit is a fault. What is only moved holds random bits, each of which must arrive.
+The integers are so small that every partial sum is representable: a sum is exact in any order and with any algorithm,
+and one wrong bit is a fault. Data that are only moved are random bits, each of which must arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = {
     "int64": torch.int64,
 }
 LARGEST_SUM = {"fp32": 1 << 24, "bf16": 1 << 8, "fp16": 1 << 11, "int32": (1 << 31) - 1, "int64": 1 << 62}
-"""Up to these all whole numbers are representable."""
+"""Largest magnitude of a sum, up to which all integers are representable."""
 SUMMED = ("all_reduce", "reduce_scatter")
 MOVED = ("all_gather", "broadcast", "all_to_all")
 
@@ -33,9 +33,9 @@ class Exchange:
     Args:
         operation: of ``SUMMED`` or ``MOVED``.
         dtype: a name of ``DTYPES``.
-        elements: n that each rank gets of each rank, or of the sum.
+        elements: n, received by each rank from each rank, or of the sum.
         ranks: of the group.
-        seed: of what ranks contribute.
+        seed: of the contributions.
     """
 
     operation: str
@@ -46,17 +46,17 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """For people and as a part of addresses."""
+        """Name in messages and addresses."""
         return f"{self.operation}.{self.dtype}.{self.elements}"
 
     @property
     def pieces(self) -> int:
-        """Pieces of n elements that a rank gives: one for each receiver, where each gets another."""
+        """Pieces of n elements that a rank contributes: one per receiver, where receivers get different pieces."""
         return self.ranks if self.operation in ("reduce_scatter", "all_to_all") else 1
 
 
 def contribution(exchange: Exchange, rank: int) -> Tensor:
-    """What one rank gives.
+    """Contribution of one rank.
 
     Args:
         exchange: the collective.
@@ -66,7 +66,7 @@ def contribution(exchange: Exchange, rank: int) -> Tensor:
         [pieces n] on the host.
 
     Raises:
-        ValueError: so many ranks cannot have an exact sum in this type.
+        ValueError: there are too many ranks for an exact sum in this dtype.
     """
     dtype, size = DTYPES[exchange.dtype], exchange.pieces * exchange.elements
     generator = torch.Generator().manual_seed(mix(exchange.seed, rank, exchange.elements))
@@ -82,14 +82,14 @@ def contribution(exchange: Exchange, rank: int) -> Tensor:
 
 
 def known_result(exchange: Exchange, rank: int) -> Tensor:
-    """What one rank must get.
+    """Correct result of one rank.
 
     Args:
         exchange: the collective; a broadcast is from rank ``seed`` modulo the number of ranks.
         rank: in the group.
 
     Returns:
-        On the host: [n], of an all-gather and an all-to-all [ranks n].
+        On the host: [n]; for an all-gather and an all-to-all [ranks n].
     """
     n, ranks = exchange.elements, range(exchange.ranks)
     if exchange.operation == "broadcast":

@@ -1,4 +1,4 @@
-"""Does a small training run, on the path that real ones take, give the same losses and checksums each time?"""
+"""Small training run with the code of real ones; its losses and checksums are compared between repetitions."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ ON_ACCELERATOR: dict[str, Any] = {
         "golden": {"steps": 3, "vocab_size": 8192, "micro_batch_size": 4},
     },
 }
-"""What is trained where no golden trace says it."""
+"""Configuration of the run where no golden trace defines it."""
 
 
 def small_run(on_accelerator: bool) -> dict[str, Any]:
-    """The configuration of the workload that comes with the package, resolved."""
+    """The resolved configuration of the package's own workload."""
     return workload_config(workload_of({"config": ON_ACCELERATOR if on_accelerator else ON_HOST})).resolved()
 
 
 class SmallRun:
-    """The workload of one device, built once and started anew in each round.
+    """The workload of one device, built once and restarted in each round.
 
     Args:
         config: of the workload, resolved.
         timeout_s: of the process group.
-        faults: of a drill, plain; empty: none.
+        faults: of a drill, as plain values; empty: none.
 
     Raises:
-        ConfigError: the environment keeps it from repeating.
+        ConfigError: an environment variable prevents repeatable results.
     """
 
     def __init__(self, config: dict[str, Any], timeout_s: float, faults: list[dict[str, Any]]) -> None:
@@ -86,14 +86,14 @@ class SmallRun:
         self._against = "first"
 
     def expect(self, trace: dict[str, Any], key: dict[str, Any] | None) -> dict[str, Any]:
-        """Take a trace that others vouch for as what is expected, if it is for a device and versions like these.
+        """Set the expected trace, if it is for the same device and versions.
 
         Args:
             trace: from ``encode``.
-            key: what it holds for; None: for what this device computed earlier.
+            key: device and versions for which it is valid; None: it was computed earlier by this device.
 
         Returns:
-            Parts of the key that differ, as [expected, here]; with any, the trace is not used.
+            Parts of the key that differ, as [expected, here]; if there are any, the trace is not used.
         """
         differences = {} if key is None else key_differences(key, self.key)
         if not differences:
@@ -101,15 +101,15 @@ class SmallRun:
         return {name: list(both) for name, both in differences.items()}
 
     def run_round(self, number: int, watch: list[Listener]) -> dict[str, Any]:
-        """Train from the start and compare; the first time twice, if nothing is expected yet.
+        """Train from the start and compare; train twice if there is no expected trace yet.
 
         Args:
-            number: of the round, first is 1; a drill draws anew in each.
-            watch: listeners that come first.
+            number: of the round, first is 1; a drill draws other faults in each.
+            watch: listeners that are called first.
 
         Returns:
-            ``compared`` results and how many are ``wrong``, ``findings``, ``losses`` as hexadecimal floats, ``trace``,
-            and ``injectors``, the drill's.
+            ``compared`` and ``wrong``: numbers of results; ``findings``, ``losses`` as hexadecimal floats, ``trace``,
+            and the drill's ``injectors``.
         """
         injectors: list[Listener] = []
         if self._expected is None:
@@ -129,7 +129,7 @@ class SmallRun:
         }
 
     def _train(self, repeat: int, watch: list[Listener], injectors: list[Listener]) -> tuple[Trace, list[str]]:
-        """The trace and losses of one run from the start; its injectors are added to a list."""
+        """Trace and losses of one run from the start; its injectors are appended to ``injectors``."""
         listeners, hooks = ([], []) if self._drill is None else self._drill.start(repeat)
         injectors += listeners
         tracer = Tracer(algorithm(self._algorithm), self._section)
@@ -138,11 +138,11 @@ class SmallRun:
 
 
 def encode(trace: Trace) -> dict[str, Any]:
-    """A trace as JSON holds it."""
+    """A trace as plain values."""
     fields = [[a.step, a.micro_batch, a.phase, a.fqn, a.slot] for a in trace.addresses]
     return {"addresses": fields, "checksums": trace.checksums}
 
 
 def decode(said: dict[str, Any]) -> Trace:
-    """The trace that ``encode`` was given."""
+    """The trace from ``encode``'s values."""
     return Trace([Address(*fields) for fields in said["addresses"]], list(said["checksums"]))

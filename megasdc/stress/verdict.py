@@ -1,8 +1,8 @@
-"""Is each host healthy, and what does that rest on? What hosts said becomes a verdict for each, with reasons.
+"""Verdict on each host from the states of all hosts, with reasons and evidence.
 
-A host is unhealthy (Pei et al. 2025: its results differ from what healthy hardware gives) where its results differ from
-golden values, from its own, from what rounding explains, from those of most hosts of an equal key, or where it explains
-what went wrong between hosts. Where one of several may be wrong and none can be named, all of them are inconclusive.
+A host is unhealthy (Pei et al. 2025: its results differ from those of healthy hardware) where its results differ from
+golden values, its own, the fp64 product by more than rounding, or those of most hosts of an equal key, or where it
+explains wrong collectives. Where several hosts may be the cause and none can be named, all of them are inconclusive.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Voter = tuple[str, str]
 
 @dataclass(frozen=True)
 class Reason:
-    """Something that counts against a host.
+    """Evidence against a host.
 
     Args:
-        status: what it would make the host.
-        test: which.
+        status: verdict that follows from it.
+        test: name of the test.
         evidence: golden, first, reference, alone, pairs, own devices, majority, other hosts, or no answer.
-        text: for people.
+        text: for display.
     """
 
     status: str
@@ -52,18 +52,18 @@ class Reason:
 
 @dataclass(frozen=True)
 class HostVerdict:
-    """One host.
+    """Verdict on one host.
 
     Args:
-        host: as the hostfile names it.
+        host: as named in the hostfile.
         status: one of the module's verdicts.
-        rounds: whole ones.
-        rests_on: by test, what its verdict rests on.
-        reasons: what counts against it, the strongest first.
-        rates: by test: ``compared``, ``wrong``, and ``at_most``, the rate that a host without a wrong result may still
-            have (95 % confidence).
+        rounds: number of complete rounds.
+        rests_on: evidence of the verdict, by test.
+        reasons: evidence against it, the strongest first.
+        rates: by test: ``compared``, ``wrong``, and ``at_most``, the upper bound of the rate of a host without a wrong
+            result (95 % confidence).
         findings: the first wrong results.
-        notes: for people.
+        notes: for display.
     """
 
     host: str
@@ -76,12 +76,12 @@ class HostVerdict:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """As plain values."""
         return asdict(self)
 
 
 def judge(states: Sequence[HostState]) -> list[HostVerdict]:
-    """Give every host its verdict.
+    """Verdicts on all hosts.
 
     Args:
         states: of all hosts.
@@ -101,7 +101,7 @@ def judge(states: Sequence[HostState]) -> list[HostVerdict]:
 
 
 def _own(state: HostState) -> list[Reason]:
-    """What a host shows without any other."""
+    """Evidence against a host that needs no other host."""
     given = []
     for test in (GEMM, TRAINING):
         count = state.tests.get(test)
@@ -115,7 +115,7 @@ def _own(state: HostState) -> list[Reason]:
 
 
 def _wrong_results(test: str, count: Count, findings: Sequence[dict[str, Any]]) -> Reason:
-    """What was wrong in a test, with one finding for each kind of evidence; one that names bits, if there is any."""
+    """Wrong results of a test, with one finding for each kind of evidence, preferably one that names bits."""
     texts, evidence = [], []
     for kind, means in MEANS.items():
         found = sorted((one for one in findings if one["against"] == kind), key=lambda one: not one.get("bits"))
@@ -148,7 +148,7 @@ def tell(finding: Mapping[str, Any]) -> str:
 
 
 def _from_pairs(states: Sequence[HostState], unhealthy: Iterable[str]) -> dict[str, Reason]:
-    """Whom collectives between hosts accuse; those of hosts that are unhealthy anyway are explained."""
+    """Evidence from collectives between hosts; those with hosts already known as unhealthy are explained by them."""
     known = set(unhealthy)
     lost = {state.host for state in states if state.lost is not None}
     wrong: dict[Pair, None] = {}
@@ -170,12 +170,10 @@ def _from_pairs(states: Sequence[HostState], unhealthy: Iterable[str]) -> dict[s
 
 
 def _votes(states: Sequence[HostState], test: str, unhealthy: set[str]) -> list[dict[Voter, dict[str, Any]]]:
-    """First values by case of devices that can be compared: of equal keys, of hosts that nothing else accuses.
-
-    A host that failed by itself explains its own difference, and those that golden values were there for are judged.
-    """
+    """First values by case, grouped by equal key; without unhealthy hosts, and without those with golden values."""
     groups: defaultdict[str, dict[Voter, dict[str, Any]]] = defaultdict(dict)
     for state in states:
+        # An unhealthy host explains its own difference, and golden values have already decided.
         if state.host in unhealthy or test in state.golden:
             continue
         if test == GEMM:
@@ -188,17 +186,15 @@ def _votes(states: Sequence[HostState], test: str, unhealthy: set[str]) -> list[
 
 
 def run_values(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What a training run gave, by what it is, in the order of execution."""
+    """Results of a training run by name, in the order of execution."""
     names = (f"step {a[0]}, {a[2]} of {a[3]} ({a[4]}), micro-batch {a[1]}" for a in run["trace"]["addresses"])
     values: dict[str, Any] = dict(zip(names, run["trace"]["checksums"], strict=True))
     return values | {f"loss of step {step}": loss for step, loss in enumerate(run["losses"], 1)}
 
 
 def _from_vote(test: str, values: Mapping[Voter, Mapping[str, Any]]) -> dict[str, Reason]:
-    """Who differs from most other hosts of an equal key; whom it cannot be said of, if there is no majority.
-
-    A host has one vote, since what is wrong with it may show on all of its devices; if those differ, it is wrong.
-    """
+    """Hosts that differ from the majority of hosts of an equal key; without a majority, all, as inconclusive."""
+    # A host has one vote, since a fault may affect all of its devices; a host whose devices differ is unhealthy.
     cases: dict[str, defaultdict[str, list[str]]] = {name: defaultdict(list) for name in _DIFFERS}
     for case in dict.fromkeys(case for own in values.values() for case in own):
         of_host: defaultdict[str, set[Any]] = defaultdict(set)
@@ -232,7 +228,7 @@ def _untested(state: HostState) -> list[Reason]:
 
 
 def _has_nobody_to_meet(state: HostState) -> bool:
-    """Whether it is tested alone, with one device, so that there are no collectives."""
+    """Whether it is the only host and has one process, so that there are no collectives."""
     return len(state.plan["hosts"]) == 1 and state.rounds > 0 and not state.meetings
 
 
@@ -256,7 +252,7 @@ def _verdict(state: HostState, given: list[Reason], states: Sequence[HostState])
     if COLLECTIVES in state.plan["only"] and _has_nobody_to_meet(state):
         notes.append("no collectives: one device, and no other host; name two hosts to test them")
     if state.dropped:
-        notes.append(f"{state.dropped:,} more findings were not kept")
+        notes.append(f"{state.dropped:,} more findings were not stored")
     return HostVerdict(
         host=state.host,
         status=_worst(given),

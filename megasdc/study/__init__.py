@@ -1,1 +1,1 @@
-"""What does an unhealthy replica compute otherwise than a healthy one, and what follows from it?"""
+"""Studies: comparison of an unhealthy replica with a healthy one, and the consequences for training."""

@@ -1,9 +1,9 @@
-"""In which elements, how far and in which bits does a result differ from the trusted one? Pure.
+"""Mismatches of a result with the trusted one: which elements differ, how far and in which bits. Pure.
 
 Mismatch frequency and severity are those of Ma et al. 2025, Understanding Silent Data Corruption in LLM Training,
 https://arxiv.org/abs/2502.12340: the share of elements that differ, and the mean of |u - h| / |h| over those where it
-is not zero. Where the paper says nothing: elements differ if their bits do; the relative difference is taken in fp64,
-of elements whose two values are finite and whose trusted value h is not zero; the others are counted apart.
+is not zero. Beyond the paper: elements differ if their bits do; the relative difference is computed in fp64, for
+elements whose two values are finite and whose trusted value h is not zero; the others are counted separately.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Mismatch:
 
     Args:
         elements: of the result.
-        mismatches: elements with other bits; at least 1.
+        mismatches: elements whose bits differ; at least 1.
         severity_count: mismatches that have a relative difference.
         severity_sum: sum of their relative differences.
         severity_max: the largest.
         from_zero: mismatches whose trusted value is zero and whose other value is finite and not zero.
         non_finite: mismatches in which one of the values is NaN or infinite.
-        flips: mismatches by number of a bit that differs, 0 is the lowest.
-        decades: relative differences by the whole part of their decimal logarithm.
-        samples: (row-major place, trusted value, other value) of some mismatches, evenly chosen.
+        flips: number of mismatches by bit that differs, 0 is the lowest.
+        decades: number of relative differences by the floor of their log10.
+        samples: (row-major index, trusted value, other value) of some mismatches, evenly chosen.
     """
 
     elements: int
@@ -47,7 +47,7 @@ class Mismatch:
     samples: tuple[tuple[int, float, float], ...]
 
     def fields(self) -> dict[str, Any]:
-        """In plain values for a line of JSON; sampled values as text, because JSON has no NaN."""
+        """As plain values for a line of JSON; sampled values as text, because JSON has no NaN."""
         return {
             **vars(self),
             "flips": {str(bit): count for bit, count in self.flips.items()},
@@ -60,9 +60,9 @@ def compare_results(healthy: Tensor, other: Tensor, num_samples: int) -> Mismatc
     """Compare a result with the trusted one.
 
     Args:
-        healthy: any shape and floating-point type.
-        other: the same shape, type and device.
-        num_samples: mismatches that are listed one by one.
+        healthy: any shape and floating-point dtype.
+        other: the same shape, dtype and device.
+        num_samples: maximum of mismatches listed one by one.
 
     Returns:
         None if all bits are equal.

@@ -1,8 +1,8 @@
-"""What did a study find? One JSON line each, a file a rank in ``study/`` of the run folder; written and read here.
+"""Log of a study: JSON lines, one file per rank in ``study/`` of the run folder; written and read here.
 
 Every line has ``kind``, ``step``, ``replica`` and ``rank`` (in the launch); NaN and infinity are null. The kinds:
 
-start: a rank has begun, or goes on after ``step``; mode, replicas, trusted, replica_rank, dp_rank, pp_rank, tp_rank,
+start: a rank started, or resumed after ``step``; mode, replicas, trusted, replica_rank, dp_rank, pp_rank, tp_rank,
     host.
 compared: in ``steps`` steps up to ``step``, ``results`` results of one (fqn, phase, slot) with ``elements`` elements
     were compared with the trusted replica's.
@@ -22,23 +22,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import replacing
 from megasdc.errors import DataError
 from megasdc.events import open_lines
 
 STUDY_FOLDER = "study"
 WHOLE = "*"
-"""In the place of a submodule's name: all together."""
+"""In place of a submodule's name: the whole model."""
 Line = dict[str, Any]
 
 
 class StudyLog:
-    """Appends to the file of this rank; what it says of steps after the one that the run goes on from is cut off.
+    """Appends to the file of this rank; lines of steps after the one from which the run resumes are removed.
 
     Args:
         run_dir: folder of the launch.
         rank: in the launch.
         replica: of this rank.
-        step: last step that has ended; at 0 an older file is renamed.
+        step: last completed step; at 0 an older file is renamed.
     """
 
     def __init__(self, run_dir: Path, rank: int, replica: int, step: int) -> None:
@@ -64,7 +65,7 @@ class StudyLog:
         self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
 
     def flush(self) -> None:
-        """Let everything told so far reach the file."""
+        """Flush all lines to the file."""
         self._file.flush()
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class StudyLog:
 
 
 def torn_files(run_dir: Path | str) -> list[Path]:
-    """Files of a study that end within a line: one is being written, or its process was killed."""
+    """Files of a study with an incomplete last line: it is being written, or the process was killed."""
     found = []
     for path in sorted((Path(run_dir) / STUDY_FOLDER).glob("rank_*.jsonl")):
         with open(path, "rb") as file:
@@ -85,14 +86,14 @@ def torn_files(run_dir: Path | str) -> list[Path]:
 def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
     """Yield the lines of a study, file by file in rank order.
 
-    A last line without an end is passed over; ``torn_files`` says where there is one.
+    An incomplete last line is ignored; ``torn_files`` lists the files that have one.
 
     Args:
         run_dir: folder of the launch.
         *kinds: only these; none: all.
 
     Raises:
-        DataError: there is no study in the folder, or a complete line is broken.
+        DataError: there is no study in the folder, or a complete line is damaged.
     """
     folder = Path(run_dir) / STUDY_FOLDER
     paths = sorted(folder.glob("rank_*.jsonl"))
@@ -104,15 +105,22 @@ def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
     for path in paths:
         with open(path, encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith("\n"):
-                    continue
-                try:
-                    line = json.loads(text)
-                    wanted = not kinds or line["kind"] in kinds
-                except (json.JSONDecodeError, KeyError, TypeError) as error:
-                    raise DataError(f"{path}:{number} is not a line of a study: {error}") from error
-                if wanted:
+                if text.endswith("\n") and (line := _line(path, number, text)) and (not kinds or line["kind"] in kinds):
                     yield line
+
+
+def _line(path: Path, number: int, text: str) -> Line:
+    """Parse a complete line.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        line: Line = json.loads(text)
+        line["kind"], int(line["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}:{number} is not a line of a study: {error}") from error
+    return line
 
 
 def _finite(value: Any) -> Any:
@@ -120,10 +128,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a broken last one; the file is replaced by one rename."""
-    temporary = path.with_suffix(".tmp")
-    with open(path, encoding="utf-8") as old, open(temporary, "w", encoding="utf-8") as new:
-        new.writelines(text for text in old if text.endswith("\n") and json.loads(text)["step"] <= step)
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
+    """Drop the lines of later steps, and an incomplete last one; the file is replaced by one rename."""
+    with open(path, encoding="utf-8") as old, replacing(path) as new:
+        numbered = enumerate(old, 1)
+        new.writelines(text for at, text in numbered if text.endswith("\n") and _line(path, at, text)["step"] <= step)

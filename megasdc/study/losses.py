@@ -1,4 +1,4 @@
-"""How do the losses of replicas differ, and where do they spike? Pure, no torch."""
+"""Losses of replicas: differences to the trusted one, and spikes. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAD_TO_STD = 1.4826
 
 @dataclass(frozen=True)
 class LossRow:
-    """The losses of one replica, as ``loss_rows`` finds them; a difference is to the trusted replica's loss."""
+    """The losses of one replica; a difference is its loss minus the trusted replica's."""
 
     replica: int
     steps: int
@@ -62,16 +62,16 @@ def loss_rows(lines: Iterable[Line]) -> list[LossRow]:
 def loss_spikes(
     losses: Sequence[float | None], window: int = SPIKE_WINDOW, deviations: float = SPIKE_DEVIATIONS
 ) -> list[int]:
-    """Places of losses far above those just before them.
+    """Indices of losses far above those just before them.
 
-    A loss is a spike if it is more than so many standard deviations above the median of the ``window`` finite losses
-    before it, the deviation being 1.4826 times the median absolute deviation and at least 0.1 % of the median; or if
-    it is not finite. Places with fewer losses before them are no spikes, unless not finite.
+    A loss is a spike if it is more than ``deviations`` standard deviations above the median of the ``window`` finite
+    losses before it, or if it is not finite. The standard deviation is estimated as 1.4826 times the median absolute
+    deviation, at least 0.1 % of the median. A finite loss with fewer losses before it is no spike.
 
     Args:
-        losses: one a step; None: not finite.
-        window: losses that one is compared with.
-        deviations: how many.
+        losses: one per step; None: not finite.
+        window: number of preceding losses.
+        deviations: limit in standard deviations.
     """
     found, before = [], []  # type: list[int], list[float]
     for place, loss in enumerate(losses):

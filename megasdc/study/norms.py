@@ -1,7 +1,7 @@
-"""How far are a replica's gradients or weights from the trusted one's? Norms of whole and submodules.
+"""Distance of a replica's gradients or weights from the trusted one's: norms of the whole model and of submodules.
 
-||u - h|| / ||h|| over all elements of the model, each counted once: every rank sums what it owns of ZeRO-1's shards,
-tensor ranks' copies and a tied weight's second copy are left out, and the replica adds up.
+||u - h|| / ||h|| over all elements of the model, each counted once: every rank sums over its ZeRO-1 shards, without
+tensor ranks' copies and a tied weight's second copy; the sums are reduced over the replica.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class NormDifference:
 
 
 class ShardNorms:
-    """Compares what this rank owns, and adds up over its replica.
+    """Compares the shards of this rank, and reduces the norms over its replica.
 
     Args:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
         submodules: of this rank's stage.
         tp_rank: tensor rank.
         bridge: to the other replicas.
-        host_group: a group of all ranks of the replica on the host.
+        host_group: a group of all ranks of the replica for tensors in host memory.
 
     Collective: all ranks of the replica.
     """
@@ -77,10 +77,10 @@ class ShardNorms:
         """Compare one value of every owned fragment.
 
         Args:
-            pick: gives the value, [numel]; None: there is none.
+            pick: returns the value, [numel]; None: there is none.
 
         Returns:
-            The whole first, then submodules in the order of the model; empty on the trusted replica.
+            The whole model first, then submodules in the order of the model; empty on the trusted replica.
 
         Collective: all ranks of all replicas.
         Sync: waits for the device.

@@ -1,4 +1,4 @@
-"""Which token does a model think most likely? Top-1 predictions of an evaluation, over a divided vocabulary."""
+"""Top-1 predictions of an evaluation, over a vocabulary that is sharded over tensor ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megasdc.model.loss import TokenLoss
 
 @contextmanager
 def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
-    """Collect the predictions of every micro-batch that is evaluated in the block.
+    """Collect the predictions of every micro-batch that is evaluated inside.
 
     Args:
         loss: of the last stage; None on other stages, where none are collected.
 
     Yields:
-        A list that gets one tensor a micro-batch, [b, s], int64, on the host; the same on all ranks of a tensor group.
+        A list that receives a tensor per micro-batch, [b, s], int64, on the host; equal on all ranks of a tensor group.
 
     Collective: the tensor group, at each micro-batch.
     """
@@ -41,7 +41,7 @@ def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
 
 
 def top_tokens(logits: Tensor, loss: TokenLoss) -> Tensor:
-    """The most likely token; of equally likely ones that of the lowest tensor rank.
+    """The most likely token; among equally likely ones that of the lowest tensor rank.
 
     Args:
         logits: [s, b, v/tp].

@@ -1,7 +1,7 @@
-"""Is a submodule's own result the trusted replica's? Compares each one, and goes on with the trusted one.
+"""Computation synchronization: each submodule's result is compared with the trusted replica's and replaced by it.
 
-Because what a submodule takes in was overwritten before, every mismatch is that submodule's own. What is not compared -
-a submodule that no pattern names - hands its mistakes on to the next that is.
+Since a submodule's inputs were replaced before, every mismatch is its own. A submodule that no pattern names is not
+compared: its errors propagate to the next one that is.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megasdc.study.compare import compare_results
 Tell = Callable[..., None]
 """Writes a line: (kind, step, **fields)."""
 _ALWAYS = (WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
-"""Phases compared of every submodule, so that nothing wrong gets into the weights of the next step."""
+"""Phases compared for every submodule, so that no error enters the weights of the next step."""
 
 
 class ResultSync:
-    """A listener of ``engine.observer.Observer`` that comes after what changes results on purpose.
+    """A listener of ``engine.observer.Observer``, to be called after fault injection.
 
     Args:
         section: patterns, samples.
         bridge: to the other replicas.
-        tell: told every mismatch and, by ``flush``, what was compared; None on the trusted replica.
+        tell: receives every mismatch and, by ``flush``, the numbers compared; not called on the trusted replica.
     """
 
     def __init__(self, section: StudySection, bridge: Bridge, tell: Tell) -> None:
@@ -57,16 +57,17 @@ class ResultSync:
         self._first_step: int | None = None
 
     def __call__(self, address: Address, result: Tensor) -> Tensor | None:
-        """Compare one result, if it is wanted.
+        """Compare one result, if a pattern names its submodule.
 
         Args:
-            address: where it belongs.
-            result: any shape; is left as it is.
+            address: of the result.
+            result: any shape; not modified.
 
         Returns:
-            The trusted replica's result with the same strides, or None if this one has its bits.
+            The trusted replica's result with the strides of ``result``; None: not compared, equal in every bit, or
+            this is the trusted replica.
 
-        Collective: the ranks of equal place in all replicas.
+        Collective: the ranks of equal rank in all replicas.
         Sync: waits for the device.
         """
         if not self._wants(address.phase, address.fqn):
@@ -94,7 +95,7 @@ class ResultSync:
         return answer
 
     def flush(self, step: int) -> None:
-        """Tell what was compared since the last time.
+        """Log the numbers of results compared since the last flush.
 
         Args:
             step: the last step.

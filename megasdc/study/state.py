@@ -1,4 +1,4 @@
-"""How does a replica take over everything that the trusted one has learned? Parameters, optimizer, schedule."""
+"""Parameter synchronization: a replica takes over the trusted one's parameters, optimizer state and schedule."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megasdc.parallel.bridge import Bridge
 
 @torch.no_grad()
 def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
-    """Put the trusted replica's state after a step in the place of this one's.
+    """Replace this replica's state after a step by the trusted replica's.
 
-    Parameters, fp32 masters, optimizer states and rates, learning rate schedule, loss scale, and whether the step was
-    skipped.
+    That is: parameters, fp32 masters, optimizer states and parameter groups, learning rate schedule, loss scale, and
+    the number of skipped steps.
 
     Args:
         engine: after the optimizer step.
         bridge: to the other replicas.
 
-    Collective: the ranks of equal place in all replicas.
+    Collective: the ranks of equal rank in all replicas.
     """
     for index, parameter in enumerate(engine.module.parameters()):
         bridge.overwrite(parameter.data, f"parameter {index}")
@@ -35,7 +35,7 @@ def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
 
 
 def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> None:
-    """The inner optimizer's state of one partition; one that only the trusted replica has is made first."""
+    """Overwrite the inner optimizer's state of one partition; entries that only the trusted replica has are created."""
     own = states.get(flat, {})
     trusted = bridge.share_object(
         {
@@ -47,7 +47,7 @@ def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> No
         for key in set(own) - set(trusted):
             del own[key]
         if trusted:
-            own = states[flat]
+            own = states[flat]  # a defaultdict: creates a missing entry
     for key, value in trusted.items():
         if not isinstance(value, tuple):
             own[key] = value
@@ -59,7 +59,7 @@ def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> No
 
 
 def _plain(engine: TrainingEngine) -> dict[str, Any]:
-    """What is not tensors."""
+    """The state that is not tensors."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {
         "groups": [

@@ -1,4 +1,4 @@
-"""What does a study come to? The tables of Ma et al. 2025 from the lines of a study; pure, no torch.
+"""Tables of a study, those of Ma et al. 2025, from the lines of its log; no torch.
 
 Frequencies and severities: section 4.2 of the paper; noise-to-signal, worst over steps: section 4.3; parameter
 difference, loss and disagreement: section 4.4. https://arxiv.org/abs/2502.12340
@@ -24,10 +24,10 @@ _PARTS = {
 
 @dataclass
 class MismatchRow:
-    """What was compared and what differed of one replica, group of submodules and phase.
+    """Comparisons and mismatches of one replica, group of submodules and phase.
 
-    ``name`` is what ``by`` groups by; ``rank`` is None unless that is the rank. ``severity_mean`` and ``severity_max``
-    are None where no mismatch has a relative difference.
+    ``name`` is the group; ``rank`` is None unless rows are grouped by rank. ``severity_mean`` and ``severity_max`` are
+    None where no mismatch has a relative difference.
     """
 
     replica: int
@@ -51,23 +51,23 @@ class MismatchRow:
 
     @property
     def severity_mean(self) -> float | None:
-        """Mismatch severity: mean relative difference, where it is not zero."""
+        """Mismatch severity: mean of the relative differences that are not zero."""
         return self.severity_sum / self.severity_count if self.severity_count else None
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         return {**asdict(self), "frequency": self.frequency, "severity_mean": self.severity_mean}
 
 
 @dataclass(frozen=True)
 class DistanceRow:
-    """How far gradients or parameters of a submodule (``*``: the whole) were from the trusted ones.
+    """Distance of a submodule's (``*``: the whole model's) gradients or parameters from the trusted ones.
 
     Args:
-        replica: which.
+        replica: its index.
         quantity: gradient or parameters.
         fqn: of the submodule.
-        comparisons: how many.
+        comparisons: number of comparisons.
         worst: the largest ||u - h|| / ||h||; None: none was finite.
         worst_step: its step.
         last: at the last comparison; None: it was not finite.
@@ -86,7 +86,7 @@ class DistanceRow:
 
 @dataclass(frozen=True)
 class BurstRow:
-    """When a replica's results differed: a burst is a run of steps each of which has a mismatch."""
+    """Steps in which a replica's results differed; a burst is a sequence of consecutive such steps."""
 
     replica: int
     first_step: int
@@ -97,7 +97,7 @@ class BurstRow:
 
 @dataclass(frozen=True)
 class StudySummary:
-    """Everything that the tables of a study say."""
+    """The tables of a study."""
 
     run_dir: str
     mode: str
@@ -110,10 +110,10 @@ class StudySummary:
     losses: list[LossRow] = field(default_factory=list)
     evaluations: list[Line] = field(default_factory=list)
     torn: int = 0
-    """Files that end within a line, which is left out."""
+    """Number of files with an incomplete last line, which is ignored."""
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         return {**asdict(self), "mismatches": [row.as_dict() for row in self.mismatches]}
 
 
@@ -122,11 +122,11 @@ def summarize_study(run_dir: Any, by: By = "part") -> StudySummary:
 
     Args:
         run_dir: folder of the launch.
-        by: what rows of mismatches stand for: attention, FFN, ... together; kinds of submodules; single submodules; or
-            the parts of each rank apart.
+        by: grouping of mismatches: parts (attention, FFN, ...), kinds of submodules, single submodules, or parts of
+            each rank.
 
     Raises:
-        DataError: the folder holds no study, no rank of it has begun, or a file of it is damaged.
+        DataError: the folder holds no study, no rank of it has started, or a file of it is damaged.
     """
     starts = list(read_study(run_dir, "start"))
     if not starts:
@@ -151,7 +151,7 @@ def summarize_study(run_dir: Any, by: By = "part") -> StudySummary:
 
 
 def part_of(fqn: str) -> str:
-    """attention, ffn, or the kind of a submodule that belongs to neither."""
+    """Part of the model: attention, ffn, or the kind of a submodule that belongs to neither."""
     kind = kind_of(fqn)
     return _PARTS.get(kind, kind)
 
@@ -183,7 +183,7 @@ def mismatch_rows(lines: Iterable[Line], by: By = "part") -> list[MismatchRow]:
 
 
 def burst_rows(lines: Iterable[Line]) -> list[BurstRow]:
-    """When each replica's results differed.
+    """Bursts of mismatches of each replica.
 
     Args:
         lines: of kind mismatch.
@@ -221,15 +221,15 @@ def distance_rows(lines: Iterable[Line]) -> list[DistanceRow]:
 
 
 def torn_note(summary: StudySummary) -> str | None:
-    """That lines are left out, and why; None where none is."""
+    """Note on incomplete lines; None where there are none."""
     if not summary.torn:
         return None
     count = "1 file ends" if summary.torn == 1 else f"{summary.torn:,} files end"
-    return f"{count} within a line, which is left out: it is being written, or its process was killed"
+    return f"{count} within a line, which is skipped: it is being written, or its process was killed"
 
 
 def describe(summary: StudySummary) -> list[str]:
-    """A study in a few sentences, one a replica that is not trusted."""
+    """A study in a few sentences, one for each replica that is not trusted."""
     lines = []
     for replica in range(summary.replicas):
         if replica == summary.trusted:

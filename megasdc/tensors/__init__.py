@@ -1,1 +1,1 @@
-"""Exact bits: checksums of tensors, bit patterns, comparison."""
+"""Bit patterns, checksums and comparison of tensors, and element-wise gradient bounds."""

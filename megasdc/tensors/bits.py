@@ -1,4 +1,4 @@
-"""Which bits does a tensor hold, what does each mean, and how far apart are two values? No arithmetic on the values."""
+"""Bit patterns of tensors: layout, differences and ULP distance, without arithmetic on the values."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def as_bits(tensor: Tensor) -> Tensor:
         tensor: any shape, strides and device; any real type.
 
     Returns:
-        The same shape and strides, int8, int16, int32 or int64; shares memory, knows no gradient.
+        The same shape and strides, int8, int16, int32 or int64; shares memory, detached.
 
     Raises:
-        ValueError: the type is complex, or the negation of the tensor is pending, so that the memory does not hold its
+        ValueError: the type is complex, or the negation of the tensor is pending, so its memory does not hold its
             bits.
 
     Sync: none.
@@ -55,7 +55,7 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def bit_layout(dtype: torch.dtype) -> dict[str, range]:
-    """What the bits of a floating-point type mean.
+    """Bit numbers of sign, exponent and mantissa of a floating-point type.
 
     Returns:
         Bit numbers, 0 is the lowest, of ``sign``, ``exponent`` and ``mantissa``.
@@ -72,11 +72,11 @@ def bit_layout(dtype: torch.dtype) -> dict[str, range]:
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """How many steps from one representable value to the next lie between two tensors, element by element.
+    """Distance of two tensors in steps from one representable value to the next (ULP), element by element.
 
     Both zeros are one value; infinity is one step beyond the largest number. NaN has no place in that order: its
     distance is 0 to the same bits and the largest int64 to anything else, another NaN included. A distance that int64
-    does not hold, which only float64 has, is the largest int64 too.
+    cannot hold (float64 only) is the largest int64 too.
 
     Args:
         a: any shape, a type of `bit_layout`.
@@ -101,13 +101,13 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     magnitude = torch.iinfo(left.dtype).max
     i, j = ((bits & magnitude).to(torch.int64) for bits in (left, right))
     distance = torch.where((left < 0) == (right < 0), (i - j).abs(), i + j)
-    distance = torch.where(distance < 0, _LARGEST, distance)  # the sum of two float64 has wrapped
+    distance = torch.where(distance < 0, _LARGEST, distance)  # the sum of two float64 patterns has wrapped
     nan = _is_nan(a) | _is_nan(b)
     return torch.where(nan, torch.where(left == right, 0, _LARGEST), distance)
 
 
 def count_flips(a: Tensor, b: Tensor) -> list[int]:
-    """In how many elements of two tensors each bit differs.
+    """For each bit, the number of elements of two tensors in which it differs.
 
     Args:
         a: any shape, a real type, on the host.
@@ -131,6 +131,6 @@ def count_flips(a: Tensor, b: Tensor) -> list[int]:
 
 
 def _is_nan(tensor: Tensor) -> Tensor:
-    if tensor.element_size() == 1:  # torch has no comparison of 8-bit floats
+    if tensor.element_size() == 1:  # torch has no isnan for 8-bit floats
         tensor = tensor.to(torch.float32)
     return tensor.isnan()

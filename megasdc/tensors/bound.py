@@ -1,19 +1,19 @@
-"""Which elements of a gradient are too large, and what becomes of them? One pass that bounds, counts and sums squares.
+"""Element-wise bounds on a gradient, in one pass that also counts and sums squares.
 
 Two rules (Pei, Lausen, Karypis 2025): absolute, |g| <= theta_abs; spike-aware, |g| <= sqrt(theta V) wherever g^2 / V is
 above theta, V being the second moment of the optimizer. Both are decided in fp32 against limits that never overflow or
-underflow on the way: sqrt(V) is taken first, so that a gradient of 1e38 or a subnormal V decides nothing wrongly. An
-element whose magnitude is within a few fp32 ULP of its limit may fall on the other side of it than in exact arithmetic.
+underflow on the way: sqrt(V) is taken first, so that a gradient of 1e38 or a subnormal V is decided correctly. An
+element within a few fp32 ULP of its limit may be decided otherwise than in exact arithmetic.
 
 Gradients are stored times a loss scale; limits apply to unscaled values. An element within its limit keeps its bits. A
-bounded one gets the limit and keeps its sign; in 16 bits the limit is rounded towards zero, so that it holds exactly.
+bounded one becomes the limit with its own sign; in 16 bits the limit is rounded towards zero, so it is never exceeded.
 
-Here are the settings, the sums, the choice of an implementation, and the formula in torch's operations that every
+This file has the settings, the sums, the choice of an implementation, and the formula in torch operations that every
 implementation follows: `megasdc.tensors.bound_host` on the host, `megasdc.tensors.bound_kernel` on a GPU.
 
 Source: Pei, Lausen, Karypis 2025, IEEE Micro, https://doi.org/10.1109/MM.2025.3642709, eq. 1; Huang et al. 2025, SPAM,
-ICLR, https://arxiv.org/abs/2501.06842, for V from before the step. The floor of V, the choices for non-finite elements
-and that elements without a V pass are ours.
+ICLR, https://arxiv.org/abs/2501.06842, for V from before the step. Ours: the floor of V, the policies for non-finite
+elements, and that elements without a V pass.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ logger = logging.getLogger(__name__)
 COMPILED, TRITON, FORMULA = "fused C pass", "fused Triton kernel", "formula in torch's operations"
 """Implementations; see `implementation`."""
 NON_FINITE = ("keep", "zero", "bound")
-"""What may become of NaN and Inf; see `Limits`."""
+"""Policies for NaN and Inf; see `Limits`."""
 SUMS = ("squares", "mass", "removed", "by_absolute", "by_spike", "nan", "inf", "largest_ratio")
-"""What a pass adds up, by place; see `bound_`."""
+"""Sums of a pass, by index; see `bound_`."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 1 << 16
-"""Elements that the formula works on at once, so that it needs little memory and stays in a CPU's cache."""
+"""Elements processed at once, to save memory and stay in a CPU's cache."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large an element may be.
+    """Limits of the magnitude of an element.
 
     Args:
         absolute: theta_abs, above 0; inf: no such limit.
         spike: theta, above 0; g^2 / V' may not be above it; inf: no such limit.
-        floor: smallest V' there is, at least 0. An element with V' = 0 passes the spike rule, so that none is frozen at
+        floor: lower limit of V', at least 0. An element with V' = 0 passes the spike rule, so that none is frozen at
             zero before it has a history.
-        v_factor: V' = max(V * v_factor, floor); 1 / (1 - beta2^t) is Adam's bias correction, 1 none.
-        scale: loss scale, above 0: what is stored is scale times the gradient.
+        v_factor: V' = max(V * v_factor, floor); 1 / (1 - beta2^t) for Adam's bias correction, 1 for none.
+        scale: loss scale, above 0: stored values are scale times the gradient.
         non_finite: ``keep``: NaN and Inf stay; ``zero``: both become 0; ``bound``: Inf becomes its limit with its sign,
             0 where it has none, and NaN becomes 0.
 
@@ -83,7 +83,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Factors:
-    """What every implementation computes limits with, each an fp32 number.
+    """The fp32 numbers from which every implementation computes limits.
 
     The limit of an element, in stored units, is min(absolute, spike * q), q = max(sqrt(V) * root_factor, root_floor).
 
@@ -112,21 +112,21 @@ def factors(limits: Limits) -> Factors:
 
 
 def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """Bound a gradient in place, by the fastest implementation of its device, and add up what was done.
+    """Bound a gradient in place, by the fastest implementation for its device, and add to the sums.
 
     Args:
-        gradient: [n] contiguous; fp32, bf16 or fp16; of any device.
+        gradient: [n] contiguous; fp32, bf16 or fp16; on any device.
         second_moment: [n] contiguous fp32 on the same device, V from before this step; None: there is none yet.
-        limits: how large an element may be.
-        sums: [8] fp64 on the same device, by `SUMS`. To all but the last is added: ``squares`` of finite stored values
-            afterwards; ``mass`` sum of |g| of finite elements before, and ``removed`` by how much that sum fell, both
-            unscaled; finite elements bounded ``by_absolute`` and ``by_spike``, whichever limit is smaller, the absolute
-            one if they are equal; ``nan`` and ``inf`` found before. The last, ``largest_ratio``, becomes the largest of
-            itself and g^2 / V' of finite unscaled elements before, over those with V' above 0. Where V' is not finite
-            the spike rule bounds nothing and there is no ratio.
+        limits: of the elements.
+        sums: [8] fp64 on the same device, by `SUMS`. All but the last are added to: ``squares`` of finite stored values
+            after bounding; ``mass``, the sum of |g| of finite elements before, and ``removed``, the decrease of that
+            sum, both unscaled; counts of finite elements bounded ``by_absolute`` and ``by_spike``: by the smaller
+            limit, the absolute one on a tie; counts of ``nan`` and ``inf`` before. The last, ``largest_ratio``, becomes
+            the maximum of itself and g^2 / V' of finite unscaled elements before, over those with V' above 0. Where V'
+            is not finite the spike rule bounds nothing and there is no ratio.
 
     Raises:
-        ValueError: types, shapes or devices are others, or there is a finite spike limit and no second moment.
+        ValueError: a wrong type, shape or device, or a finite spike limit without a second moment.
 
     Sync: none.
     """
@@ -148,11 +148,11 @@ def _function(name: str) -> Callable[[Tensor, Tensor | None, Limits, Tensor], No
 
 @cache
 def implementation(device: torch.device) -> str:
-    """Which implementation `bound_` uses for tensors of a device; the first call may compile, for some seconds.
+    """The implementation that `bound_` uses on a device; the first call may compile for some seconds.
 
     Returns:
-        `COMPILED`, `TRITON` or `FORMULA`. The last is several times slower, and used only where the device's own cannot
-        be, which the first call logs.
+        `COMPILED`, `TRITON` or `FORMULA`. The last is several times slower, and used only where the device's own is
+        unavailable, which the first call logs.
     """
     try:
         if device.type == "cpu":
@@ -170,7 +170,7 @@ def implementation(device: torch.device) -> str:
 
 
 def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """Refuse what no implementation can work on."""
+    """Raise ValueError for what no implementation supports."""
     if gradient.dtype not in DTYPES or gradient.dim() != 1 or not gradient.is_contiguous():
         raise ValueError(f"gradient must be [n] contiguous in fp32, bf16 or fp16; got {_describe(gradient)}")
     if second_moment is None:
@@ -191,7 +191,7 @@ def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Lim
 
 
 def bound_formula_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """What `bound_` does, by torch's operations; what every implementation must agree with.
+    """`bound_` in torch operations; the reference for every implementation.
 
     Args:
         gradient: see `bound_`.
@@ -239,20 +239,20 @@ def _bound_chunk(gradient: Tensor, second_moment: Tensor | None, limits: Limits,
 
 
 def _limits_of(magnitude: Tensor, second_moment: Tensor | None, numbers: Factors) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each element: limit in stored units, fp32; whether it is the spike rule's; whether 0 < V' < inf."""
+    """For each element: limit in stored units, fp32; whether it is the spike rule's; whether 0 < V' < inf."""
     absolute = torch.full_like(magnitude, numbers.absolute)
     if second_moment is None:
         none = torch.zeros_like(magnitude, dtype=torch.bool)
         return absolute, none, none
-    exact = second_moment.clamp(min=0).to(torch.float64).sqrt()  # torch 2.13 rounds fp32 roots wrongly on the host
-    root = exact.to(torch.float32).mul(numbers.root_factor).clamp(min=numbers.root_floor)  # NaN is kept throughout
+    exact = second_moment.clamp(min=0).to(torch.float64).sqrt()  # torch 2.13 rounds fp32 roots incorrectly on the host
+    root = exact.to(torch.float32).mul(numbers.root_factor).clamp(min=numbers.root_floor)  # NaN propagates
     known = (root > 0) & (root < math.inf)
     spike = torch.where(known, root * numbers.spike, math.inf)
     return torch.minimum(absolute, spike), spike < absolute, known
 
 
 def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of at least 0 in a narrower type, rounded down."""
+    """Non-negative numbers in a narrower type, rounded down."""
     narrow = values.to(dtype)
     if dtype == torch.float32:
         return narrow
@@ -260,7 +260,7 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fp32(value: float) -> float:
-    """The nearest fp32 number, inf if it is larger than all."""
+    """The nearest fp32 number, inf if it is too large."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 

@@ -1,9 +1,9 @@
-"""How is a gradient bounded on the host? By one fused pass in C, compiled once for this processor.
+"""Gradient bounds on the host: one fused pass in C, compiled once for this processor.
 
-The machine's own C compiler makes the library at first use, since what is fast depends on the processor. It is kept in
-the user's cache folder under a name made of source, compiler options and processor, so that a new version or another
-kind of node makes its own. Ranks that start at once may each compile; each writes under a name of its own and renames,
-so that none loads half a library.
+The machine's own C compiler builds the library at first use, since the fastest code depends on the processor. It is
+kept in the user's cache folder under a hash of source, compiler options and processor, so that a new version or
+another kind of node builds its own. Ranks that start at once may each compile; each writes to a temporary folder and
+renames, so that none loads an incomplete library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megasdc.tensors.bound import DTYPES, NON_FINITE, Limits, factors
 
 SOURCE = Path(__file__).with_name("bound_host.c")
 OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-"""Not -ffast-math, which knows no NaN and makes the whole process flush subnormal numbers; without contraction, so that
+"""Not -ffast-math, which ignores NaN and makes the whole process flush subnormal numbers; without contraction, so that
 limits are rounded as the formula's are."""
 COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 120
@@ -42,13 +42,13 @@ class _Limits(ctypes.Structure):
 
 
 def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """Do what `megasdc.tensors.bound.bound_` does, in one thread.
+    """`megasdc.tensors.bound.bound_` on the host, in one thread.
 
     Args:
         gradient: see there; on the host.
         second_moment: see there.
         limits: see there.
-        sums: see there; ``squares`` and ``mass`` are taken by blocks of 1024 in fp32, and those in fp64.
+        sums: see there; ``squares`` and ``mass`` are summed in fp32 within blocks of 1024, and over blocks in fp64.
 
     Raises:
         LaunchError: see `fused_library`.
@@ -100,7 +100,7 @@ def fused_library() -> ctypes.CDLL:
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """Compile a C file for this processor, unless that was done before, and load it.
+    """Compile a C file for this processor, unless the cache holds it, and load it.
 
     Args:
         source: needs nothing but the C library.
@@ -118,7 +118,7 @@ def load_library(source: Path) -> ctypes.CDLL:
             _compile(source, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise LaunchError(f"{library} cannot be made or loaded: {error}; XDG_CACHE_HOME names its folder") from error
+        raise LaunchError(f"{library} cannot be built or loaded: {error}; XDG_CACHE_HOME chooses its folder") from error
 
 
 def _compile(source: Path, library: Path) -> None:
@@ -135,12 +135,12 @@ def _compile(source: Path, library: Path) -> None:
             said = error.stderr.strip()[-1000:]
             raise LaunchError(f"{' '.join(command)} ended with {error.returncode}; install gcc: {said}") from error
         except subprocess.TimeoutExpired as error:
-            raise LaunchError(f"{' '.join(command)} was not done after {_COMPILE_S} s") from error
+            raise LaunchError(f"{' '.join(command)} did not finish within {_COMPILE_S} s") from error
         made.replace(library)
 
 
 def _processor() -> str:
-    """What instructions this processor has, as far as Linux tells, and its name."""
+    """Name and instruction sets of this processor, as far as Linux reports them."""
     wanted, found = ("vendor_id", "model name", "flags", "Features", "CPU part"), {platform.machine()}
     info = Path("/proc/cpuinfo")
     if info.exists():

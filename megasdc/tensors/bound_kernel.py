@@ -1,7 +1,7 @@
-"""How is a gradient bounded on a GPU? One Triton kernel that reads every element once and writes only changed ones.
+"""Gradient bounds on a GPU: one Triton kernel that reads every element once and writes only changed ones.
 
-Programs take their blocks in turn and keep sums in registers, in fp64; each writes its own, and a second small
-reduction adds them up in an order that does not change, so that a repeated step has the same norm, bit by bit.
+Programs take blocks in turn and keep sums in registers, in fp64; each writes its own, and a small second
+reduction adds them up in a fixed order, so that a repeated step has the same norm, bit by bit.
 `megasdc.tensors.bound` has the formula that the kernel follows.
 """
 
@@ -19,25 +19,25 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise LaunchError(f"Triton cannot be imported: {error}; install a CUDA build of torch, which brings it") from error
+    raise LaunchError(f"Triton cannot be imported: {error}; install a CUDA build of torch, which has it") from error
 
 _BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 8
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _UP, _DOWN = tl.constexpr(2.0**60), tl.constexpr(2.0**-16)
-"""Keep the quotient of any gradient and any root of V inside fp32."""
+"""Scale factors that keep the quotient of any gradient and any root of V in the range of fp32."""
 _LARGEST_RATIO = SUMS.index("largest_ratio")
 
 
 def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """Do what `megasdc.tensors.bound.bound_` does, by one kernel and a reduction of what its programs wrote.
+    """`megasdc.tensors.bound.bound_` by one kernel and a reduction of its programs' sums.
 
     Args:
         gradient: see there; on a GPU (or anywhere in Triton's interpreter).
         second_moment: see there.
         limits: see there.
-        sums: see there; ``largest_ratio`` is taken from quotients in fp32, of which those under 1e-15 may be 0.
+        sums: see there; ``largest_ratio`` is computed from fp32 quotients, of which those under 1e-15 may be 0.
 
     Sync: none.
     """
@@ -135,7 +135,7 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
         stored -= (narrow.to(tl.float32) > new).to(bits.dtype)  # rounded towards zero
         new = stored.to(TYPE, bitcast=True).to(tl.float32)
         sign = (bits < 0) & to_limit
-        signed = tl.where(sign, new * -1.0, new)  # to Triton -new is 0 - new, which loses the sign of a limit of 0
+        signed = tl.where(sign, new * -1.0, new)  # Triton computes -new as 0 - new, which loses the sign of a 0 limit
         tl.store(gradient + places, signed.to(TYPE).to(bits.dtype, bitcast=True), mask=changed)
 
         after = tl.where(changed, new, tl.where(finite, magnitude, 0.0)).to(tl.float64)

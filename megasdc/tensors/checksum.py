@@ -1,12 +1,12 @@
-"""Do two tensors hold the same bits? Checksums of 64 bits, by algorithms with a name and a version.
+"""64-bit checksums of tensors, by algorithms with a name and a version.
 
 A checksum depends on the bit pattern of every element and on its index in logical row-major order, and on nothing else:
 not on strides, device, chunk sizes or the order of a sum. NaN payloads and the sign of zero count. Type and shape are
-not part of the value: who compares checksums records both beside it. A value changes only with the version in the name.
+not part of the value; record both beside it. A value changes only with the version in the name.
 
-There are two, because no algorithm is fast everywhere: ``xxh3_64`` reads raw bytes in order, which a CPU does at the
+There are two algorithms, because none is fast everywhere: ``xxh3_64`` reads raw bytes in order, which a CPU does at the
 speed of its memory; ``mixed_sum_64`` is a sum over elements, which a GPU computes in any order. Each can be computed on
-any device, so that a CPU can check what a GPU wrote down.
+any device, so that a CPU can check a GPU's record.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChecksumAlgorithm(Protocol):
     name: str
 
     def start(self, tensor: Tensor) -> int | Tensor:
-        """Begin a checksum; `read_back` ends it.
+        """Start a checksum; `read_back` completes it.
 
         Args:
             tensor: any shape and strides, any real type.
@@ -52,12 +52,12 @@ class ChecksumAlgorithm(Protocol):
 
 
 class Xxh3:
-    """XXH3 with 64 bits and seed 0 over the raw bytes of all elements in row-major order; at home on the host.
+    """XXH3 with 64 bits and seed 0 over the raw bytes of all elements in row-major order; fast on the host.
 
-    A contiguous tensor in host memory is read where it lies. Any other is first copied as a whole: into row-major
+    A contiguous tensor in host memory is read in place. Any other is first copied as a whole: into row-major
     order, and from a device to the host.
 
-    Sync: a tensor on a device is waited for.
+    Sync: waits for the device.
     Source: Collet, xxHash specification, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
     """
 
@@ -69,7 +69,7 @@ class Xxh3:
 
 
 class MixedSum:
-    """Sum over elements, each mixed with its index; at home on a GPU, where it stays until it is read.
+    """Sum over elements, each mixed with its index; fast on a GPU, where the value stays until it is read.
 
     `megasdc.tensors.mixed_sum` has the formula.
 
@@ -84,14 +84,14 @@ class MixedSum:
 
 
 ALGORITHMS: dict[str, ChecksumAlgorithm] = {one.name: one for one in (Xxh3(), MixedSum())}
-"""Every algorithm by its name."""
+"""All algorithms by name."""
 
 
 def algorithm(name: str) -> ChecksumAlgorithm:
-    """The algorithm of a name.
+    """The algorithm with this name.
 
     Raises:
-        ConfigError: there is none of that name; the message lists those there are.
+        ConfigError: the name is unknown; the message lists the known ones.
     """
     if name not in ALGORITHMS:
         raise ConfigError(f"checksum algorithm {name!r} is unknown; known are {', '.join(sorted(ALGORITHMS))}")
@@ -99,12 +99,12 @@ def algorithm(name: str) -> ChecksumAlgorithm:
 
 
 def default_algorithm(device: torch.device) -> ChecksumAlgorithm:
-    """The algorithm that is fastest for tensors of a device: XXH3 on the host, the mixed sum elsewhere."""
+    """The fastest algorithm for a device: XXH3 on the host, the mixed sum elsewhere."""
     return algorithm(Xxh3.name if device.type == "cpu" else MixedSum.name)
 
 
 def read_back(values: Sequence[int | Tensor]) -> list[int]:
-    """End checksums that `ChecksumAlgorithm.start` began.
+    """Complete checksums that `ChecksumAlgorithm.start` began.
 
     Args:
         values: what it returned, of any algorithms and devices.
@@ -131,7 +131,7 @@ def checksum(tensor: Tensor, name: str | None = None) -> int:
 
     Args:
         tensor: any shape and strides, any real type.
-        name: the algorithm; left out: the default of the tensor's device.
+        name: the algorithm; None: the default of the tensor's device.
 
     Returns:
         An unsigned 64-bit integer; type and shape are not part of it.
@@ -140,7 +140,7 @@ def checksum(tensor: Tensor, name: str | None = None) -> int:
         ConfigError: no algorithm has that name.
         ValueError: the type is complex.
 
-    Sync: the tensor is waited for.
+    Sync: waits for the device.
     """
     chosen = default_algorithm(tensor.device) if name is None else algorithm(name)
     value = chosen.start(tensor)
@@ -148,7 +148,7 @@ def checksum(tensor: Tensor, name: str | None = None) -> int:
 
 
 def row_major_bits(tensor: Tensor) -> Tensor:
-    """The bit patterns of all elements in logical row-major order, copied only where they lie otherwise.
+    """The bit patterns of all elements in logical row-major order, copied only where strides require it.
 
     Returns:
         The same shape, contiguous, signed integers of the elements' width.

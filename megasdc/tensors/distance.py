@@ -1,4 +1,4 @@
-"""How far apart are two tensors? Norm of the difference over that of the reference, and how many elements differ."""
+"""Distance of two tensors: norm of the difference over that of the reference, and number of differing elements."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BLOCK = 1 << 22
 
 @dataclass
 class Distance:
-    """How far some parameters are from those of the reference.
+    """Distance of some parameters from the reference.
 
     Attributes:
         squares: sum of (theta - theta_ref)^2 over the elements that differ in some bit.
         reference: sum of theta_ref^2.
         num_different: elements that differ in some bit.
-        numel: all.
+        numel: all elements.
     """
 
     squares: float = 0.0
@@ -46,14 +46,14 @@ class Distance:
         return math.sqrt(self.squares / self.reference)
 
     def add(self, other: Distance) -> None:
-        """Count further parameters."""
+        """Add the counts of further parameters."""
         self.squares += other.squares
         self.reference += other.reference
         self.num_different += other.num_different
         self.numel += other.numel
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON has."""
+        """As JSON-compatible values."""
         norms = {"difference_norm": math.sqrt(self.squares), "reference_norm": math.sqrt(self.reference)}
         numbers = {"relative": self.relative, **norms}
         return {
@@ -65,9 +65,9 @@ class Distance:
 
 
 def distance(got: Tensor, reference: Tensor) -> Distance:
-    """Measure two tensors of one shape, block by block in float64.
+    """Distance of two tensors of one shape, block by block in float64.
 
-    Types may differ: then elements differ whose values do.
+    Types may differ; elements then differ if their values do.
     """
     found = Distance(numel=got.numel())
     for x, y in _blocks(got.reshape(-1), reference.reshape(-1)):

@@ -1,17 +1,17 @@
-"""What is the mixed sum of a tensor? The formula in torch's integer operations, for every device.
+"""The checksum ``mixed_sum_64``: its formula in torch's integer operations, for every device.
 
 The sum over all elements, modulo 2^64, of mix(x_i + (i + 1) w), where x_i is the bit pattern of element i zero-extended
 to 64 bits and w is the odd integer nearest to 2^64 over the golden ratio. mix is a bijection, so a single wrong element
-always changes the sum. Several wrong ones cancel by chance alone, with probability 2^-64: for elements of up to 32 bits
+always changes the sum. Several wrong ones cancel only by chance, with probability 2^-64: for elements of up to 32 bits
 no two pairs of pattern and index (below 2^31) give mix the same argument. 64-bit elements that differ by multiples of w
-could be exchanged unseen; no fault makes those.
+could be exchanged undetected; no fault causes that.
 
-A sum does not depend on the order of its terms, so that any kernel gives this value. All shifts of the mixer are by 32
+A sum does not depend on the order of its terms, so any kernel gives this value. All shifts of the mixer are by 32
 bits, which costs one instruction on a GPU, whose registers have 32 bits; an element takes two multiplications.
 
 Source: Lea's mixer, in Steele and Vigna 2021, LXM: Better Splittable Pseudorandom Number Generators (and Almost as
 Fast), OOPSLA, https://doi.org/10.1145/3485525; the steps of w are those of Steele, Lea, Flood 2014, Fast Splittable
-Pseudorandom Number Generators, OOPSLA. They draw random numbers; that an element is added to the argument is ours.
+Pseudorandom Number Generators, OOPSLA. They draw random numbers; adding an element to the argument is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 WEYL = 0x9E3779B97F4A7C15
 MULTIPLIER = 0xDABA0B6EB09322E3
 CHUNK = 1 << 16
-"""Elements that the formula works on at once, so that it needs little memory and stays in a CPU's cache."""
+"""Elements processed at once, to save memory and stay in a CPU's cache."""
 
 
 def mixed_sum(bits: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def mixed_sum(bits: Tensor) -> Tensor:
 
 
 def mixed_sum_formula(bits: Tensor) -> Tensor:
-    """The mixed sum by torch's integer operations, whose int64 wraps modulo 2^64; what every kernel must agree with.
+    """The mixed sum in torch's integer operations (int64 wraps modulo 2^64); the reference for every kernel.
 
     Args:
         bits: [n], contiguous, signed integers of the elements' width.

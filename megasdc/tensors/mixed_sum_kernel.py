@@ -1,4 +1,4 @@
-"""How is the mixed sum computed on a GPU? One Triton kernel that reads every element once.
+"""The mixed sum on a GPU: one Triton kernel that reads every element once.
 
 Each program sums its blocks in registers and adds the result to the total with one atomic addition of integers, whose
 order does not matter. `megasdc.tensors.mixed_sum` has the formula that the kernel follows.
@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise LaunchError(
         "checksums mixed_sum_64 of tensors on a GPU need Triton, which cannot be imported: "
-        f"{error}; install a CUDA build of torch, which brings it, or choose the checksum algorithm xxh3_64.v1"
+        f"{error}; install a CUDA build of torch, which has it, or choose the checksum algorithm xxh3_64.v1"
     ) from error
 
 _WEYL = tl.constexpr(mixed_sum.WEYL)
@@ -74,7 +74,7 @@ def _mixed_sum_kernel(bits, total, num_elements, BLOCK: tl.constexpr):  # type: 
     steps = (lanes + 1).to(tl.uint64) * _WEYL
     full_blocks = num_elements // BLOCK
     sums = tl.zeros([BLOCK], dtype=tl.uint64)
-    for number in range(program, full_blocks, programs):  # without a mask, so that loads are wide
+    for number in range(program, full_blocks, programs):  # no mask, so that loads are vectorized
         begin = tl.cast(number, tl.int64) * BLOCK
         elements = tl.load(bits + begin + lanes).to(tl.uint64)
         sums += _mix(elements + steps + begin.to(tl.uint64) * _WEYL)

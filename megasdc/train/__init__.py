@@ -1,1 +1,1 @@
-"""The loop: what a run is built from, what happens between steps, how a rank starts and ends."""
+"""The training loop: building a run, hooks between steps, start and end of a rank."""

@@ -1,4 +1,4 @@
-"""How does a configuration become a run? The one place that knows every section and every feature."""
+"""Building a run from its configuration; the only module that knows every section and every feature."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
 from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
+from megasdc.durable import write_durably
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
@@ -54,16 +55,16 @@ def build_run(
 
     Args:
         config: the checked configuration.
-        clock: told where each part of the start ends.
-        signals: what this rank was sent since it started.
-        held: told which folders this rank holds; they are released when the run has ended.
+        clock: records the end of each part of the start.
+        signals: received by this rank since it started.
+        held: gets the folders that this rank locks; they are released when the run has ended.
         cut: place of this rank in a launch of several replicas; None without a study.
 
     Returns:
-        The run with its hooks, at the step it goes on from.
+        The run with its hooks, at the step from which it continues.
 
     Raises:
-        MegasdcError: with the class that says what is wrong.
+        MegasdcError: of the class for the error.
 
     Collective: all ranks of the world.
     """
@@ -117,7 +118,7 @@ def build_run(
     )
     agree = None if bridge is None else partial(agree_on_checkpoint, bridge)
     hook_states = resume(run, config, agree, None if part is None else part.section)
-    if dims.rank == 0:  # only now: a resume that was refused must leave the run as it was
+    if dims.rank == 0:  # only now: a refused resume must not change the run folder
         _write_resolved(folder, config)
         if part is not None and part.cut.launch_rank == 0:
             _write_resolved(part.folder, whole)
@@ -133,7 +134,7 @@ def build_run(
 
 
 def _tell_untested(events: EventLog, speaks: bool) -> None:
-    """Write the event ``start/untested_versions``, and with ``speaks`` warn, where these versions were not run."""
+    """Write the event ``start/untested_versions``, and with ``speaks`` log a warning, for untested versions."""
     versions = component_versions()
     warning = untested_versions(versions, torch.cuda.is_available())
     if warning is None:
@@ -144,9 +145,9 @@ def _tell_untested(events: EventLog, speaks: bool) -> None:
 
 
 def _load_hooks(run: Run, states: dict[str, Any]) -> None:
-    """Give hooks their states back.
+    """Restore the states of hooks.
 
-    What nobody takes up is told, and who finds nothing: a section was turned off or on, or a hook has another name.
+    Unused and missing states are reported: a section was turned off or on, or a hook was renamed.
     """
     left = {name: state for name, state in states.items() if state}
     stateful = {type(hook).__name__ for hook in run.hooks if type(hook).state_dict is not StepHook.state_dict}
@@ -156,14 +157,14 @@ def _load_hooks(run: Run, states: dict[str, Any]) -> None:
     if left and run.dims.rank == 0:
         names = ", ".join(sorted(left))
         logger.warning(
-            "the checkpoint holds states of %s, which this run does not have: they are lost with its next checkpoint; "
-            "start with the sections that they belong to if that is not meant",
+            "the checkpoint holds states of %s, which this run does not have: its next checkpoint will not hold them; "
+            "enable their sections of the configuration to keep them",
             names,
         )
         run.events.emit("resume", "hook_states_unused", step=run.step, hooks=sorted(left))
     new = sorted(stateful - states.keys()) if states else []
     if new and run.dims.rank == 0:
-        logger.warning("the checkpoint holds no states of %s, which begin as in a new run", ", ".join(new))
+        logger.warning("the checkpoint holds no states of %s, which start as in a new run", ", ".join(new))
         run.events.emit("resume", "hook_states_missing", step=run.step, hooks=new)
 
 
@@ -175,7 +176,7 @@ def _assemble(
     events: EventLog,
     split: TimeSplit | None,
 ) -> tuple[Run, StepBatches | None]:
-    """The run without its hooks, and what keeps the batches of a step where a check may ask for them again."""
+    """The run without its hooks, and the store of a step's batches where a check may read them again."""
     sections = config.megasdc
     host_group = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
     groups.set_all_timeouts(sections.parallel.timeout_s)
@@ -224,7 +225,7 @@ def _tell_unchecked(section: DataSection, manifests: list[Manifest], events: Eve
 
 
 def prepare_monitor_folders(deepspeed: dict[str, Any]) -> None:
-    """Create the folders that DeepSpeed's monitors write to, which they do on rank 0.
+    """Create the folders that DeepSpeed's monitors write to; call on rank 0.
 
     Args:
         deepspeed: DeepSpeed's keys.
@@ -243,8 +244,8 @@ def prepare_run_folder(folder: Path, field: str = "megasdc.logging.run_dir") -> 
     """Create a folder of the run.
 
     Args:
-        folder: its place.
-        field: where the configuration names it.
+        folder: its path.
+        field: its configuration field, for the message.
 
     Raises:
         StorageError: it cannot be created or written.
@@ -259,18 +260,18 @@ def prepare_run_folder(folder: Path, field: str = "megasdc.logging.run_dir") -> 
 
 
 def _own_folders(config: RunConfig) -> list[Path]:
-    """The folders in which a launch must be alone; one that lies in another is guarded with it."""
+    """The folders that a launch locks; one inside the other is locked with it."""
     folder, checkpoints = Path(config.megasdc.logging.run_dir), checkpoint_folder(config)
     inside = checkpoints.resolve().is_relative_to(folder.resolve())
     return [folder] if inside else [folder, checkpoints]
 
 
 def _write_resolved(folder: Path, config: RunConfig) -> None:
-    write_atomically(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
+    write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
 
 
 def prepare_cpu(threads: int) -> None:
-    """On a machine without an accelerator, set this rank's CPU threads and let it keep the memory that it frees.
+    """On a machine without an accelerator, set this rank's CPU threads and keep freed memory in the process.
 
     Args:
         threads: 0 leaves PyTorch's choice.
@@ -280,10 +281,3 @@ def prepare_cpu(threads: int) -> None:
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file under a temporary name and rename it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""How do the sections `audit` and `sdc` become what checks a run?"""
+"""Building the checks of a run from the sections `audit` and `sdc`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megasdc.train.toleranced import TolerancedChecks
 
 
 def detects(sections: MegasdcSection) -> bool:
-    """Whether a run checks anything while it trains."""
+    """Whether a run has any check while it trains."""
     return sections.audit.enabled or sections.sdc.always_on.enabled or asks_golden(sections)
 
 
@@ -34,14 +34,14 @@ def build_detection(
     injector: Injector | None,
     plan: CheckPlan,
 ) -> Detection:
-    """Make what checks each step of a run.
+    """Build the checks of each step of a run.
 
     Args:
         config: the run's configuration.
         run: with engine, loader and events.
         batches: this replica's micro-batches.
         signals: of this process.
-        injector: harms this run on purpose; None: nothing does.
+        injector: fault injection of this run; None: none.
         plan: what is covered.
     """
     sections, dims = config.megasdc, run.dims
@@ -72,7 +72,7 @@ def build_detection(
 
 
 def watches_of(detection: Detection) -> list[Watch]:
-    """What the checks want to see."""
+    """The watches of the checks."""
     return [
         Watch(detection.record_audited, detection.audited_submodules),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
@@ -83,13 +83,13 @@ def watches_of(detection: Detection) -> list[Watch]:
 def build_search(
     section: AlwaysOnSection, detection: Detection, run: Run, observation: Observation
 ) -> NonFiniteSearch | None:
-    """Make what looks for the place where NaN or Inf appeared first; None where the section does not want that.
+    """Build the search for the first NaN or Inf; None where it is not enabled.
 
     Args:
-        section: what is checked in every step.
+        section: checks of every step.
         detection: of the run.
         run: with engine and events.
-        observation: shows the run's results.
+        observation: provides the run's results.
     """
     if not (section.enabled and section.finite):
         return None
@@ -97,12 +97,12 @@ def build_search(
 
 
 def build_toleranced(sections: MegasdcSection, run: Run, signals: StopSignals) -> TolerancedChecks | None:
-    """Make the checks that only warn; None where the section does not want them.
+    """Build the checks that only warn; None where they are not enabled.
 
     Args:
         sections: the run's sections.
         run: with engine and events.
-        signals: of this process; a warning asks for an audit through them where audits are enabled.
+        signals: of this process; a warning requests an audit through them where audits are enabled.
     """
     always_on = sections.sdc.always_on
     if not (always_on.enabled and always_on.toleranced):

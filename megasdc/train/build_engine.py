@@ -1,4 +1,4 @@
-"""How does a configuration become the engine of one rank?"""
+"""Building the engine of one rank from the configuration."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def build_training_engine(
         layout: sizes that depend on the number of ranks.
         dims: place of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
-        clock: told when the model and when the engine is built.
+        clock: records when the model and the engine have been built.
 
     Raises:
-        ConfigError: this rank's device does not compute in the configuration's precision.
+        ConfigError: this rank's device does not support the configuration's precision.
 
     Collective: all ranks of the world.
     """
@@ -61,7 +61,7 @@ def build_training_engine(
     )
     goes_on = sections.checkpoint.universal is not None or bool(list_steps(checkpoint_folder(config)))
     if sections.model.initial_weights is not None and not goes_on:
-        # Now, because the engine makes its fp32 copy of them; with a checkpoint there, the resume sets them.
+        # Before the engine is built, because it makes its fp32 copy of them; with a checkpoint, the resume sets them.
         _start_from(sections.model.initial_weights, pipeline, config, dims, vocab_size)
     clock.mark("model")
     engine = build_engine(
@@ -77,13 +77,13 @@ def build_training_engine(
 
 
 def check_precision(precision: str) -> None:
-    """Refuse a type that DeepSpeed's accelerator cannot compute in, before DeepSpeed does with a traceback.
+    """Refuse a precision that DeepSpeed's accelerator does not support, before DeepSpeed fails with a traceback.
 
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Raises:
-        ConfigError: this host's device has no such type.
+        ConfigError: this host's device does not support it.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -98,10 +98,10 @@ def check_precision(precision: str) -> None:
 
 
 def effective_model(sections: MegasdcSection) -> ModelSection:
-    """The model section with what deterministic mode asks of Megatron-core.
+    """The model section, with Megatron-core's deterministic mode where determinism is enabled.
 
-    With it the embedding is looked up by indexing, whose backward pass repeats on GPUs, and Transformer Engine's
-    attention checks its environment variable.
+    With it the embedding is looked up by indexing, whose backward pass is deterministic on GPUs, and Transformer
+    Engine's attention checks its environment variable.
     """
     if not sections.determinism.enabled:
         return sections.model
@@ -109,7 +109,7 @@ def effective_model(sections: MegasdcSection) -> ModelSection:
 
 
 def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDims, vocab_size: int) -> None:
-    """Put this rank's part of initial weights into its stage."""
+    """Load this rank's part of initial weights into its stage."""
     sections = config.megasdc
     weights = InitialWeights(folder)
     check_fits(weights, sections.model)
@@ -135,7 +135,7 @@ def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> Non
         vocab_size: entries of the tokenizer's vocabulary.
 
     Raises:
-        ConfigError: with what a rank needs at least, and what there is.
+        ConfigError: names the least memory that a rank needs, and what there is.
     """
     rank = int(os.environ.get("RANK", "0"))
     device: float | None = None
@@ -149,17 +149,17 @@ def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> Non
 
 
 def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
-    """DeepSpeed's part of the configuration, with what depends on the layout filled in."""
+    """DeepSpeed's part of the configuration, with the values that depend on the layout."""
     deepspeed = copy.deepcopy(config.deepspeed)
     deepspeed["train_batch_size"] = layout.train_batch_size
     deepspeed["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
     deepspeed["gradient_accumulation_steps"] = layout.accumulation_steps
-    if config.precision == "bf16":  # DeepSpeed before 0.19.3 would take steps whose gradients are not finite
+    if config.precision == "bf16":  # DeepSpeed before 0.19.3 would not skip steps with non-finite gradients
         deepspeed["bf16"] = {"check_grad_overflow": Bf16().check_grad_overflow, **deepspeed["bf16"]}
     if not torch.cuda.is_available():
         deepspeed["zero_optimization"] = {"reduce_bucket_size": HOST_BUCKET_ELEMENTS, **deepspeed["zero_optimization"]}
     if config.megasdc.parallel.sequence_parallel:
-        # Tensor ranks hold different parts of the sequence, which DeepSpeed would take for copies of one tensor.
+        # Tensor ranks hold different parts of the sequence, which DeepSpeed would treat as copies of one tensor.
         deepspeed["pipeline"] = {
             **deepspeed.get("pipeline", {}),
             "pipe_partitioned": False,

@@ -1,4 +1,4 @@
-"""Which hooks does a run get, and in which order are they called? One list, from the configuration's sections."""
+"""The hooks of a run, from the configuration's sections, and the order in which they are called."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 logger = logging.getLogger(__name__)
 
 UNCHECKED = (
-    "silent data corruption: nothing looks for it but NaN and Inf in loss and gradient norm; `megasdc coverage` says "
+    "silent data corruption: only NaN and Inf in loss and gradient norm are detected; `megasdc coverage` shows "
     "what `audit` and `sdc.always_on` would see"
 )
 
 
 @dataclass(frozen=True)
 class Drills:
-    """What harms a run on purpose.
+    """Fault injection of a run.
 
     Args:
         injector: of faults in tensors; None without.
         process_faults: of this rank; None without.
-        delays: what tells of the latencies that are put in; at most one.
+        delays: report of the injected delays; at most one.
     """
 
     injector: Injector | None
@@ -65,20 +65,20 @@ class Drills:
 
 @dataclass(frozen=True)
 class HookParts:
-    """What hooks are made from: a run that stands at the step it goes on from, and what was built for it.
+    """Inputs for building hooks: a run at the step from which it continues, and objects built for it.
 
     Args:
         config: of the run.
         run: still without hooks.
         manifest: of the training data.
-        eval_loader: None where nothing is evaluated.
-        kept: keeps the batches of a step, where a check may ask for them; else None.
-        split: of the time of a step; on rank 0 alone.
+        eval_loader: None without evaluation.
+        kept: keeps the batches of a step, where a check may read them again; else None.
+        split: of the time of a step; on rank 0 only.
         clock: of the start.
-        signals: what this rank was sent.
+        signals: received by this rank.
         study: of this replica; None without.
-        drills: what harms the run.
-        locks: what this rank holds of the launch's folders.
+        drills: fault injection.
+        locks: that this rank holds on the launch's folders.
     """
 
     config: RunConfig
@@ -95,14 +95,14 @@ class HookParts:
 
 
 def build_hooks(parts: HookParts) -> list[StepHook]:
-    """Make a run's hooks, in the order they are called.
+    """Build a run's hooks, in the order they are called.
 
-    How much a step computed, what it computed and its findings come first, then what is measured, then the decision to
-    stop, first in each replica of a study, then in all, then what is kept; last what may harm a checkpoint that is
-    complete.
+    Folder locks and the start report come first; then DropCompute, recording and detection, gradient bounds, decisions
+    to stop (of this run, then of a study's replicas), evaluation, garbage collection, reports and checkpoints; last the
+    report of delays and the faults that damage a complete checkpoint.
 
     Args:
-        parts: what they are made from.
+        parts: inputs.
 
     Collective: all ranks of the world.
     """
@@ -144,13 +144,13 @@ def _build_detection(parts: HookParts) -> Detection | None:
     plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
     if run.dims.rank == 0:
         table = coverage_table(config, run.engine, plan)
-        logger.info("what is seen of silent data corruption:\n%s", "\n".join(table))
+        logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
         run.events.emit("start", "coverage", step=run.step, table=table)
     return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan)
 
 
 def _recording(parts: HookParts) -> tuple[list[StepHook], Detection | None]:
-    """What looks at the tensors of a step, and the detection among it; all watches share one observation."""
+    """Hooks that observe the tensors of a step, and the detection among them; all watches share one observation."""
     config, run, injector = parts.config, parts.run, parts.drills.injector
     tracer = build_tracer(config.megasdc.trace, run.engine)
     watches = [] if injector is None else [watch_for_faults(injector, run.engine)]
@@ -211,7 +211,7 @@ def _say_sizes(parts: HookParts, sizes: ModelSizes) -> None:
 
 
 def _known_peak(precision: str) -> float | None:
-    """Peak of this rank's device where it is in the table; the table is of 16-bit arithmetic on GPUs."""
+    """Peak of this rank's device if it is in the table, which is for 16-bit arithmetic on GPUs."""
     if precision == "fp32" or not torch.cuda.is_available():
         return None
     return peak_tflops(torch.cuda.get_device_name())

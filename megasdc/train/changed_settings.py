@@ -1,8 +1,8 @@
-"""How does a run go on with another configuration than it was saved with? Refused, or from the next step on, and told.
+"""Resuming with a changed configuration: a change is refused, or applied from the next step on and reported.
 
-DeepSpeed and torch restore what the optimizer was saved with: rates, decays, the clip, the loss scaler (DeepSpeed 0.19,
-torch 2.13). So the settings of an engine are noted before the load, and those that the user changed are put back after
-it; all others stay as they were saved, bit for bit.
+DeepSpeed and torch restore the optimizer's saved settings: rates, decays, the clip, the loss scaler (DeepSpeed 0.19,
+torch 2.13). So the settings of the new engine are recorded before the load, and those that the user changed are put
+back after it; all others stay as saved, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 _PARAMS = "optimizer.params."
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _UNMEASURED: dict[str, Any] = {"tau_s": None, "tuned_at": None, "chosen": None}
-"""State of DropCompute before it has chosen a threshold."""
+"""State of DropCompute before the choice of a threshold."""
 
 
 class ChangedSettings:
-    """Finds what was changed since a checkpoint was saved, and lets it act.
+    """Finds settings changed since a checkpoint was saved, and applies them.
 
     Args:
         engine: newly built, nothing loaded.
@@ -52,28 +52,28 @@ class ChangedSettings:
         self.changes: list[Change] = []
 
     def check(self, saved: Mapping[str, Any], data: int, *, universal: bool = False) -> None:
-        """Find the changes.
+        """Find the changes, and refuse those that are not allowed.
 
         Args:
-            saved: what was saved for all ranks.
+            saved: the checkpoint's state for all ranks.
             data: data-parallel size of the run that saved.
             universal: whether a new run begins from a universal checkpoint.
 
         Raises:
-            CheckpointError: some may not be; all are named, with the remedy.
+            CheckpointError: some are not allowed; all are named, with the remedy.
         """
         file = dict(saved["config"])
         if self._in_study and saved.get("study") is not None:
             file["megasdc"] = {**file["megasdc"], "study": saved["study"]}
         changes = find_changes(file, self._config, data, self._data)
-        if self._in_study and saved.get("study") is None:  # by a version that did not store it
+        if self._in_study and saved.get("study") is None:  # saved by a version that did not store it
             changes = [change for change in changes if not change.path.startswith("megasdc.study.")]
         if refused := [change for change in changes if not may_change(change, self._config.allow_changed, universal)]:
             raise CheckpointError(explain_refusal(refused))
         self.changes = changes
 
     def problem_of(self, saved: Mapping[str, Any], data: int) -> Problem | None:
-        """What `check` refuses of a universal checkpoint; None: nothing."""
+        """The changes that `check` refuses of a universal checkpoint; None: none."""
         try:
             self.check(saved, data, universal=True)
         except CheckpointError as error:
@@ -81,7 +81,7 @@ class ChangedSettings:
         return None
 
     def apply(self, run: Run) -> None:
-        """Let the changes act from the next step on, and tell them.
+        """Apply the changes from the next step on, and report them.
 
         Args:
             run: with the engine that the checkpoint was loaded into, at its step.
@@ -113,7 +113,7 @@ class ChangedSettings:
             )
 
     def hook_states(self, states: dict[str, Any]) -> dict[str, Any]:
-        """What hooks take up; a threshold of DropCompute that was chosen under other settings is chosen anew.
+        """States to load into hooks; DropCompute's threshold is chosen anew if settings that it depends on changed.
 
         Args:
             states: as saved, by class name.
@@ -127,7 +127,7 @@ class ChangedSettings:
 
 
 def rescale(optimizer: Any, fresh: Any) -> None:
-    """Give the loss scaler the settings of another one; its scale goes on where both are dynamic.
+    """Give the loss scaler the settings of another one; the scale is kept where both are dynamic.
 
     Args:
         optimizer: DeepSpeed's, with the loss scaler that was loaded.
@@ -144,7 +144,7 @@ def rescale(optimizer: Any, fresh: Any) -> None:
 
 
 def _set_rates(engine: TrainingEngine) -> None:
-    """Give the next step the learning rate that the schedule has for it; the saved one was of the saved schedule."""
+    """Set the next step's learning rate from the new schedule; the saved one is of the saved schedule."""
     scheduler = engine.lr_scheduler
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_lr(), strict=True):
         group["lr"] = rate

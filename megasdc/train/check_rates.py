@@ -1,4 +1,4 @@
-"""How fast is a rank at what checks consist of? Measured apart from any step."""
+"""Measurement of a rank's speed at the operations of checks, apart from any step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back
 
 RATE_BYTES = 256 << 20
-"""Larger than the caches of a processor."""
+"""Size of the measured tensor, larger than a processor's caches."""
 MOST_TOKENS = 4096
-"""Rows of the matrix product that stands for a step's arithmetic, at most."""
+"""Largest number of rows of the matrix product that represents a step's arithmetic."""
 CALLS, EXCHANGES, READS = 20, 20, 3
 
 
 def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RATE_BYTES) -> Rates:
-    """How fast this rank is at what checks consist of, while the others do the same.
+    """This rank's rates at the operations of checks, while the others measure too.
 
     Args:
         device: of the tensors.
@@ -56,7 +56,7 @@ def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RAT
 
 
 def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> float:
-    """Arithmetic a second in the matrix product of an MLP; a whole step reaches less.
+    """FLOP/s of the matrix product of an MLP; a whole step reaches less.
 
     Args:
         device: of the tensors.
@@ -67,7 +67,7 @@ def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidd
     Sync: waits for the device.
     """
     rows = min(tokens, MOST_TOKENS)
-    left = torch.ones(rows, hidden, dtype=dtype, device=device)  # drawn at random, it would move a run's generators
+    left = torch.ones(rows, hidden, dtype=dtype, device=device)  # not random, which would advance the run's generators
     right = torch.ones(hidden, 4 * hidden, dtype=dtype, device=device)
 
     def multiply() -> None:
@@ -78,10 +78,10 @@ def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidd
 
 
 def _recording_s(record: Callable[[], Any], take: Callable[[], Any], large: torch.Tensor) -> float:
-    """Of one record, and its share of taking all.
+    """Seconds of one record, and its share of taking all.
 
-    In a step arithmetic uses the caches from one record to the next. Without what stands for it here a call would seem
-    to take a twentieth of its time.
+    In a step, arithmetic uses the caches between records. Without the sum that imitates it here, a call would seem to
+    take a twentieth of its time.
     """
     times = []
     for _ in range(CALLS):

@@ -1,4 +1,4 @@
-"""What do the checks of a run cover, what do they read, and what should that cost? Told at the start of a run."""
+"""Coverage of a run's checks: what they cover, read and are expected to cost; reported at the start of a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megasdc.train.build_engine import DTYPES
 from megasdc.train.check_rates import measure_products, measure_rates
 
 MOST_COST = 0.01
-"""Share of a step up to which every micro-batch is checked by default."""
+"""With coverage "auto", every micro-batch is checked if that costs no more than this share of a step."""
 PROBE_BYTES = 64 << 20
-"""Of the tensor at which the start measures how fast checks read."""
+"""Size of the tensor with which the start measures how fast checks read."""
 _NOTHING = Reads(0, 0)
 _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
@@ -30,11 +30,11 @@ _ALL_PARAMETERS = "gemm"
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a rank is.
+    """Measured speed of a rank.
 
     Args:
-        rates: at what checks consist of.
-        flop_per_s: at a matrix product; a step reaches less, so that a share computed with it is an upper bound.
+        rates: at the operations of checks.
+        flop_per_s: of a matrix product; a step reaches less, so a cost share computed with it is an upper bound.
     """
 
     rates: Rates
@@ -43,11 +43,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """What is checked.
+    """Choice of what is checked.
 
     Args:
         all_micro_batches: whether results of every micro-batch of a step are checked, or of one, another each step.
-        lines: what is covered, a line a tier.
+        lines: what is covered, a line for each tier.
     """
 
     all_micro_batches: bool
@@ -55,7 +55,7 @@ class CheckPlan:
 
 
 def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
-    """Measure how fast this rank is, in less than a second.
+    """Measure this rank's speed, in less than a second.
 
     Args:
         config: the run's configuration.
@@ -76,16 +76,16 @@ def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
 def plan_checks(
     config: RunConfig, engine: TrainingEngine, vocab_size: int, speed: Speed | None = None, group: Any = None
 ) -> CheckPlan:
-    """Choose what is covered, and say for each tier what it covers, reads, costs, and takes of the samples.
+    """Choose what is covered, and describe for each tier what it covers, reads, costs, and its lost samples.
 
-    What is read is that of a rank without pipeline parallelism divided by the stages.
+    The reads are those of a rank without pipeline parallelism, divided by the stages.
 
     Args:
         config: the run's configuration.
         engine: of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
-        speed: of this rank; None: costs are not told, and coverage "auto" is one micro-batch.
-        group: a group of all ranks on the host.
+        speed: of this rank; None: costs are not reported, and coverage "auto" is one micro-batch.
+        group: a host group of all ranks.
 
     Collective: all ranks of the world, where ``speed`` is given.
     """
@@ -118,7 +118,7 @@ def plan_checks(
 
 
 def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -> list[str]:
-    """Phases of a step by what looks at them in this run, a line a row, and what that comes to.
+    """The phases of a step and their checks in this run, a line for each row, and the conclusions.
 
     Args:
         config: the run's configuration.
@@ -136,7 +136,7 @@ def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -
 
 
 class _Tiers:
-    """What each tier asks for in a step of this rank."""
+    """Operations of each tier in a step of this rank."""
 
     def __init__(self, config: RunConfig, engine: TrainingEngine, vocab_size: int) -> None:
         sections, self._dims = config.megasdc, engine.dims
@@ -163,11 +163,7 @@ class _Tiers:
         self._parameters = reads_of_step(one, _ALL_PARAMETERS)[PARAMETER] * (1 / self._dims.pipeline)
 
     def always_on(self, covered: int) -> Asked:
-        """What the checks of a step ask for.
-
-        Args:
-            covered: micro-batches whose results are checked.
-        """
+        """Operations of a step's checks, with results of ``covered`` micro-batches."""
         section = self._sections.sdc.always_on
         checksums = self._recomputed() * covered if self._compares_recompute else _NOTHING
         extremes = self._finite() * covered if section.enabled and section.finite else _NOTHING
@@ -176,17 +172,13 @@ class _Tiers:
         return Asked(checksums, extremes, int(section.enabled))
 
     def audit(self) -> Asked:
-        """What an audited step asks for: whose samples, do all agree, is an audit asked for."""
+        """Operations of an audited step; its three exchanges: choice of samples, agreement, request of an audit."""
         if not self._sections.audit.enabled:
             return Asked(_NOTHING, _NOTHING, 0)
         return Asked(self._audit_reads() + self._parameters, _NOTHING, 3)
 
     def describe(self, covered: int) -> list[str]:
-        """A line a tier.
-
-        Args:
-            covered: micro-batches of a step whose results are checked.
-        """
+        """A line for each tier, with results of ``covered`` micro-batches of a step checked."""
         audit, section, total = self._sections.audit, self._sections.sdc.always_on, self._micro_batches
         lines = []
         if audit.enabled:

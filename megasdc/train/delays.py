@@ -1,4 +1,4 @@
-"""How do delays get into a run, and what is told of them?"""
+"""Installation of injected delays in a run, and their report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EVENT_KIND = "delay"
 
 
 class DelayReport(StepHook):
-    """Delays this run on purpose, says so at the start, and tells what each rank has slept.
+    """Injects delays into this run, warns of them at the start, and reports what each rank has slept.
 
     Args:
         specs: the entries of `delay`, at least one.
         interval: steps between two events of a rank.
-        run: its engine gets the hook, before all others, so that no time of theirs holds a delay.
+        run: its engine gets the hook before all others, so that their times include no delay.
 
     Raises:
         ConfigError: a file of delays cannot be used.
@@ -38,7 +38,7 @@ class DelayReport(StepHook):
             run.engine.hooks.insert(0, self._delays)
 
     def on_start(self, run: Run) -> None:
-        """Warn: this run is slower than it could be, on purpose."""
+        """Warn that this run has injected delays."""
         self._first_step = run.step + 1
         gathered = gather_objects(self._delays.here, run.host_group)
         if run.dims.rank != 0:
@@ -50,7 +50,7 @@ class DelayReport(StepHook):
             run.events.emit(EVENT_KIND, "armed", step=run.step, spec=index, delay=said, ranks=ranks)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Tell what this rank has slept since the last time."""
+        """Report what this rank has slept since the last report."""
         if not self._delays.here or (run.step % self._interval and not run.is_last_step):
             return
         slept_s, cut_s = self._delays.take()

@@ -1,7 +1,7 @@
-"""What is checked in a step before it is committed? Audits, recomputations and parameters; every rank learns the same.
+"""Checks of a step before it is committed: audits, recomputations and parameters, with the same findings on every rank.
 
 Evidence is collected while micro-batches run and compared once, after the last of them and before any gradient is mixed
-over replicas. A finding is no error: all ranks know of it at the same point and settle it together.
+over replicas. A finding is not an error: all ranks learn it at the same point and settle it together.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from megasdc.train.signals import StopSignals
 logger = logging.getLogger(__name__)
 
 FINITE_PHASES = (FORWARD, BACKWARD)
-"""Phases whose results are looked at for NaN and Inf in every step.
+"""Phases whose results are checked for NaN and Inf in every step.
 
-Weight gradients, as many bytes again, end in the gradient norm, which is always looked at.
+Weight gradients, as many bytes again, are part of the gradient norm, which is always checked.
 """
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank has seen in a step.
+    """Evidence of one rank in a step.
 
     Args:
         parameters: checksums of its parameters before the step; empty where they were not read.
@@ -59,11 +59,11 @@ class Evidence:
 
 
 class Detection(StepHook, EngineHook):
-    """Checks each step as the sections ask, and has findings settled before the step is committed.
+    """Checks each step as configured, and has findings settled before the step is committed.
 
     Args:
         audit: which steps are audited.
-        sdc: what is checked in every step, and when the golden trace is asked without a dispute.
+        sdc: checks of every step, and when the golden workload is run without a dispute.
         run: with engine, loader and events.
         batches: this replica's micro-batches.
         disputes: settles findings.
@@ -71,8 +71,8 @@ class Detection(StepHook, EngineHook):
         algorithm: of the checksums.
         recomputes: whether activations are recomputed.
         save_interval: steps between checkpoints; 0: none.
-        signals: of this process; SIGUSR2 asks for an audit.
-        plan: what is covered; told at the start.
+        signals: of this process; SIGUSR2 requests an audit.
+        plan: what is covered; reported at the start.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Detection(StepHook, EngineHook):
         self._always_on = sdc.always_on
         self._golden_at_start = sdc.golden_at_start
         self._golden_interval = sdc.golden_interval
-        self._golden_step: int | None = None  # the last that it was asked before
+        self._golden_step: int | None = None  # the last step before which the golden workload was run
         self._batches = batches
         self._disputes = disputes
         self._save_interval = save_interval
@@ -138,29 +138,29 @@ class Detection(StepHook, EngineHook):
         return bool(step % self._audit.interval == 0 or (after_save and step > 1) or self._requested)
 
     def audited_submodules(self, step: int) -> Collection[str]:
-        """What the audit listens to in a step."""
+        """Submodules that the audit observes in a step."""
         return self._audited.fqns or () if self.is_audit(step) else ()
 
     def checked_submodules(self, step: int) -> Collection[str]:
-        """What the check of recomputations listens to in a step."""
+        """Submodules that the check of recomputations observes in a step."""
         return self._checked.fqns or ()
 
     def finite_submodules(self, step: int) -> Collection[str]:
-        """What the look for NaN and Inf listens to in a step."""
+        """Submodules that the check for NaN and Inf observes in a step."""
         return self._finite_fqns
 
     def record_audited(self, address: Address, result: Tensor) -> None:
-        """A listener: results of the shared micro-batch."""
+        """A listener: records results of the shared micro-batch."""
         if self._auditing:
             self._audited(address, result)
 
     def record_checked(self, address: Address, result: Tensor) -> None:
-        """A listener: forward results and their recomputations."""
+        """A listener: records forward results and their recomputations."""
         if address.micro_batch in self._covered:
             self._checked(address, result)
 
     def record_finite(self, address: Address, result: Tensor) -> None:
-        """A listener: whether results are finite."""
+        """A listener: records whether results are finite."""
         covered = address.micro_batch in self._covered and address.phase in FINITE_PHASES
         if covered and address.fqn in self._finite_fqns:
             self._finite(address, result)
@@ -168,7 +168,7 @@ class Detection(StepHook, EngineHook):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Look in while the engine runs a step; learn which positions can be compared."""
+        """Add this hook to the engine, and find out which positions are comparable."""
         run.engine.hooks.append(self)
         self._disputes.on_start(run)
         if run.dims.rank == 0:
@@ -183,7 +183,7 @@ class Detection(StepHook, EngineHook):
         run.paused_s += self._disputes.check_golden(self._golden_step)
 
     def before_step(self, run: Run) -> None:
-        """Decide what this step checks."""
+        """Decide what is checked in this step."""
         step = run.engine.step_number
         if self._golden_interval and step % self._golden_interval == 0 and step != self._golden_step:
             self._check_golden(run)
@@ -200,7 +200,7 @@ class Detection(StepHook, EngineHook):
             self._parameters.start()
 
     def _share(self, run: Run, step: int) -> Shared:
-        """Which replica's samples all use: another at each audit."""
+        """The replica whose samples all replicas use, another at each audit, and their positions."""
         dims = run.dims
         source = step // self._audit.interval % dims.data
         positions = torch.full((run.loader.micro_batch_size,), -1, dtype=torch.int64)
@@ -210,7 +210,7 @@ class Detection(StepHook, EngineHook):
         return Shared(source, tuple(positions.tolist()))
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
-        """Compare what was seen with all ranks; return when the step may be committed.
+        """Compare the evidence of all ranks; returns when the step may be committed.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -231,7 +231,7 @@ class Detection(StepHook, EngineHook):
             )
             repeated, some_seen, some_loss = agreed.raised
             if self.search is not None and (some_seen or some_loss):
-                overflow = engine.fp16_enabled() and not some_loss  # of scaled gradients
+                overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
             if not (agreed.differing[0] or agreed.stages[0] or audit_differs or repeated):
@@ -246,9 +246,9 @@ class Detection(StepHook, EngineHook):
             repaired = True
 
     def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
-        """Compute a micro-batch again; what the audit and what the check of recomputations saw of it.
+        """Recompute a micro-batch; returns the records of the audit and of the check of recomputations.
 
-        A replica that did not start it in this step sees nothing.
+        They are empty on a replica that did not start it in this step.
         """
         if micro_batch < engine.completed:
             if engine.is_first_stage() or engine.is_last_stage():
@@ -258,18 +258,18 @@ class Detection(StepHook, EngineHook):
         return self._audited.take(), self._checked.take()
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Tell the other ranks whether somebody asked for an audit; nobody waits for it."""
+        """Start the exchange of audit requests between ranks; does not block."""
         if self._audit.enabled:
             self._asked = torch.tensor([int(self._signals.take_audit_request())])
             self._offer = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Find out why a step was skipped, if that is not known yet; parameters are as they were."""
+        """Search for the cause of a skipped step, if it is not known yet; parameters are unchanged."""
         if self.search is not None and engine.is_skipped and self.search.place is None:
             self.search.explain(engine, None, repeat=not engine.fp16_enabled())
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Count what was displaced, and learn whether the next step is to be audited."""
+        """Count the samples lost to an audit, and find out whether the next step is to be audited."""
         run.skip_place = None if self.search is None else self.search.place
         if self._auditing:
             run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
@@ -281,7 +281,7 @@ class Detection(StepHook, EngineHook):
                 run.events.emit("audit", "requested", step=run.step + 1)
 
     def before_save(self, run: Run) -> None:
-        """Compare the parameters that are about to be saved, since no step follows that would before they are.
+        """Compare the parameters about to be saved, since the next step would do so only after the save.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt; nothing is saved then.
@@ -303,11 +303,11 @@ class Detection(StepHook, EngineHook):
             repaired = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found before."""
+        """Findings so far."""
         return self._disputes.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what was found before."""
+        """Restore ``state_dict``."""
         self._disputes.load_state_dict(state)
 
 

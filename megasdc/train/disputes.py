@@ -1,7 +1,7 @@
-"""What follows from a finding? All ranks look at the same evidence, repeat the work, and come to the same ruling.
+"""Settlement of findings: all ranks gather the same evidence, repeat the work, and come to the same ruling.
 
-Every function here is called by all ranks at the same point, so that a finding costs collectives but no rank is left
-behind. After an exception none is called.
+Every function here is called by all ranks at the same point, since findings need collectives. After an exception none
+is called.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
-"""Computes a micro-batch of the step again; what the audit and what the check of recomputations saw of it."""
+"""Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
 SEVERITY = ("warn", "repair", "halt")
 STATE_TIERS = ("parameters", "copies")
-"""Checks of what a step starts with, which is what the step before it left."""
+"""Checks of the state at the start of a step, that is, of the step before."""
 EVENT_KIND = "sdc"
 
 
@@ -66,10 +66,10 @@ class Disputes:
     Args:
         section: policies, repeats and golden trace.
         run: with engine and events.
-        keys: what must be equal between replicas for their results to be comparable, of this rank.
+        keys: of this rank: properties that must be equal between replicas for their results to be comparable.
         parameters: reads those of this rank.
-        incidents: reports what was settled.
-        before: listeners that harm results on purpose, for the golden workload.
+        incidents: reports settled findings.
+        before: listeners that inject faults, for the golden workload.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Disputes:
     # --- before the first step ----------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Learn which positions can be compared and whether the golden trace fits."""
+        """Find out which positions are comparable and whether the golden trace fits."""
         self._incidents.on_start()
         self._suspects.on_start(run.engine.device, self._group)
         keys = gather_objects(self._keys, self._group)
@@ -124,7 +124,7 @@ class Disputes:
                 self._golden = golden
 
     def can_compare(self, positions: Iterable[tuple[int, int]]) -> bool:
-        """Whether any of some positions has replicas that can be compared."""
+        """Whether any of some positions has comparable replicas."""
         return self._comparable is None or any(position in self._comparable for position in positions)
 
     # --- one finding --------------------------------------------------------------------------------------------
@@ -132,17 +132,17 @@ class Disputes:
     def settle(
         self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, *, repaired: bool
     ) -> bool:
-        """Name who is wrong and do what the policy says.
+        """Name wrong ranks and act by policy.
 
         Args:
             engine: in ``after_micro_batches``.
             evidence: of this rank.
-            agreed: what all ranks know.
-            rehearse: computes a micro-batch again.
-            repaired: whether the step was computed again already.
+            agreed: the finding that all ranks agree on.
+            rehearse: recomputes a micro-batch.
+            repaired: whether the step was rerun already.
 
         Returns:
-            Whether the step is to be computed again.
+            Whether the step is to be rerun.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -155,7 +155,7 @@ class Disputes:
 
     @contextmanager
     def _marked_if_unsettled(self, step: int) -> Iterator[None]:
-        """A finding that fails to be settled is inconclusive: where that halts, the next start learns of it."""
+        """If settling raises an exception, the finding is inconclusive; if that halts, mark it for the next start."""
         try:
             yield
         except CorruptionError:
@@ -172,7 +172,7 @@ class Disputes:
         audit_differs = self.can_compare(agreed.differing[1])
         if agreed.differing[0]:
             again = self._act(step, self._settle_parameters(engine, evidence.parameters), repaired)
-            if audit_differs and not again:  # who had other parameters computed other results
+            if audit_differs and not again:  # ranks with wrong parameters computed other results
                 self._tell("audit_void", step=step, reason="the parameters were not equal")
             return again
         if agreed.stages[0]:
@@ -185,12 +185,12 @@ class Disputes:
         return again
 
     def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed, *, repaired: bool) -> bool:
-        """Name whose parameters are wrong before they are saved, and do what the policy says.
+        """Name the ranks whose parameters are wrong before they are saved, and act by policy.
 
         Args:
             engine: between two steps.
             own: parameters of this rank.
-            agreed: what all ranks know; something differs.
+            agreed: the finding that all ranks agree on.
             repaired: whether they were gathered again already.
 
         Returns:
@@ -224,10 +224,10 @@ class Disputes:
         return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
 
     def check_golden(self, step: int) -> float:
-        """Have all ranks compute the golden workload, though nothing is disputed, and do what the policy says.
+        """Run the golden workload on all ranks without a dispute, and act by policy.
 
         Args:
-            step: that comes next.
+            step: the next step.
 
         Returns:
             Seconds that it took.
@@ -296,9 +296,9 @@ class Disputes:
         )
 
     def _settle_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
-        """Gather the parameters again from their owners' master shards; who had others before was wrong.
+        """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
 
-        A wrong master shard is gathered by everyone and cannot be seen here.
+        A wrong master shard is gathered by all ranks and is not detected here.
         """
         engine.optimizer.update_lp_params()
         self._parameters.start()
@@ -325,10 +325,10 @@ class Disputes:
         return Settled("parameters", None, tuple(rulings), compared, merged)
 
     def _settle_copies(self, engine: TrainingEngine, own: Trace) -> Settled:
-        """Tell which tensor ranks have other copies of a parameter than the others, where there are three or more.
+        """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.
 
-        All replicas have the same wrong copy, so that one of them has made it, in its update, and none can be named.
-        All are gathered again, which mends one that became wrong after the update.
+        All replicas have the same wrong copy, so one of them made it in its update, and none can be named. All are
+        gathered again, which repairs one that became wrong after the update.
         """
         engine.optimizer.update_lp_params()
         copies = self._parameters.copies(own)
@@ -360,7 +360,7 @@ class Disputes:
         action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
         if repaired and action == "repair":
             action = "halt"  # wrong again after the repair
-        if action == "halt":
+        if action == "halt":  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
         for ruling in found.rulings:
             self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
@@ -370,7 +370,7 @@ class Disputes:
         text = say(found.rulings)
         page = self._incidents.report(step, found, action)
         if action == "halt":
-            again = " after it was computed again" if repaired else ""
+            again = " after the step was recomputed" if repaired else ""
             raise CorruptionError(
                 f"step {step} is not committed: the {found.tier} check found silent data corruption{again}: {text}. "
                 + (f"What to do: {page}" if page else "The incident report could not be written")
@@ -379,7 +379,7 @@ class Disputes:
         return action == "repair"
 
     def _commit(self, step: int, again: bool) -> bool:
-        """Note what the policy warn accepts, unless it is done again: what is saved later holds it on all replicas."""
+        """Record what policy ``warn`` accepts, unless it is redone: later checkpoints contain it on all replicas."""
         since, self._accepted = self._accepted, None
         if since is None or again:
             return again
@@ -387,13 +387,13 @@ class Disputes:
         if self._wrong_since is None or since < self._wrong_since:
             self._wrong_since = since
             self._tell("not_verified_from", step=since)
-            logger.warning("checkpoints from step %d on hold what was found and will not be verified", since)
+            logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
     def after_audit(self, run: Run, result: StepResult) -> None:
-        """An audited step was committed; if all replicas agreed, what was saved before is verified.
+        """After an audited step was committed: if all replicas agreed, earlier checkpoints are verified.
 
-        Not what was saved since something wrong was committed.
+        Checkpoints saved since a wrong state was committed are not.
         """
         if result.step == self._committed_wrong:
             return
@@ -410,7 +410,7 @@ class Disputes:
             self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
 
     def _tell_overruled(self, step: int, ballot: Ballot, named: Collection[int], golden: Mapping[int, bool]) -> None:
-        """Say which findings of the majority do not stand, so that no event accuses a rank that is not named."""
+        """Report findings of the majority that were overruled, so that no event accuses a rank that is not named."""
         for flag in ballot.flagged:
             if flag.rank in named:
                 continue
@@ -422,15 +422,15 @@ class Disputes:
             return
         try:
             self._events.emit(EVENT_KIND, name, step=step, **fields)
-        except OSError as error:  # the other ranks wait for what follows
+        except OSError as error:  # not raised: the other ranks wait in the collectives that follow
             logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """Devices that were found wrong so far, and the first step whose checkpoint cannot be verified."""
+        """Devices found wrong so far, and the first step whose checkpoint cannot be verified."""
         return {"earlier": self._suspects.state(), "wrong_since": self._wrong_since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what was found before."""
+        """Restore ``state_dict``."""
         self._wrong_since = state.get("wrong_since")
         if unknown := self._suspects.load_state(state["earlier"]):
             self._tell("earlier_not_known", ranks=unknown)
@@ -459,13 +459,13 @@ def _replica(rank: int, dims: ParallelDims) -> int:
 
 
 def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
-    """Differing results of one rank; nothing where there are none."""
+    """Number of differing results of one rank, by phase and submodule; empty without any."""
     found = {fqn: {rank: count} for fqn, count in Counter(fqns).items()}
     return {phase: found} if found else {}
 
 
 def merge_counts(counts: Iterable[Counts]) -> Counts:
-    """Put the counts of all ranks together."""
+    """Merge the counts of all ranks."""
     merged: Counts = {}
     for of_rank in counts:
         for phase, submodules in of_rank.items():

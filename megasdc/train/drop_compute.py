@@ -1,4 +1,4 @@
-"""When does a run leave micro-batches out, and what do all ranks know of it?"""
+"""The section `drop_compute` in a run: measurement, choice of the threshold, decisions and counts."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from megasdc.train.run import Run, StepHook
 class DropCompute(StepHook, EngineHook):
     """Runs the section `drop_compute`: measures, chooses the threshold, decides and counts.
 
-    What all ranks do alike follows from counts that they agree on in every step; only whether to start the next
-    micro-batch is decided on one rank of each replica.
+    All ranks act alike from counts that they exchange in every step; only whether to start the next micro-batch is
+    decided on one rank of each replica.
 
     Args:
         section: the section, enabled.
-        run: with engine and loader, at the step it goes on from.
+        run: with engine and loader, at the step from which it continues.
         writer: where rank 0 writes metrics; None on other ranks.
         interval: steps between metrics.
 
@@ -95,7 +95,7 @@ class DropCompute(StepHook, EngineHook):
         engine.hooks.append(self)
 
     def _read_replayed(self) -> dict[int, StepDecisions] | None:
-        """What rank 0 reads, on all ranks.
+        """The decisions to replay, read on rank 0 and sent to all ranks; None: none.
 
         Collective: all ranks of the world.
         """
@@ -116,7 +116,7 @@ class DropCompute(StepHook, EngineHook):
     # --- before a step ------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Open the logs, and learn on which host each replica decides.
+        """Open the logs, and gather on which host each replica decides.
 
         Raises:
             ConfigError: decisions to replay are missing.
@@ -145,13 +145,13 @@ class DropCompute(StepHook, EngineHook):
         return self._replayed[step]
 
     def before_step(self, run: Run) -> None:
-        """Decide whether this step may leave micro-batches out.
+        """Decide whether this step may drop micro-batches.
 
         Raises:
             ConfigError: decisions to replay are missing.
         """
         engine, step = run.engine, run.step + 1
-        self._garbage.take()  # what was collected between steps is no time of this one
+        self._garbage.take()  # excludes collections between steps
         if (replayed := self._replayed_step(step)) is not None:
             engine.micro_batches = replayed.planned
             self._replay.begin(replayed)
@@ -175,10 +175,10 @@ class DropCompute(StepHook, EngineHook):
     # --- in and after a step ------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Tell all ranks how many micro-batches this replica has completed; nobody waits for it.
+        """Start the exchange of the replicas' completed micro-batches; does not block.
 
         Raises:
-            RuntimeError: ranks of this replica have completed different numbers; with `check_agreement` alone.
+            RuntimeError: ranks of this replica have completed different numbers; only with `check_agreement`.
         """
         if self._section.check_agreement:
             completed = gather_objects(engine.completed, self._group)
@@ -191,7 +191,7 @@ class DropCompute(StepHook, EngineHook):
         self._exchange = dist.all_reduce(self._counts, group=self._run.host_group, async_op=True)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Count, log, pass samples over, look for what is wrong, and choose the threshold where it is time."""
+        """Count, log, skip dropped samples, check the drop rate, and choose the threshold when the window is full."""
         self.gate.finish()
         self._exchange.wait()
         engine, section = run.engine, self._section
@@ -222,7 +222,7 @@ class DropCompute(StepHook, EngineHook):
             self._reach(run)
 
     def _reach(self, run: Run) -> None:
-        """Let the run and its stream reach as far as is needed now."""
+        """Extend the run and its data stream to the number of steps needed now."""
         data, engine = run.dims.data, run.engine
         if self._section.compensation == EXTRA_STEPS:
             run.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * data)
@@ -234,7 +234,7 @@ class DropCompute(StepHook, EngineHook):
         run.loader.dataset.prolong(run.loader.position.end_after(planned * engine.micro_batch_size, data))
 
     def _watch(self, run: Run, step: StepDecisions) -> None:
-        """Leave nothing out while too much was; name replicas that are always late."""
+        """Stop dropping while the drop rate is exceeded; report replicas that are always late."""
         if self.gate.open and not self._limited:
             return
         self._recent.add(step)
@@ -271,7 +271,7 @@ class DropCompute(StepHook, EngineHook):
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Threshold and counters."""
+        """Threshold and counts."""
         return {
             "tau_s": None if math.isinf(self._tau_s) else self._tau_s,
             "tuned_at": self._tuned_at,
@@ -282,7 +282,7 @@ class DropCompute(StepHook, EngineHook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was chosen; a threshold that is given in the configuration wins."""
+        """Restore ``state_dict``; a threshold given in the configuration takes precedence."""
         self._totals, self._told = list(state["totals"]), list(state["told"])
         section = self._section
         if section.threshold == AUTO:

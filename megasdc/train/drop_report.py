@@ -1,4 +1,4 @@
-"""What is told of micro-batches that were left out? Events, lines and metrics of rank 0."""
+"""Report of dropped micro-batches: events, log lines and metrics of rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVENT_KIND = "drop"
 
 
 class DropReport:
-    """Tells what all ranks know; silent on ranks other than 0.
+    """Reports DropCompute's figures on rank 0; does nothing on other ranks.
 
     Args:
         section: of the configuration.
@@ -40,7 +40,7 @@ class DropReport:
         self._speaks = run.dims.rank == 0
 
     def start(self, tau_s: float | None) -> None:
-        """A run begins; tau is None where it is to be chosen."""
+        """Report the rule at the start of a run; tau is None where it is to be chosen."""
         if not self._speaks:
             return
         rule = self._describe(tau_s)
@@ -50,13 +50,13 @@ class DropReport:
     def _describe(self, tau_s: float | None) -> str:
         section = self._section
         if section.replay_decisions is not None:
-            return f"the decisions of {section.replay_decisions} are repeated"
+            return f"the decisions of {section.replay_decisions} are replayed"
         tau = f"chosen after {section.window_steps} measured steps" if tau_s is None else f"{tau_s:g} s"
         after = f", not in the first {section.warmup_steps} steps" if section.warmup_steps else ""
         return f"threshold {tau}, rule {section.rule}, samples {section.samples}, gradients {section.gradients}{after}"
 
     def step(self, decisions: StepDecisions) -> None:
-        """A step has ended."""
+        """Report a finished step."""
         if not (decisions.dropped and self._speaks):
             return
         planned = decisions.planned
@@ -71,7 +71,7 @@ class DropReport:
         )
 
     def limit(self, dropped: int, limited: bool) -> None:
-        """The largest drop rate was passed, or is kept again."""
+        """Report that the largest drop rate was exceeded, or is kept again."""
         if not self._speaks:
             return
         section, step = self._section, self._run.step
@@ -80,8 +80,8 @@ class DropReport:
         self._run.events.emit(EVENT_KIND, "limit", step=step, dropped=dropped, max_drop_rate=rate, now=now)
         if limited:
             logger.warning(
-                "step %d: %d micro-batches were left out in the last %d steps, more than drop_compute.max_drop_rate "
-                "%g allows: nothing is left out until it is less",
+                "step %d: %d micro-batches were dropped in the last %d steps, more than drop_compute.max_drop_rate "
+                "%g allows: none is dropped until the number falls below it",
                 step,
                 dropped,
                 section.window_steps,
@@ -89,7 +89,7 @@ class DropReport:
             )
 
     def slow_replica(self, slow: SlowReplica, host: str) -> None:
-        """A replica is late in nearly every step while others are not."""
+        """Warn of a replica that is late in nearly every step while others are not."""
         if not self._speaks:
             return
         ranks = replica_ranks(self._run.dims, slow.replica)
@@ -106,21 +106,21 @@ class DropReport:
         )
         logger.warning(
             "replica %d (ranks %s, decides on %s) was past the threshold in %d of %d steps, the median replica in %g: "
-            "it is slow, not unlucky, and its samples are %s; look at its hardware and at `megasdc dropcompute times`",
+            "it is persistently slow, and its samples are %s; look at its hardware and at `megasdc dropcompute times`",
             slow.replica,
             ranks,
             host,
             slow.late_steps,
             slow.of_steps,
             slow.median,
-            "left out more than others'" if self._section.samples == DISCARD else "taken ever later",
+            "dropped more often than others'" if self._section.samples == DISCARD else "delayed more and more",
         )
 
     def tuning(self, tuning: Tuning, micro_batches: int) -> dict[str, Any]:
-        """A threshold was chosen, or what a given one leaves out was measured.
+        """Report a chosen threshold, or the measured drop rate of a given one.
 
         Returns:
-            What the event holds, on all ranks.
+            The fields of the event, on all ranks.
         """
         curve = tuning.curve
         fields: dict[str, Any] = {
@@ -142,7 +142,7 @@ class DropReport:
         self._run.events.emit(EVENT_KIND, "threshold", step=self._run.step, **fields)
         gain = "" if tuning.speedup is None else f", expected effective speed-up {tuning.speedup:.3f}"
         logger.info(
-            "step %d: DropCompute threshold %.4g s%s, %.2f %% of micro-batches left out, %d micro-batches a step%s",
+            "step %d: DropCompute threshold %.4g s%s, %.2f %% of micro-batches dropped, %d micro-batches a step%s",
             self._run.step,
             tuning.tau_s,
             gain,
@@ -155,19 +155,19 @@ class DropReport:
     def _length(self, drop_rate: float) -> str:
         if self._section.compensation != EXTRA_STEPS:
             return ""
-        return f", {expected_steps(self._steps, drop_rate)} steps in place of {self._steps}"
+        return f", {expected_steps(self._steps, drop_rate)} steps instead of {self._steps}"
 
     def is_due(self) -> bool:
-        """Whether totals are to be told after this step."""
+        """Whether totals are to be reported after this step."""
         return self._run.step % self._interval == 0 or self._run.is_last_step
 
     def totals(self, dropped: int, since: tuple[int, int], rate: float, tau_s: float) -> None:
-        """What was left out.
+        """Report dropped micro-batches.
 
         Args:
             dropped: micro-batches since the run began.
-            since: left out and planned since the last time.
-            rate: share since the run began.
+            since: dropped and planned since the last report.
+            rate: share dropped since the run began.
             tau_s: threshold.
         """
         share = since[0] / since[1] if since[1] else 0.0
@@ -177,5 +177,5 @@ class DropReport:
                 values["drops/threshold_s"] = tau_s
             self._writer.write(self._run.step, values)
         if since[0] and self._speaks:
-            left_out = f"{since[0]} micro-batches left out, {100 * share:.2f} %"
+            left_out = f"{since[0]} micro-batches dropped, {100 * share:.2f} %"
             logger.info("step %d | %s%s", self._run.step, left_out, self._length(rate))

@@ -1,4 +1,4 @@
-"""How good is the model on text it does not train on? The same validation samples every k steps."""
+"""Evaluation on validation data: the same samples at an interval of steps."""
 
 from __future__ import annotations
 

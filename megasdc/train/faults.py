@@ -1,4 +1,4 @@
-"""How do faults get into a run, what is told of them, and what is left when it ends?"""
+"""Installation of injected faults in a run, and their reports during and after it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EVENT_KIND = "fault"
 
 
 def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
-    """Make what harms this run, and put it where no observer comes: token stream and engine hooks.
+    """Build the run's fault injection, and install it where no observer comes: token stream and engine hooks.
 
     Args:
         sections: the run's sections.
         run: with engine, loader and events.
 
     Returns:
-        None without ``faults``; then the run is left as it is.
+        None without ``faults``; then the run is not changed.
     """
     if not sections.faults:
         return None
@@ -51,7 +51,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
 
 
 def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | None:
-    """Make what ends, stops or slows this rank, and hook it to the engine; None if there is nothing on this rank.
+    """Build this rank's process faults, and hook them to the engine if any apply; None without ``process_faults``.
 
     Args:
         sections: the run's sections.
@@ -82,13 +82,13 @@ def _tell(events: EventLog, firing: Firing) -> None:
 
 
 class FaultDrill(StepHook):
-    """Says that faults are armed, harms saved checkpoints, keeps what has fired, and tells what never did.
+    """Warns that faults are armed, damages saved checkpoints, saves what has fired, and reports what never did.
 
     Args:
         injector: None without ``faults``.
         process: None without ``process_faults``.
         checkpoints: folder of the run's checkpoints.
-        group: a group of all ranks on the host.
+        group: a host group of all ranks.
     """
 
     def __init__(self, injector: Injector | None, process: ProcessFaults | None, checkpoints: Path, group: Any) -> None:
@@ -98,7 +98,7 @@ class FaultDrill(StepHook):
         self._group = group
 
     def on_start(self, run: Run) -> None:
-        """Warn loudly: this run is harmed on purpose."""
+        """Warn that faults are armed."""
         count = len(self._injector.specs) if self._injector is not None else 0
         on_ranks = gather_objects(self._process is not None and self._process.armed, self._group)
         if run.dims.rank == 0:
@@ -106,7 +106,7 @@ class FaultDrill(StepHook):
             run.events.emit(EVENT_KIND, "armed", step=run.step, faults=count, process_ranks=sum(on_ranks))
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Harm the files that this rank has written, if a checkpoint of this step is complete."""
+        """Inject faults into the files that this rank has written, if a checkpoint of this step is complete."""
         if self._injector is None or not self._injector.wants(CHECKPOINT):
             return
         folder = self._checkpoints / step_folder(run.step)
@@ -117,17 +117,17 @@ class FaultDrill(StepHook):
                 harm_file(folder / record.name, run.step, self._injector)
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each fault has changed bits on each rank, so that one that fires once does not again."""
+        """How often each fault has changed bits on each rank, so that one with ``once`` does not fire again."""
         mine = self._injector.state_dict() if self._injector is not None else {}
         return {"changed": {str(rank): state for rank, state in enumerate(gather_objects(mine, self._group)) if state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what this rank's faults have done before the checkpoint."""
+        """Restore this rank's part of ``state_dict``."""
         if self._injector is not None:
             self._injector.load_state_dict(state["changed"].get(str(self._injector.rank), {}))
 
     def on_end(self, run: Run) -> None:
-        """Tell which faults never changed anything, and why."""
+        """Report faults that never changed anything, and why."""
         tallies = gather_objects(self._injector.tallies if self._injector is not None else [], self._group)
         waiting = gather_objects(self._process.waiting if self._process is not None else [], self._group)
         if run.dims.rank != 0:
@@ -141,6 +141,6 @@ class FaultDrill(StepHook):
         for index in sorted({index for on_rank in waiting for index in on_rank}):
             ranks = [rank for rank, on_rank in enumerate(waiting) if index in on_rank]
             logger.warning(
-                "process fault %d never acted on ranks %s: its steps or micro-batches did not come", index, ranks
+                "process fault %d never acted on ranks %s: its steps or micro-batches were not reached", index, ranks
             )
             run.events.emit(EVENT_KIND, "process_never_fired", step=run.step, spec=index, ranks=ranks)

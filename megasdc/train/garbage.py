@@ -1,8 +1,8 @@
-"""When does Python collect garbage, and how long does a rank stand still for it?
+"""Python garbage collection: its time on a rank, and collection at the same steps on all ranks.
 
-Python collects when enough objects were made, which each rank reaches at another moment: at every moment some rank of
-a large job stands still, and all others wait for it. Managed collection lets all ranks collect at the end of the same
-steps, and what the build left, which is most and stays to the end, is never looked at again.
+Python collects after a number of allocations, which each rank reaches at a different moment: in a large job some rank
+is always collecting, and all others wait for it. Managed collection lets all ranks collect at the end of the same
+steps, and never scans the objects that were built at the start, which are most and live to the end.
 
 Source: Lin et al., "Understanding stragglers in large model training using what-if analysis", OSDI 2025, arXiv
 2505.05713, who found collections among the causes of stragglers. The default of 50 steps is torchtitan's (`gc_freq`).
@@ -19,7 +19,7 @@ from megasdc.train.run import Run, StepHook
 
 
 class CollectionTimer:
-    """Adds up the seconds in which this process collected garbage, whoever asked for it; counts until closed."""
+    """Sums the seconds in which this process collects garbage, whatever triggered it, until closed."""
 
     def __init__(self) -> None:
         self._started_at = self._seconds = 0.0
@@ -28,7 +28,7 @@ class CollectionTimer:
     def _on_phase(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
             self._started_at = time.perf_counter()
-        elif self._started_at:  # else this timer was made while a collection ran
+        elif self._started_at:  # 0 if this timer was created during a collection
             self._seconds += time.perf_counter() - self._started_at
 
     def take(self) -> float:
@@ -37,12 +37,12 @@ class CollectionTimer:
         return seconds
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         gc.callbacks.remove(self._on_phase)
 
 
 class ManagedCollection(StepHook):
-    """Collects garbage at the end of every so many steps and at no other time.
+    """Collects garbage at an interval of steps and at no other time.
 
     Args:
         interval: steps between collections.
@@ -52,7 +52,7 @@ class ManagedCollection(StepHook):
         self.interval = interval
 
     def on_start(self, run: Run) -> None:
-        """Take everything that was built out of what is looked at, and stop Python's own collections."""
+        """Exclude everything built so far from collection, and stop Python's automatic collections."""
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -63,6 +63,6 @@ class ManagedCollection(StepHook):
             gc.collect()
 
     def close(self) -> None:
-        """Let Python collect again as it does by itself."""
+        """Restore Python's automatic collections."""
         gc.enable()
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""How does every rank get the traces of all? Checksums of all ranks, addresses only where they are not the same."""
+"""Gathering of all ranks' traces on every rank: all checksums, but addresses only where they differ."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megasdc.sdc.trace import Trace
 def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:
     """Every rank's trace, on every rank.
 
-    Replicas record the same addresses; those of the first one are sent, and those of ranks that have others.
+    Replicas record the same addresses; only those of the first replica are sent, and those of ranks that differ from
+    it.
 
     Args:
         trace: of this rank.
         dims: layout and place of this rank.
-        group: a group of all ranks on the host.
+        group: a host group of all ranks.
 
-    Collective: all ranks of the world; only after a disagreement, because what is sent grows with the ranks.
+    Collective: all ranks of the world; only after a disagreement, because the message grows with the number of ranks.
     """
     text = "\n".join(map(str, trace.addresses))
     names = gather_objects(xxhash.xxh3_64_intdigest(text.encode()), group)

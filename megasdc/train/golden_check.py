@@ -1,8 +1,8 @@
-"""Do the ranks of a run compute what trusted hardware computed? A golden trace, verified by a run under way.
+"""Verification of a running job's ranks against a golden trace.
 
-The golden workload is run in a second model beside the run's, and its first step's micro-batches are compared: they do
-not depend on the number of replicas, so that a trace of one replica serves every replica. It sees what the comparison
-of replicas cannot: a fault that all of them have in common.
+The golden workload is run in a second model beside the run's, and the micro-batches of its first step are compared:
+they do not depend on the number of replicas, so a trace of one replica serves every replica. It detects what the
+comparison of replicas cannot: a fault that all of them have in common.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class GoldenRun:
-    """What one rank computed in one run of the workload.
+    """One rank's result of one run of the workload.
 
     Args:
-        finding: how it compares with the trace.
-        expected: checksum of the first result that differs; None: none differs, or there should be none.
+        finding: comparison with the trace.
+        expected: checksum of the first result that differs; None: none differs, or none was expected there.
         got: its checksum here; None: none differs, or there was none.
         differing: results that differ, by phase and submodule.
     """
@@ -60,11 +60,11 @@ class GoldenRun:
 
 @dataclass(frozen=True)
 class GoldenAnswer:
-    """What all ranks computed, the same on all of them.
+    """Results of all ranks, the same on all of them.
 
     Args:
-        runs: by rank, one entry a case and repeat, all cases of a repeat in turn.
-        cases: how many the workload has.
+        runs: by rank, one entry for each case and repeat, all cases of a repeat in turn.
+        cases: number of cases of the workload.
         judged: of each run, the verdicts by rank.
         seconds: that it took on this rank.
     """
@@ -80,12 +80,12 @@ class GoldenAnswer:
         return sum(one.finding.compared for of_rank in self.runs for one in of_rank)
 
     def ranks(self, *statuses: str) -> list[int]:
-        """Ranks to which some run gave one of these verdicts of ``megasdc.sdc.verdict``."""
+        """Ranks with one of these verdicts of ``megasdc.sdc.verdict`` in some run."""
         return [rank for rank in range(len(self.runs)) if any(one[rank].status in statuses for one in self.judged)]
 
     @property
     def verified(self) -> dict[int, bool]:
-        """By rank, whether it computes what the trace holds; absent: it received wrong values, or cannot be judged."""
+        """By rank, whether it reproduces the trace; absent: it received wrong values, or cannot be judged."""
         healthy = [rank for rank in range(len(self.runs)) if all(one[rank].status == HEALTHY for one in self.judged)]
         return dict.fromkeys(healthy, True) | dict.fromkeys(self.ranks(DIVERGENT), False)
 
@@ -99,15 +99,15 @@ class GoldenAnswer:
         return counts
 
     def rulings(self, step: int, earlier: Collection[int] = ()) -> tuple[Ruling, ...]:
-        """What follows where something differs.
+        """Rulings on the ranks that differ.
 
         Args:
-            step: of the run, under which results are told.
+            step: of the run, under which results are reported.
             earlier: ranks that were wrong in an earlier event of the run.
 
         Returns:
-            One ruling for each rank that is named, and one for all of which none can be; empty: all ranks agree with
-            the trace.
+            One ruling for each named rank, and one for all of which none can be named; empty: all ranks agree with the
+            trace.
         """
         found = [self._rule(rank, step, rank in earlier) for rank in self.ranks(DIVERGENT)]
         named = {ruling.rank for ruling in found}
@@ -135,7 +135,7 @@ class GoldenAnswer:
         elif healthy == len(again):
             verdict, bound = NOT_REPRODUCED, rate_bound(healthy)
         else:
-            verdict = INCONCLUSIVE  # in repeats it received wrong values of another
+            verdict = INCONCLUSIVE  # in some repeat it may have received wrong values of another rank
         address = first.finding.first
         assert address is not None, "a divergent rank has a first difference"
         got = {} if first.got is None else {rank: first.got}
@@ -144,14 +144,14 @@ class GoldenAnswer:
 
 
 class GoldenCheck:
-    """Has all ranks of a run compute a golden workload.
+    """Runs a golden workload on all ranks of a run.
 
     Args:
         path: the golden file.
         dims: layout and place of this rank in the run.
-        group: a group of all ranks on the host.
-        before: listeners that come before the tracer: what harms results on purpose.
-        keep: whether the second model is kept for the next time, instead of being built anew.
+        group: a host group of all ranks.
+        before: listeners that come before the tracer: fault injection.
+        keep: whether the second model is kept for the next time, instead of being built again.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class GoldenCheck:
         self._before = tuple(before)
 
     def unfit(self) -> list[str]:
-        """Why ranks cannot be compared with the trace, a reason a rank; empty: all can.
+        """Why ranks cannot be compared with the trace, one reason for each such rank; empty: all can.
 
         Raises:
             TraceError: the file is missing or damaged where some rank reads it; on all ranks.
@@ -176,18 +176,18 @@ class GoldenCheck:
         return [reason for reason in gather_objects(own, self._group) if reason]
 
     def ask(self, step: int, repeats: int = 0) -> GoldenAnswer:
-        """Compute the workload once, and where a rank differs ``repeats`` times more.
+        """Run the workload once, and if a rank differs ``repeats`` more times.
 
         Args:
-            step: of the run; what harms results on purpose is shown them as results of this step.
-            repeats: further times.
+            step: of the run; fault injection receives the results as those of this step.
+            repeats: further runs.
 
         Raises:
             TraceError: the file is missing or damaged where some rank reads it; on all ranks.
 
         Collective: all ranks of the world.
-        Sync: waits for the device. Needs memory for a second model with its optimizer, which is given back unless
-        it is kept.
+        Sync: waits for the device. Needs memory for a second model with its optimizer, which is released unless it is
+        kept.
         """
         start = time.perf_counter()
         beside = self._kept or _Beside(self._read_together(lambda: _own_part(self.path, self._dims)), self._dims)
@@ -205,11 +205,11 @@ class GoldenCheck:
         if not self._keep:
             beside.workload.release()
             del beside
-            gc.collect()  # a model refers to itself, and a run may collect no garbage for long
+            gc.collect()  # a model has reference cycles, and managed collection may be far off
         return GoldenAnswer(runs, cases, judged, time.perf_counter() - start)
 
     def _read_together(self, read: Callable[[], _T]) -> _T:
-        """Read the file, of which each host may have its own; a rank that cannot leaves no other waiting for it."""
+        """Read the file, of which each host may have its own; an error on one rank is raised on all, so none waits."""
         found, problem = None, None
         try:
             found = read()
@@ -224,7 +224,7 @@ class GoldenCheck:
 
 
 def _golden_rank(layout: ParallelDims, dims: ParallelDims) -> int:
-    """The rank that computed, in the first replica of those that recorded, what this one does."""
+    """The rank of the golden trace's first replica at the same stage and tensor rank."""
     return dims.tp_rank + layout.tensor * layout.data * dims.pp_rank
 
 
@@ -233,7 +233,7 @@ def _own_part(path: Path, dims: ParallelDims) -> Golden:
 
 
 class _Beside:
-    """The workload as this rank runs it, in a model of its own.
+    """The workload on this rank, in a model of its own.
 
     Collective: all ranks of the world, ``run`` too.
     """
@@ -249,11 +249,11 @@ class _Beside:
         not_compared = {"interval": 1, "phases": [*trace.phases, *(set(PHASES) - set(MICRO_BATCH_PHASES))]}
         self.gaps = trace_gaps(trace.model_copy(update=not_compared), recomputes)
         self.workload = Workload(config, dims)
-        # Dropout masks depend on the place of a sample in the batch: on all replicas those of the first that recorded.
+        # Dropout masks depend on a sample's index in the batch, so all replicas use those of the first recorded one.
         self.workload.engine.dims = replace(layout, rank=self._rank)
 
     def run(self, before: Sequence[Listener]) -> list[GoldenRun]:
-        """Compute the first step of each case."""
+        """Run the first step of each case."""
         runs = []
         for number, case in enumerate(self._golden.cases):
             got = self.workload.trace(case, self._golden.algorithm, before, steps=1)
@@ -286,7 +286,7 @@ def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
 
     Args:
         expected: the golden one.
-        got: what was computed.
+        got: computed trace.
         dims: layout and place of the rank in the run.
     """
     found = compare_rank(dims.rank, expected, got)
@@ -299,7 +299,7 @@ def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
 
 
 def judge_replicas(findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()) -> dict[int, RankVerdict]:
-    """Name the divergent ranks of one run, each replica for itself, since replicas exchange nothing before.
+    """Name the divergent ranks of one run, for each replica separately, since replicas exchange nothing before.
 
     Args:
         findings: by rank.
@@ -309,7 +309,7 @@ def judge_replicas(findings: Sequence[Finding], dims: ParallelDims, gaps: Sequen
     verdicts = {}
     cell = ParallelDims(dims.tensor, dims.pipeline, 1)
     for replica in range(dims.data):
-        # In the order of ranks, those of a replica are those of a cell that it would be alone.
+        # A replica's ranks, in order, correspond to the ranks of a cell of one replica.
         ranks = [rank for rank in range(len(findings)) if rank // dims.tensor % dims.data == replica]
         judged = judge({place: [findings[rank]] for place, rank in enumerate(ranks)}, cell, gaps)
         verdicts.update({rank: judged[place] for place, rank in enumerate(ranks)})
@@ -324,7 +324,7 @@ def _at_step(listener: Listener, step: int) -> Listener:
 
 
 def _first_step(trace: Trace) -> Trace:
-    """What depends on no sum over replicas."""
+    """Results that do not depend on a sum over replicas."""
     kept = [
         (address, value)
         for address, value in zip(trace.addresses, trace.checksums, strict=True)

@@ -1,4 +1,4 @@
-"""For whom does a golden trace hold? Everything that may change a bit of the workload's results, by name."""
+"""The key of a golden trace: every property, by name, that may change a bit of the workload's results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PROCESSOR_FIELDS = (
     *("model name", "cpu family", "model", "stepping"),
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
 )
-"""What tells processors apart: on x86, where the name alone does not, and on Arm, where there is none."""
+"""Fields that identify a processor: on x86 the name alone does not, and on Arm there is none."""
 
 
 def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[str, Any]:
-    """The key of a workload in this process, with the threads that are in force here.
+    """The key of a workload in this process, with its current number of threads.
 
     Args:
         config: the configuration of the workload.
@@ -39,8 +39,8 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
         algorithm: of the checksums.
 
     Returns:
-        Plain values by name: those of ``machine_key``, on a processor ``threads``, with fused modules what compiles
-        them, and what is computed.
+        Plain values by name: those of ``machine_key``; without a GPU ``threads``; with fused modules their code
+        generator; precision, layout, algorithm and a digest of the workload.
     """
     fused = {"fused": code_generator()} if config.megasdc.model.fuse else {}
     threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
@@ -56,9 +56,9 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
 
 
 def compare_key(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """This process's key for a golden trace, and what differs.
+    """This process's key for a golden trace, and the differences.
 
-    Where this version does not read the trace's configuration, ``machine_key`` alone is compared.
+    Where this version cannot read the trace's configuration, only ``machine_key`` is compared.
 
     Args:
         header: of the golden file.
@@ -83,7 +83,7 @@ def workload_of(header: Mapping[str, Any]) -> RunConfig:
         header: of the golden file.
 
     Raises:
-        TraceError: it is not one of this version.
+        TraceError: this version cannot read it.
     """
     try:
         return parse_config(header["config"])
@@ -93,10 +93,10 @@ def workload_of(header: Mapping[str, Any]) -> RunConfig:
 
 
 def machine_key() -> dict[str, Any]:
-    """What of a key needs no workload: versions, device, and the environment's choices among kernels.
+    """The part of a key that needs no workload: versions, device, and environment variables that choose kernels.
 
-    A variable that is not set counts as what deterministic mode sets it to, so that it is the same in a rank and in
-    what starts it.
+    A deterministic-mode variable that is not set counts as its deterministic value, so that the key is the same in a
+    rank and in the process that starts it.
     """
     return {
         "megasdc": __version__,
@@ -107,10 +107,10 @@ def machine_key() -> dict[str, Any]:
 
 
 def workload_digest(config: RunConfig) -> str:
-    """A digest of every setting that has a part in the workload's results."""
+    """A digest of every setting that affects the workload's results."""
     sections = config.megasdc
     parts = {name: getattr(sections, name).model_dump(mode="json") for name in ("model", "parallel", "golden", "trace")}
-    del parts["model"]["fuse"]  # has a name of its own in the key
+    del parts["model"]["fuse"]  # a separate part of the key
     relevant: dict[str, Any] = {
         "deepspeed": config.deepspeed,
         **parts,
@@ -145,7 +145,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def processor_name(cpuinfo: Path = CPUINFO) -> str:
-    """The processor's ``PROCESSOR_FIELDS``, as the first one in a file like Linux' ``/proc/cpuinfo`` has them."""
+    """The first processor's ``PROCESSOR_FIELDS``, from a file like Linux' ``/proc/cpuinfo``."""
     found: dict[str, str] = {}
     try:
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""When are gradients bounded in a step, what do all ranks agree on, and what is told of it?"""
+"""Gradient bounds in a run: when they are applied in a step, what all ranks agree on, and the reports."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 EVENT_KIND = "bounds"
 LARGEST_NORM = 3.4e38
-"""Of fp32, in which DeepSpeed takes norms."""
+"""Largest value of fp32, in which DeepSpeed computes norms."""
 TIED_NAME = "0.word_embeddings.weight"
-"""What a tied parameter is called on every stage."""
+"""Name of a tied parameter on every stage."""
 
 
 class GradientBounds(StepHook, EngineHook):
-    """Runs the entries of `optimizer_hooks`; has the last word on gradients before the optimizer.
+    """Runs the entries of `optimizer_hooks`; the last hook that changes gradients before the optimizer.
 
     Args:
         specs: the entries.
@@ -76,10 +76,10 @@ class GradientBounds(StepHook, EngineHook):
             self._bounds.bound_local(engine.step_number, _scale(engine))
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Bound the shards, agree on norm and skip, reset the moments where that is due.
+        """Bound the shards, agree on norm and skip, reset the moments when due.
 
         Collective: all ranks of the world; one reduction of a few numbers.
-        Sync: waits for the device, in place of DeepSpeed's own look at the norm.
+        Sync: waits for the device, in place of DeepSpeed's own read of the norm.
         """
         step, scale = engine.step_number, _scale(engine)
         if self._reset is not None and self._warmup is not None:
@@ -116,9 +116,9 @@ class GradientBounds(StepHook, EngineHook):
         engine.step_control.decide(device_norm, self._skipped is not None)
 
     def _load_files(self) -> dict[str, tuple[HookSpec, GradientHook]]:
-        """Hooks from files by what they are called in checkpoints.
+        """Hooks from files, by their names in checkpoints.
 
-        Collective: all ranks of the world, so that all learn of a file that one of them cannot use.
+        Collective: all ranks of the world, so that a file that one rank cannot use is an error on all.
         """
         found: dict[str, tuple[HookSpec, GradientHook]] = {}
         problem = None
@@ -140,10 +140,10 @@ class GradientBounds(StepHook, EngineHook):
         return found
 
     def _apply_files(self, engine: TrainingEngine, step: int, scale: float) -> str | None:
-        """Call the hooks from files; what failed, as a sentence."""
+        """Call the hooks from files; returns a failure as a sentence, or None."""
         for fragment in owned_fragments(engine.optimizer) if self._files else ():
             if fragment.gradient is None:
-                continue  # told by the pass that follows
+                continue  # the pass that follows raises an error
             name = self._names[id(fragment.parameter)]
             moment = fragment.states(engine.optimizer).get("exp_avg_sq")
             part = GradientPart(name, fragment.gradient, moment, step, scale, fragment.offset)
@@ -152,14 +152,14 @@ class GradientBounds(StepHook, EngineHook):
                     continue
                 try:
                     hook.apply(part)
-                except Exception as error:  # whatever the user's class does: all ranks end together
+                except Exception as error:  # any error of the user's class: returned, so that all ranks end together
                     place = f"rank {self._dims.rank}, step {step}, {name}"
                     logger.exception("hook %s failed", called)
                     return f"hook {called} failed at {place}: {type(error).__name__}: {error}"
         return None
 
     def _explain(self, step: int, *, halted: bool) -> str:
-        """Where NaN or Inf is, as a sentence; an event for every rank that has some.
+        """The place of NaN or Inf, as a sentence; emits an event on every rank that has some.
 
         Collective: all ranks of the world.
         """
@@ -194,11 +194,11 @@ class GradientBounds(StepHook, EngineHook):
     # --- between steps ------------------------------------------------------------------------------------------
 
     def before_step(self, run: Run) -> None:
-        """Forget what was said of the step before."""
+        """Clear the skip reason of the previous step."""
         run.skip_place = None
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Say why the step was skipped; report when it is due.
+        """Set the reason of a skipped step; report when due.
 
         Collective: all ranks of the world, at a report.
         """
@@ -209,7 +209,7 @@ class GradientBounds(StepHook, EngineHook):
             self._report(run)
 
     def on_end(self, run: Run) -> None:
-        """Report what no interval has ended with; a run that goes on tells it again, with what comes then.
+        """Report the steps since the last report; after a resume they are reported again with later ones.
 
         Collective: all ranks of the world.
         """
@@ -243,7 +243,7 @@ class GradientBounds(StepHook, EngineHook):
         return {"totals": self._totals(), "files": {name: hook.state_dict() for name, (_, hook) in self._files.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; hooks from files take up their own states."""
+        """Restore the counts and the states of hooks from files."""
         self._carried = state["totals"]
         for name, own in state["files"].items():
             if name in self._files:
@@ -267,5 +267,5 @@ def _reset_of(spec: HookSpec) -> MomentumReset:
 
 
 def _scale(engine: TrainingEngine) -> float:
-    """Loss scale of the gradients as they are stored."""
+    """Loss scale of the stored gradients."""
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0

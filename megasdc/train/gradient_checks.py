@@ -1,4 +1,4 @@
-"""What do gradients look like before and after the reduction? Sums and features of each step, left on the device.
+"""Sums and features of gradients before and after the reduction, kept on the device.
 
 Both are taken from what each rank accumulated over a step's micro-batches, before it is summed over replicas.
 """
@@ -45,7 +45,7 @@ class ReductionCheck:
         return torch.finfo(whole[0].dtype).eps
 
     def before_reduction(self) -> None:
-        """Take the sums of this rank's own gradients; no device is waited for."""
+        """Compute the sums of this rank's own gradients; no sync."""
         optimizer, device = self._engine.optimizer, self._engine.device
         self._signs = draw_signs(self._engine.step_number, device)
         rows = []
@@ -56,7 +56,7 @@ class ReductionCheck:
         self._sums = torch.stack(rows)
 
     def after_reduction(self) -> None:
-        """Take those of the shards that this rank owns, and begin to sum both over replicas.
+        """Compute those of the shards that this rank owns, and start summing both over replicas.
 
         Collective: the data group.
         """
@@ -69,7 +69,7 @@ class ReductionCheck:
         self._exchange = dist.all_reduce(self._sums, group=group, async_op=True)
 
     def finish(self) -> tuple[float, str]:
-        """The largest residual over the norm of its group, and which it is.
+        """The largest residual over the norm of its group, and its name.
 
         Sync: waits for the device.
         """
@@ -82,7 +82,7 @@ class ReductionCheck:
 
 
 class FeatureReader:
-    """Reads features of the local gradient of every submodule with parameters, and gathers those of all replicas.
+    """Computes features of the local gradient of every submodule with parameters, and gathers those of all replicas.
 
     Args:
         engine: of this rank.
@@ -95,9 +95,9 @@ class FeatureReader:
         self._exchange: Any = None
 
     def before_reduction(self) -> None:
-        """Read them and begin to gather; no device is waited for.
+        """Compute the features and start gathering them; no sync.
 
-        Collective: the data group; two numbers a submodule and replica.
+        Collective: the data group; two numbers for each submodule and replica.
         """
         optimizer = self._engine.optimizer
         rows = []
@@ -105,7 +105,7 @@ class FeatureReader:
             gradients = [accumulated_gradient(optimizer, one).detach() for one in submodule.parameters.values()]
             largest = torch.stack([bound.abs().float() for one in gradients for bound in torch.aminmax(one)]).amax()
             rows.append(torch.stack([squared_norm(gradients, self._engine.device).sqrt().float(), largest]))
-        # A replica may have completed fewer micro-batches than another.
+        # Replicas may have completed different numbers of micro-batches.
         own = torch.stack(rows) * (self._engine.micro_batches / self._engine.completed)
         self._gathered = [torch.empty_like(own) for _ in range(self._engine.dims.data)]
         group = self._engine.mpu.get_data_parallel_group()
@@ -120,12 +120,12 @@ class FeatureReader:
         return torch.stack(self._gathered).cpu()
 
     def describe(self, score: Score) -> str:
-        """What a score is about."""
+        """The feature, submodule and replica of a score, as text."""
         fqn = self._submodules[score.submodule].fqn
         whose = "the replicas' median" if score.replica is None else f"replica {score.replica}"
         return f"{FEATURES[score.feature]} of the gradient of {fqn}, {whose}"
 
 
 def is_finite(features: Tensor) -> bool:
-    """Whether all features are finite numbers."""
+    """Whether all features are finite."""
     return math.isfinite(float(features.sum()))

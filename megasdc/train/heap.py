@@ -1,8 +1,8 @@
-"""Memory that a CPU rank frees stays with its process, so that the next step does not ask the system for it again.
+"""Heap settings of a CPU rank: freed memory stays with the process, so that the next step need not request it again.
 
-glibc gives blocks of more than 32 MiB back to the system when they are freed, and a free end of the heap too. Every
-step then makes the kernel map and clear the same gigabytes anew, page by page, which takes as long as several passes
-over them. Settings of the environment (``MALLOC_*``, ``GLIBC_TUNABLES``) and other allocators have the first word.
+glibc returns blocks of more than 32 MiB to the system when they are freed, and the free top of the heap too. Every
+step then makes the kernel map and clear the same gigabytes again, page by page, which takes as long as several passes
+over them. Environment settings (``MALLOC_*``, ``GLIBC_TUNABLES``) and other allocators take precedence.
 
 Source: mallopt(3).
 """
@@ -14,15 +14,17 @@ import os
 from collections.abc import Mapping
 
 KEPT_BYTES = 2**30
-"""Blocks up to this size, and so much of a free end of the heap, are kept."""
+"""Freed blocks up to this size, and a free heap top up to this size, are kept."""
+OLDER_KEPT_BYTES = 2**25
+"""The largest block size that glibc before 2.36 accepts."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Let this process keep what it frees; call it before large tensors are made.
+    """Let this process keep freed memory; call it before large tensors are allocated.
 
     Args:
-        environment: whose settings are left as they are.
+        environment: whose settings take precedence.
 
     Returns:
         Whether the allocator took the settings; False with settings of the user's or without glibc.
@@ -30,4 +32,6 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     if "GLIBC_TUNABLES" in environment or any(name.startswith("MALLOC_") for name in environment):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(name, KEPT_BYTES) == 1 for name in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
+    if mallopt is None or mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) != 1:
+        return False
+    return any(mallopt(M_MMAP_THRESHOLD, kept) == 1 for kept in (KEPT_BYTES, OLDER_KEPT_BYTES))

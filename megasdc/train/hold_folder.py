@@ -1,4 +1,4 @@
-"""A launch alone in its folders: taken before anything there is read or changed, on every host, by agreement."""
+"""Locks on the folders of a launch, taken on every host before anything there is read or changed."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _calls = itertools.count()
 def hold_folders(
     folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: HeldFolders
 ) -> list[RunLock]:
-    """Take the folders of a launch, or end all its ranks with one error that says who works there.
+    """Lock the folders of a launch, or end all its ranks with one error that names the holder.
 
-    Rank 0 takes them. Where another rank sees them held by its own launch they are shared; else, with folders local to
-    each node, the first rank of a host takes that host's.
+    Rank 0 takes the locks. A rank that sees them held by its own launch shares them; else, with folders local to each
+    node, the first rank of a host locks that host's.
 
     Args:
-        folders: made if absent.
-        store: at which all ranks of the launch meet.
+        folders: created if absent.
+        store: key-value store of all ranks of the launch.
         rank: in the launch.
         world_size: of the launch.
         timeout_s: seconds to wait for another rank, besides the time that it may watch a lock of another host.
-        held: told what this rank holds, and for which launch.
+        held: gets this rank's locks and the launch's token.
 
     Returns:
-        What this rank holds.
+        The locks of this rank.
 
     Raises:
-        LaunchError: another launch works there; on all ranks.
+        LaunchError: another launch holds a folder; on all ranks.
         StorageError: a folder cannot be written; on all ranks.
 
     Collective: all ranks of the launch.
@@ -70,14 +70,14 @@ def hold_folders(
         raise error_of_rank(found["exit_code"])(found["message"])
     for lock in locks:
         if lock.replaced is not None:
-            logger.warning("%s: %s left its lock behind; it is ours now", lock.folder, lock.replaced)
+            logger.warning("%s: took over the lock that %s did not release", lock.folder, lock.replaced)
     return locks
 
 
 class FolderWatch(StepHook):
-    """Ends a run whose folder another launch has taken, as one may whose host was frozen for half a minute.
+    """Ends a run whose folder another launch has taken over, as one may after its host was frozen for ``STALE_S``.
 
-    Comes first, so that nothing more is written.
+    It is the first hook, so that nothing more is written.
 
     Args:
         locks: of this rank; may be none.
@@ -87,18 +87,18 @@ class FolderWatch(StepHook):
         self.locks = locks
 
     def on_start(self, run: Run) -> None:
-        """Tell whose place was taken."""
+        """Emit an event for each stale lock that was replaced."""
         for lock in self.locks:
             if lock.replaced is not None:
                 run.events.emit("start", "lock_taken_over", folder=str(lock.folder), left_by=lock.replaced)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Look whether the folders are still ours."""
+        """Check that this launch still holds the locks."""
         for lock in self.locks:
             if lock.taken_by is not None:
                 raise LaunchError(
-                    f"{lock.folder} was taken by {lock.taken_by} while this run gave no sign of life for "
-                    f"{STALE_S:g} s; this run ends, so that not both write there"
+                    f"{lock.folder} was taken by {lock.taken_by} while this run did not update it for "
+                    f"{STALE_S:g} s; this run ends, so that only one of them writes there"
                 )
 
 
@@ -112,7 +112,7 @@ def _try_all(
     hold: Callable[[Path, Holder, Callable[[str], None]], RunLock | None],
     held: HeldFolders,
 ) -> tuple[list[RunLock], str]:
-    """Hold every folder; also why not all could be, as a text for all ranks, empty if they could."""
+    """Lock every folder; also the reason why not, as a text for all ranks, empty on success."""
     locks = []
     try:
         for folder in folders:

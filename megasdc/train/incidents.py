@@ -1,6 +1,6 @@
-"""What is left of a finding for people and for the next start? Reports in the run folder, marks at the checkpoints.
+"""Reports of findings in the run folder, and marks on checkpoints for the next start.
 
-The mark for the next start comes first and needs nothing but its own file; what goes wrong in a report is logged.
+The mark for the next start is written first and needs only its own file; errors in a report are logged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megasdc.train.trace import device_name
 logger = logging.getLogger(__name__)
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
-"""Verdicts; of several the first is an incident's."""
+"""Verdicts by falling severity; the most severe is the incident's."""
 DONE = {"halt": "halted", "repair": "repaired", "warn": "committed"}
 SHOWN_EVENTS = 20
 SHOWN_GAPS = 5
@@ -42,7 +42,7 @@ class Settled:
     """A finding with its rulings; the same on all ranks.
 
     Args:
-        tier: the check that found it: audit, recompute or parameters.
+        tier: the check that found it: audit, recompute, parameters, copies or golden.
         micro_batch: number in the step; None where it belongs to none.
         rulings: of the ranks.
         compared: results that were compared, over all ranks.
@@ -72,7 +72,7 @@ class Incidents:
         self._place: Place | None = None
 
     def on_start(self) -> None:
-        """Learn where every rank is.
+        """Gather the place of every rank.
 
         Collective: all ranks of the world.
         """
@@ -82,14 +82,14 @@ class Incidents:
         self._place = find_place(self._config.megasdc.checkpoint.storage, None, group)
 
     def mark(self, step: int, see: str | None = None, *, any_rank: bool = False) -> None:
-        """Have the next start go on from verified checkpoints alone; a mark that cannot be written is logged.
+        """Restrict the next start to verified checkpoints; a mark that cannot be written is logged.
 
-        It calls no collective, so that it can be called after an exception.
+        It calls no collective, so it may be called after an exception.
 
         Args:
             step: in which corruption was found.
             see: where people find more; None: the run folder.
-            any_rank: write it from every rank, since the one that does so for its folder may have gone.
+            any_rank: write it from every rank, since the rank that usually writes it may have gone.
         """
         if self._place is None:
             return
@@ -100,7 +100,7 @@ class Incidents:
             logger.error("%s", error)
 
     def report(self, step: int, found: Settled, action: str) -> str | None:
-        """Write the reports, and before a halt name the page in the mark for the next start.
+        """Write the reports; before a halt, name the page in the mark for the next start.
 
         Returns:
             Path of the page, on all ranks; None: it could not be written, which was logged.
@@ -113,7 +113,7 @@ class Incidents:
                 path = str(write_incident(self._describe(step, found, action))[1])
             except StorageError as error:
                 logger.error("%s", error)
-            except Exception:  # whatever is wrong with the evidence, the other ranks wait for an answer
+            except Exception:  # any error in the evidence: the other ranks wait in the gather below
                 logger.exception("the incident of step %d cannot be reported", step)
         path = gather_objects(path, self._run.host_group)[0]
         if action == "halt" and path is not None:
@@ -121,7 +121,7 @@ class Incidents:
         return path
 
     def verified(self, last: int, audit_step: int) -> None:
-        """An audit has agreed: checkpoints up to a step are verified.
+        """Mark checkpoints up to a step as verified, after an audit agreed.
 
         Args:
             last: that step.
@@ -177,7 +177,7 @@ class Incidents:
         )
 
     def _list_checkpoints(self, gaps: list[str]) -> tuple[list[int], list[int]]:
-        """Steps of the verified ones and of all; what cannot be read is added to ``gaps``."""
+        """Steps of the verified and of all checkpoints; read errors are added to ``gaps``."""
         try:
             return list_verified(self._checkpoints), list_steps(self._checkpoints)
         except OSError as error:
@@ -213,7 +213,7 @@ def _hex(value: int | None) -> str | None:
 
 
 def describe(ruling: Ruling) -> dict[str, object]:
-    """A ruling in plain values, for events; checksums as the incident report has them."""
+    """A ruling in plain values, for events; checksums as in the incident report."""
     plain = {name: value for name, value in vars(ruling).items() if name != "address"}
     got = {rank: _hex(value) for rank, value in ruling.got.items()}
     address = None if ruling.address is None else str(ruling.address)

@@ -1,4 +1,4 @@
-"""What does a trained model say? Loss on a split, and text, on one process from a checkpoint of any layout."""
+"""Inference from a checkpoint of any layout, on one process: loss on a split, and text generation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ USED_KEYS = (
     "bf16",
     "fp16",
 )
-"""What of a configuration an evaluation depends on, but for the model."""
+"""Configuration keys that an evaluation depends on, besides the model's."""
 MAX_SEED = 2**64 - 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,14 +48,14 @@ class EvalResult:
     """Loss of a model on a split.
 
     Attributes:
-        source: the folder that was read.
+        source: folder of the weights.
         step: its optimizer step; None: initial weights.
         split: ``train``, ``valid`` or ``test``.
         samples: number of samples, from the beginning of the split's stream.
         tokens: tokens used.
         loss: mean over them, nats a token.
         perplexity: its exponential.
-        notes: what to know about the numbers, one sentence an entry.
+        notes: remarks on the numbers, one sentence an entry.
     """
 
     source: str
@@ -68,7 +68,7 @@ class EvalResult:
     notes: list[str]
 
     def render(self) -> str:
-        """The same for people."""
+        """As text for people."""
         of = "initial weights" if self.step is None else f"step {self.step}"
         return "\n".join(
             [
@@ -81,15 +81,15 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """A continuation.
+    """A generated continuation.
 
     Attributes:
-        source: the folder that was read.
+        source: folder of the weights.
         step: its optimizer step; None: initial weights.
         prompt: as given.
-        text: what the model adds.
+        text: generated text.
         prompt_tokens: ids of the prompt.
-        tokens: ids of what it adds, the end-of-document one included.
+        tokens: generated ids, the end-of-document one included.
         stopped: ``end of document``, or ``max tokens``.
     """
 
@@ -113,14 +113,14 @@ def evaluate_weights(
 ) -> EvalResult:
     """Compute the loss on the first samples of a split, the ones that a run's own evaluation uses.
 
-    No sample counts twice: where a split holds fewer than were asked for, all of them are used, and a note says so; a
-    blend is used until its first part has no other samples left, so that the shares stay those of its weights.
-    Of imported weights with more embedding rows than their tokenizer has entries all rows are in the softmax, as in
-    ``transformers``, which a note says too; a training run that starts from them leaves the rows beyond out.
+    No sample counts twice: where a split holds fewer than requested, all of them are used, and a note says so; a blend
+    is used until its first part has no more samples, so that the shares stay those of its weights. Imported weights
+    with more embedding rows than their tokenizer has entries have all rows in the softmax, as in ``transformers``,
+    which a note says too; a training run that starts from them excludes the additional rows.
 
     Args:
-        source: a checkpoint of any layout, a folder of checkpoints (newest whole one), or imported initial weights.
-        config_path: configuration that names the data; needed for initial weights, None: that of the checkpoint.
+        source: a checkpoint of any layout, a folder of checkpoints (newest complete one), or imported initial weights.
+        config_path: configuration that names the data; needed for initial weights; None: that of the checkpoint.
         split: which documents.
         samples: at most so many; None: ``training.eval_samples``.
         overrides: texts ``a.b.c=value``, of the keys in ``USED_KEYS``.
@@ -189,15 +189,15 @@ def generate(
     tokenizer: Path | str | None = None,
     progress: bool = False,
 ) -> GenerateResult:
-    """Continue a text; everything is computed anew for each token.
+    """Continue a text; the whole context is recomputed for each token (no key-value cache).
 
     Args:
-        source: a checkpoint of any layout, a folder of checkpoints (newest whole one), or imported initial weights.
+        source: a checkpoint of any layout, a folder of checkpoints (newest complete one), or imported initial weights.
         prompt: the text; empty: the beginning of a document.
         max_tokens: most tokens to add; the model sees the last ``max_positions`` ones.
-        temperature: logits are divided by it before one is drawn; 0: the most probable one is taken.
-        top_k: draw among so many most probable ones; 0: among all.
-        seed: of the draws.
+        temperature: divides the logits before sampling; 0: the most probable token is taken.
+        top_k: sample among so many most probable tokens; 0: among all.
+        seed: of the sampling.
         tokenizer: folder or file; None: the one that belongs to the weights.
         progress: draw a bar on standard error where it is a terminal.
 
@@ -247,7 +247,7 @@ def generate(
 
 
 def _continuation(words: Tokenizer, ids: Sequence[int], added: Sequence[int]) -> str:
-    """The text that tokens add to a prompt's; decoded alone they could lose the space that they begin with."""
+    """The text that tokens add to a prompt; decoded alone they could lose a leading space."""
     before, whole = words.decode(ids), words.decode([*ids, *added])
     return whole.removeprefix(before) if whole.startswith(before) else words.decode(added)
 
@@ -259,14 +259,14 @@ def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
         logits: [v], fp32 on the host.
         temperature: as in ``generate``.
         top_k: as in ``generate``.
-        generator: gives the draw.
+        generator: of the sampling.
     """
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
         least = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < least, -math.inf)
-    scaled = (logits - logits.max()).double() / temperature  # at most 0, so that no temperature makes it infinite
+    scaled = (logits - logits.max()).double() / temperature  # at most 0, so that a low temperature cannot overflow
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
@@ -277,7 +277,7 @@ def _build(weights: WeightSource, dtype: torch.dtype) -> WholeModel:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides that an evaluation makes no use of.
+    """Refuse overrides that an evaluation does not use.
 
     Raises:
         ConfigError: there are some.
@@ -286,24 +286,24 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     unused = [key for key in keys if not any(key == used or key.startswith(f"{used}.") for used in USED_KEYS)]
     if unused:
         raise ConfigError(
-            [f"{key}: has no effect here; the weights bring their model along." for key in unused]
+            [f"{key}: has no effect here; the weights come with their own model." for key in unused]
             + [f"An evaluation reads {', '.join(USED_KEYS)}."],
             "--set",
         )
 
 
 def _check_data(weights: WeightSource, section: DataSection) -> None:
-    """Say what helps where the data that a checkpoint names are not there.
+    """Raise an error with a remedy where the data that a checkpoint names are missing.
 
     Raises:
-        DataError: they are not.
+        DataError: they are missing or unreadable.
     """
     for folder in [section.path, *(part.path for part in section.blend)]:
         if problem := why_unreadable(folder):
             raise DataError(f"data {folder} {problem}")
         if not Path(folder).exists():
             raise DataError(
-                f"the data {folder} of {weights.path} are not there; name them with --set megasdc.data.path=DIR, or "
+                f"the data {folder} of {weights.path} do not exist; name them with --set megasdc.data.path=DIR, or "
                 "start in the folder that the run was started in"
             )
 
@@ -329,7 +329,7 @@ def _notes(weights: WeightSource, split: str, wanted: int, stream: TokenDataset 
         if entries is not None and entries < weights.vocab_size:
             notes.append(
                 f"the softmax is over all {weights.vocab_size} rows of the embedding, as in transformers, of which the "
-                f"tokenizer has {entries}; a training run leaves the others out"
+                f"tokenizer has {entries}; a training run excludes the others"
             )
     return notes
 

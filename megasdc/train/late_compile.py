@@ -1,8 +1,8 @@
-"""Functions that libraries give to ``torch.compile`` while they are imported are compiled when they are first called.
+"""Lazy ``torch.compile`` during imports: functions that libraries compile on import are compiled at their first call.
 
-Megatron-core (0.16.1, ``core/jit.py``) decorates every fused function so, and DeepSpeed (0.19.8) its Muon, which it
+Megatron-core (0.16.1, ``core/jit.py``) so decorates every fused function, and DeepSpeed (0.19.8) its Muon, which it
 imports when it builds an optimizer of any kind (``zero/utils.py``). The first decoration imports Inductor: a fifth of
-the processor time of a rank's imports, also where none of these functions is called.
+the processor time of a rank's imports, even if none of these functions is called.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 Function = Callable[..., Any]
 IMPORTED_LATER = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
-"""What is imported when an optimizer of any kind is made: Dynamo by PyTorch, Muon by DeepSpeed."""
+"""Modules imported when any optimizer is created: Dynamo by PyTorch, Muon by DeepSpeed."""
 
 
 @contextmanager
 def compiled_when_called() -> Iterator[None]:
-    """Inside, ``torch.compile`` of a function gives one that is compiled, with the same options, at its first call.
+    """Inside, ``torch.compile`` of a function compiles it, with the same options, at its first call.
 
-    What would be imported with the optimizer is imported at the end of it.
+    Modules that the optimizer would import later are imported at the end of the block.
     """
     import torch
 
@@ -38,7 +38,7 @@ def compiled_when_called() -> Iterator[None]:
     try:
         yield
         for name in IMPORTED_LATER:
-            with suppress(ImportError):  # as DeepSpeed does, which goes on without it
+            with suppress(ImportError):  # as DeepSpeed, which works without it
                 importlib.import_module(name)
     finally:
         torch.compile = compile_now  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What DeepSpeed says in a rank goes to a file of the run folder; the console is for us and the user's own prints."""
+"""DeepSpeed's output of a rank goes to a file in the run folder; the console is for our lines and the user's prints."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PRINTING = ("deepspeed.comm.torch", "deepspeed.runtime.pipe.module", "deepspeed.
 class LibraryLines(io.TextIOBase):
     """Standard output while DeepSpeed is imported: inside a ``with`` block.
 
-    DeepSpeed logs to whatever is standard output when it is imported. Lines of other modules go on to the console.
-    Until the run folder may be written to, the lines are kept; ``keep_on_console`` prints those of a start that failed.
+    DeepSpeed logs to the standard output of the time of its import. Lines of other modules go to the console. Until the
+    run folder is available, DeepSpeed's lines are buffered; ``keep_on_console`` prints them if the start fails.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class LibraryLines(io.TextIOBase):
                 own.print = partial(print, file=self)
 
     def write(self, text: str) -> int:
-        """Take a text; who writes it is seen from the caller."""
+        """Write to the console or, if called by DeepSpeed or ``logging``, to the file or the buffer."""
         writer = str(sys._getframe(1).f_globals.get("__name__", ""))
         if writer != logging.__name__ and writer.partition(".")[0] != LIBRARY:
             return self._console.write(text)
@@ -55,11 +55,11 @@ class LibraryLines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write out what is buffered."""
+        """Flush the file or the console."""
         (self._file or self._console).flush()
 
     def keep_in(self, run_dir: Path, rank: int) -> None:
-        """Write what came so far, and what comes, to ``logs/deepspeed_NNNNN.log``; where it cannot, to the console."""
+        """Write buffered and future lines to ``logs/deepspeed_NNNNN.log``, or to the console if that fails."""
         path = run_dir / "logs" / f"deepspeed_{rank:05d}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class LibraryLines(io.TextIOBase):
         self._write_kept(self._file)
 
     def keep_on_console(self) -> None:
-        """Print what came so far, and what comes."""
+        """Print buffered and future lines."""
         self._file = self._console
         self._write_kept(self._file)
 

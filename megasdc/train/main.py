@@ -1,4 +1,4 @@
-"""How does one training rank start and end? From a configuration file to an exit code."""
+"""Start and end of one training rank: from a configuration file to an exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megasdc.versions.private_names import names_checked
 logger = logging.getLogger("megasdc")
 
 HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
-"""What a collective says when it was given up after the timeout (gloo, NCCL; torch 2.13)."""
+"""Messages of a collective that timed out (gloo, NCCL; torch 2.13)."""
 PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -37,18 +37,19 @@ PEER_SIGNS = (
     "NCCL communicator was aborted",
     "ncclRemoteError",
 )
-"""What a collective says when another rank has gone (gloo, NCCL; torch 2.13)."""
+"""Messages of a collective when another rank has gone (gloo, NCCL; torch 2.13)."""
 MEMORY_SIGNS = (
     "can't allocate memory",
     "not enough memory",
     "CUDA out of memory",
+    "CUDA error: out of memory",
     "Storage size calculation overflowed",
     "integer multiplication overflow",
 )
-"""What an allocation says that failed, or that is larger than anything can be (torch 2.13)."""
+"""Messages of an allocation that failed or whose size overflows (torch 2.13)."""
 STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
-    | {errno.ENXIO}  # a pipe in place of a file
+    | {errno.ENXIO}  # a pipe instead of a file
 )
 
 
@@ -63,10 +64,9 @@ def pretrain(
     Args:
         config_path: the JSON file.
         overrides: texts ``a.b.c=value``.
-        allow_changed: paths ``a.b.c`` of fields that may have another value than in the checkpoint that is gone on
-            from.
-        leave: ends the process with an exit code and an error, where a stop signal meets a rank that still starts and
-            may be stuck; None: such a signal is remembered.
+        allow_changed: paths ``a.b.c`` of fields that may differ from the checkpoint that the run resumes from.
+        leave: ends the process with an exit code and an error, if a stop signal arrives while the rank is still
+            starting and may be stuck; None: such a signal is only recorded.
 
     Returns:
         The exit code, and the error behind it if there is one.
@@ -77,7 +77,7 @@ def pretrain(
     held = HeldFolders()
 
     def leave_start(code: int, error: BaseException | None) -> None:
-        held.release()  # or a start on another host would wait for signs of life
+        held.release()  # else a start on another host would wait until the lock is stale
         assert leave is not None, "asked only where it is given"
         leave(code, error)
 
@@ -119,17 +119,17 @@ def pretrain(
 def tell_failure(
     folder: Path | None, code: int, error: BaseException, process_started: float, held: HeldFolders
 ) -> None:
-    """Leave the event ``end/failed`` in the run folder, for the summary and the report of the run.
+    """Write the event ``end/failed`` to the run folder, for the summary and the report of the run.
 
     Args:
-        folder: the run folder; None: not known. Nothing is told where it is not there.
+        folder: the run folder; None: not known. Nothing is written if it does not exist.
         code: exit code of this rank.
-        error: why.
+        error: the cause.
         process_started: of this rank, seconds since the epoch.
-        held: what this rank holds; nothing is told in a folder in which another launch works.
+        held: this rank's locks; nothing is written to a folder that another launch holds.
     """
     if folder is None or isinstance(error, LaunchError):
-        return  # a start that was refused is no part of the run in that folder, which may be under way
+        return  # a refused start is not part of the run in that folder, which may be running
     text = str(error) or repr(error)
     try:
         if not folder.is_dir():
@@ -148,11 +148,11 @@ def tell_failure(
             )
             events.close()
     except OSError as problem:
-        logger.warning("no event of the end could be written into %s: %s", folder, problem)
+        logger.warning("the event of the end could not be written into %s: %s", folder, problem)
 
 
 def as_known_error(error: Exception) -> MegasdcError | None:
-    """The documented error that an exception means; None where it means none."""
+    """The documented error that corresponds to an exception; None if there is none."""
     if isinstance(error, MegasdcError):
         return error
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
@@ -167,31 +167,31 @@ def as_known_error(error: Exception) -> MegasdcError | None:
         )
     if any(sign in text for sign in HANG_SIGNS):
         return HangError(
-            f"a collective was given up after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
+            f"a collective timed out after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
         )
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "DistStoreError" in kinds and "timeout" in text:
-        return HangError(f"a rank gave no sign of itself within megasdc.parallel.timeout_s: {first_line}")
+        return HangError(f"a rank did not respond within megasdc.parallel.timeout_s: {first_line}")
     if "EADDRINUSE" in text:
         address, port = os.environ.get("MASTER_ADDR", "this host"), os.environ.get("MASTER_PORT", "of the rendezvous")
         return LaunchError(
-            f"port {port} on {address} is in use by another program, so the ranks cannot meet there; choose another "
+            f"port {port} on {address} is in use by another program, so the rendezvous cannot use it; choose another "
             f"with --master_port: {first_line}"
         )
     if kinds & {"DistBackendError", "DistNetworkError"} or any(sign in text for sign in PEER_SIGNS):
-        return PeerError(f"a collective failed because another rank has gone: {first_line}")
+        return PeerError(f"a collective failed because another rank has ended: {first_line}")
     return None
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that memory could not be had."""
+    """Whether an exception means that an allocation failed."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MEMORY_SIGNS)
 
 
 def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut | None:
-    """Make this rank one of its replica alone, for everything that reads the launcher's variables after this.
+    """Reduce this rank's world to its replica, for everything that reads the launcher's variables later.
 
     Args:
         section: the section `study`.
@@ -236,13 +236,13 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
 
 
 def set_up_logging(rank: int, replica: int | None = None) -> None:
-    """Send our own lines to standard error with a prefix that says who speaks, and keep libraries to warnings."""
+    """Log our own lines to standard error with the rank as prefix, and only warnings of libraries."""
     who = f"rank {rank}" if replica is None else f"replica {replica} rank {rank}"
     for name in ("DeepSpeed", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
-    # Its other lines go to a file, see LibraryLines.
+    # DeepSpeed's other lines go to a file, see LibraryLines.
     errors = logging.StreamHandler(sys.stderr)
     errors.name = "errors on the console"
     errors.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""How much memory does a rank need at least, and can its host or device have that much?
+"""Lower bounds of a rank's memory, and the check against its host or device.
 
-Lower bounds only: what is refused here cannot be trained, what passes may still not fit. Counted are weights,
-gradients, the shard of master weights and moments, and one tensor a layer that the backward pass needs; not buckets,
-buffers, attention, or what libraries take for themselves. No torch here: `check-config` warns by it.
+A run refused here cannot be trained; one that passes may still not fit. Counted are weights, gradients, the shard of
+master weights and moments, and one tensor for each layer that the backward pass needs; not buckets, buffers,
+attention, or the libraries' own memory. No torch here: `check-config` warns by it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Least memory of a rank of one pipeline stage, in bytes.
+    """Lower bounds of the memory of a rank of one pipeline stage, in bytes.
 
     Attributes:
-        weights: the model's own.
-        gradients: where they are accumulated.
+        weights: of the model.
+        gradients: accumulated.
         state: this rank's shard of master weights and both moments.
         activations: kept from forward to backward of one micro-batch.
         parameters: of the stage, over its tensor ranks.
@@ -37,7 +37,7 @@ class StageMemory:
 
     @property
     def on_device(self) -> float:
-        """At once, whether or not the state is offloaded: gradients grow while activations shrink."""
+        """Needed at once, without the state: gradients grow while activations shrink."""
         return self.weights + max(self.gradients, self.activations)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class StageMemory:
 
 
 def memory_of_stages(config: RunConfig, vocab_size: int, data: int | None, micro_batch_size: int) -> list[StageMemory]:
-    """Least memory of a rank, for each pipeline stage.
+    """Lower bounds of a rank's memory, for each pipeline stage.
 
     Args:
         config: a checked configuration.
@@ -77,7 +77,7 @@ def memory_of_stages(config: RunConfig, vocab_size: int, data: int | None, micro
 
 
 def _bytes_of_a_parameter(config: RunConfig) -> tuple[int, int, int]:
-    """Of the weight, of its gradient, and of master weight and both moments together."""
+    """Bytes of a weight, of its gradient, and of its master weight and both moments together."""
     if config.precision == "fp32":
         return 4, 4, 12
     section = config.deepspeed.get(config.precision, {})
@@ -87,7 +87,7 @@ def _bytes_of_a_parameter(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _kept_layers(config: RunConfig, layers: int) -> float:
-    """Outputs of layers that a rank keeps for the backward pass."""
+    """Number of layer outputs that a rank keeps for the backward pass."""
     interval = config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
     settings = config.deepspeed.get("activation_checkpointing", {})
     if settings.get("cpu_checkpointing"):
@@ -102,11 +102,11 @@ def check_memory(
     """Refuse a model that cannot fit.
 
     Args:
-        config: where the sizes come from.
+        config: the configuration.
         stages: from `memory_of_stages`.
         stage: of this rank.
         host_ranks: ranks of the run on this host.
-        host: bytes that the host, or the container, can have.
+        host: bytes available to the host or the container.
         device: bytes of this rank's accelerator; None: it computes on the host.
 
     Raises:
@@ -125,14 +125,14 @@ def check_memory(
 
 
 def memory_warning(config: RunConfig, stages: list[StageMemory], host: float) -> str | None:
-    """A sentence if a rank of some stage cannot fit into a host like this one; None if all may.
+    """A warning if a rank of some stage cannot fit into a host like this one; else None.
 
     A warning only: the file may be for other machines.
 
     Args:
-        config: where the sizes come from.
+        config: the configuration.
         stages: from `memory_of_stages`.
-        host: bytes that this host can have.
+        host: bytes available to this host.
     """
     largest = max(stages, key=lambda part: part.on_device + part.state)
     if largest.on_device + largest.state <= host:
@@ -155,14 +155,14 @@ def _refusal(stage: StageMemory, place: str, available: float, offloads: bool = 
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that processes like this one can have together: memory and swap, or less where a cgroup says so.
+    """Bytes available to all processes like this one together: memory, limited by cgroups, and swap.
 
     Args:
-        proc: where procfs is mounted.
-        cgroups: where cgroups are mounted.
+        proc: mount point of procfs.
+        cgroups: mount point of cgroups.
 
     Returns:
-        Infinity where the system does not say.
+        Infinity where the system does not report it.
 
     Source: proc_meminfo(5); Linux, Documentation/admin-guide/cgroup-v2.rst (``memory.max``) and cgroup-v1/memory.rst.
     """

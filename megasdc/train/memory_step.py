@@ -1,10 +1,10 @@
-"""How much memory does a step take at its peak? Predicted for each pipeline stage from the configuration alone.
+"""Predicted peak memory of a step, for each pipeline stage, from the configuration alone.
 
-Where `megasdc.train.memory` has lower bounds, by which a run is refused, this is the expected peak of allocated tensors
-of one rank, for PyTorch's modules on a CPU. What is added: weights; ZeRO-1's fp32 masters and moments; gradients; what
-autograd keeps of every micro-batch in flight; logits and loss; temporary memory. The peak is the largest of several
-moments of a step, and the parts are those of that moment. Not counted: allocators' own rounding, libraries, samples,
-and what detection, gradient bounds and snapshots keep. No torch here: `check-config` prints it.
+`megasdc.train.memory` has lower bounds, by which a run is refused; this is the expected peak of allocated tensors of
+one rank, for PyTorch's modules. Summed are: weights; ZeRO-1's fp32 masters and moments; gradients; what autograd keeps
+of every micro-batch in flight; logits and loss; temporary memory. The peak is the largest of several moments of a
+step, and the parts are those of that moment. Not counted: allocators' own rounding, libraries, samples, and what
+detection, gradient bounds and snapshots keep. No torch here: `check-config` prints it.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for the method; the kept tensors are those that
 PyTorch 2.13 and Megatron-core 0.16.1 save, counted on the real layers by ``tests/distributed/test_step_memory.py``.
@@ -20,10 +20,12 @@ from megasdc.model.sizes import ModelSizes, layers_per_stage, model_sizes
 HOST_BUCKET_ELEMENTS = 2_000_000
 """``zero_optimization.reduce_bucket_size`` on a machine without an accelerator where the file does not set it.
 
-DeepSpeed's own default of 500 million, made for GPUs, copies all gradients of a step into fresh memory at once.
+With DeepSpeed's own default all gradients of a step are copied into newly allocated memory at once.
 """
+DEVICE_BUCKET_ELEMENTS = 500_000_000
+"""The same on a GPU: DeepSpeed's default."""
 BF16_REDUCE_ELEMENTS = 500_000_000
-"""Gradients that BF16_Optimizer flattens into one fresh tensor to reduce (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+"""Gradients that BF16_Optimizer flattens into one new tensor to reduce (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
 FP32 = 4
 MIB = 2**20
 
@@ -40,7 +42,7 @@ class StepMemory:
         activations: kept for the backward pass by all micro-batches in flight.
         logits: logits, their loss and its gradient.
         temporary: working set of a layer, buffers of the reduction, the shard's flat gradient.
-        moment: when it is.
+        moment: name of the moment.
     """
 
     weights: float
@@ -54,31 +56,40 @@ class StepMemory:
 
     @property
     def total(self) -> float:
-        """All parts together."""
+        """Sum of all parts."""
         return float(sum(astuple(self)[:-1]))
 
 
-def predict_step_memory(config: RunConfig, layout: Layout, vocab_size: int) -> list[StepMemory]:
-    """Peak of a step after the first, for each pipeline stage.
+def predict_step_memory(config: RunConfig, layout: Layout, vocab_size: int, on_gpu: bool = False) -> list[StepMemory]:
+    """Peak memory of a step after the first, for each pipeline stage.
 
     Args:
-        config: a checked configuration; the optimizer's state is not offloaded, dropout is off.
+        config: a checked configuration for which ``unpredicted_because`` is None.
         layout: sizes that depend on the number of ranks.
         vocab_size: entries of the tokenizer's vocabulary.
+        on_gpu: whether buffers have the sizes of a run on GPUs; modules are still taken as they run on a CPU.
     """
     model = config.megasdc.model
     vocab = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
     sizes = model_sizes(model, ffn_width(model), vocab)
     counts = layers_per_stage(config.megasdc.parallel, sizes)
-    stages = (_Stage(config, layout, sizes, vocab, vocab_size, i, counts) for i in range(len(counts)))
+    stages = (_Stage(config, layout, sizes, vocab, vocab_size, i, counts, on_gpu) for i in range(len(counts)))
     return [max(stage.moments(), key=lambda moment: moment.total) for stage in stages]
 
 
 class _Stage:
-    """What a rank of one stage holds at the moments that may be the peak."""
+    """Memory of a rank of one stage at the moments that may be the peak."""
 
     def __init__(
-        self, config: RunConfig, layout: Layout, sizes: ModelSizes, vocab: int, real: int, stage: int, counts: list[int]
+        self,
+        config: RunConfig,
+        layout: Layout,
+        sizes: ModelSizes,
+        vocab: int,
+        real: int,
+        stage: int,
+        counts: list[int],
+        on_gpu: bool,
     ) -> None:
         sections, self.config, self.layout, self.model = config.megasdc, config, layout, config.megasdc.model
         self.first, self.last, self.layers = stage == 0, stage == len(counts) - 1, counts[stage]
@@ -91,18 +102,22 @@ class _Stage:
         parameters += sizes.final_norm + (sizes.output or sizes.logits * (not self.first)) if self.last else 0
         self.parameters = parameters / layout.tensor
         self.shard = self.parameters / layout.data
+        # DeepSpeed copies the flat gradients once more into the type of the reduction, by default that of the model.
+        type_of_sum = config.deepspeed.get("communication_data_type") or config.precision
+        self.communicated = 0 if type_of_sum == "fp32" else 2
         zero = config.deepspeed["zero_optimization"]
         copies = not self.whole_bf16 and zero.get("contiguous_gradients", True)
-        # DeepSpeedZeroOptimizer makes it in the first backward of a step and gives it back after the reduction.
-        self.bucket = self.element * zero.get("reduce_bucket_size", HOST_BUCKET_ELEMENTS) if copies else 0
-        # A stage has two pipeline buffers at least, and the last stage's keep their logits until they are used again.
+        # DeepSpeedZeroOptimizer allocates it in the first backward of a step and frees it after the reduction.
+        bucket = zero.get("reduce_bucket_size", DEVICE_BUCKET_ELEMENTS if on_gpu else HOST_BUCKET_ELEMENTS)
+        self.bucket = self.element * bucket if copies else 0
+        # A stage has at least two pipeline buffers, and the last stage's keep their logits until they are reused.
         one = self.element * self.tokens * self.columns if self.last else 0.0
         self.held_logits = min(2, layout.accumulation_steps) * one
         self.in_flight = min(len(counts) - stage, layout.accumulation_steps)
         self.table = sizes.logits / layout.tensor if self.first or self.last else 0
         self.matrix = self.model.hidden_size * ffn_width(self.model) / layout.tensor
         self.matrix *= 2 if self.model.gated_mlp else 1
-        # Hidden states between layers are divided over tensor ranks by sequence parallelism alone.
+        # Hidden states between layers are divided over tensor ranks only with sequence parallelism.
         self.hidden = self.model.hidden_size / (layout.tensor if sections.parallel.sequence_parallel else 1)
         self.ffn = ffn_width(self.model) / layout.tensor
 
@@ -114,9 +129,9 @@ class _Stage:
         return found
 
     def _held(self, in_backward: bool) -> StepMemory:
-        """What stays through all micro-batches, with the gradients of those before."""
+        """Memory held through all micro-batches, with the gradients of those before."""
         gradient = (FP32 if self.whole_bf16 else self.element) * self.parameters
-        if self.whole_bf16:  # the 16-bit gradients are kept beside the fp32 ones, and set to zero, not freed
+        if self.whole_bf16:  # the 16-bit gradients are kept beside the fp32 ones: set to zero, not freed
             gradient += self.element * self.parameters * (self.layout.accumulation_steps > 1 or not in_backward)
         elif in_backward and self.layout.accumulation_steps == 1:
             gradient = 0.0
@@ -129,9 +144,9 @@ class _Stage:
         Input, both norms' results and the input of the second are hidden states. RMSNorm on a CPU is made of single
         operations: it keeps its input in fp32 and the normalised input in fp32. Attention keeps queries, keys and
         values as one tensor and its result; rotated queries and keys are new tensors beside that one. The MLP keeps
-        input and result of the activation; a gated one both halves in one tensor, the activated half, the other
-        half after the offset that Megatron-core adds to it, and the product. Fused functions keep their arguments
-        alone: of RMSNorm the input, of a gated activation input and result, of a residual sum with a bias the branch.
+        input and result of the activation; a gated one keeps both halves in one tensor, the activated half, the other
+        half after the offset that Megatron-core adds to it, and the product. Fused functions keep only their arguments:
+        of RMSNorm the input, of a gated activation input and result, of a residual sum with a bias the branch.
         """
         model, tensor = self.model, self.layout.tensor
         head = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -146,12 +161,12 @@ class _Stage:
         return self.tokens * (kept + FP32 * model.num_attention_heads / tensor)
 
     def _norm_kept(self) -> float:
-        """Bytes a token that a norm keeps: its input; an unfused RMSNorm that and the normalised input in fp32."""
+        """Bytes per token that a norm keeps: its input; an unfused RMSNorm that and the normalised input in fp32."""
         open_rms = self.model.normalization == "RMSNorm" and not self.model.fuse
         return 2 * FP32 * self.hidden if open_rms else self.element * self.hidden
 
     def activations(self) -> float:
-        """Bytes that autograd keeps of all micro-batches in flight; with recomputation, inputs of the intervals."""
+        """Bytes that autograd keeps of all micro-batches in flight; with recomputation, the intervals' inputs."""
         interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
         if interval:
             layers = -(-self.layers // interval) * self.tokens * self.element * self.hidden
@@ -161,9 +176,9 @@ class _Stage:
         return self.in_flight * (layers + ends)
 
     def _layer_backward(self) -> StepMemory:
-        """Backward of the last layer's MLP: gradients of its result and inside it, and of its largest matrix.
+        """Backward of the last layer's MLP: gradients of its result, of its inner tensors, and of its largest matrix.
 
-        With recomputation everything that an interval's layers keep has been made once more before.
+        With recomputation everything that an interval's layers keep has been recomputed before.
         """
         interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
         inner = ((2 if self.model.fuse else 4) if self.model.gated_mlp else 1) * self.ffn
@@ -175,13 +190,13 @@ class _Stage:
     def _loss(self) -> list[StepMemory]:
         """Backward of the loss, then of the output layer.
 
-        Where the vocabulary is whole, the loss keeps the log softmax in fp32, and its backward makes one gradient of
-        that and one of the logits. Where it is divided, the softmax becomes the gradient in place; the forward needs
-        an fp32 copy of the logits beside it, and one more for columns that pad the vocabulary.
+        Where the vocabulary is not divided, the loss keeps the log softmax in fp32, and its backward allocates one
+        gradient of that and one of the logits. Where it is divided, the softmax becomes the gradient in place; the
+        forward needs an fp32 copy of the logits beside it, and one more for columns that pad the vocabulary.
         """
         held = replace(self._held(in_backward=True), activations=self.activations())
         output = self.bucket + self.element * (self.table + self.tokens * self.hidden)
-        if self.model.fuse:  # the gradient takes the logits' place
+        if self.model.fuse:  # the gradient overwrites the logits
             return [replace(held, temporary=output, moment="backward of the output")]
         one = self.tokens * self.columns
         copied = self.element != FP32
@@ -196,30 +211,34 @@ class _Stage:
         """The reduction, the norm, and the copy of the shard's gradient that the optimizer reads."""
         held = self._held(in_backward=False)
         if self.whole_bf16:
-            return [
-                replace(held, temporary=FP32 * min(self.parameters, BF16_REDUCE_ELEMENTS), moment="gradient reduction")
-            ]
+            summed = min(self.parameters, BF16_REDUCE_ELEMENTS) * (FP32 + self.communicated)
+            return [replace(held, temporary=summed, moment="gradient reduction")]
         flat = self.element * self.shard + (FP32 * self.shard if self.element != FP32 else 0)
-        # Before a shard is copied, gradients that belong to other replicas are freed.
+        # Gradients that belong to other replicas are freed before a shard is copied.
         own = replace(held, gradients=self.element * self.shard, temporary=flat, moment="optimizer step")
+        summed = min(self.bucket, self.element * self.parameters)  # a copy of what the bucket holds
         norm = 8 * max(self.table, self.matrix)  # DeepSpeed takes the norm in float64, tensor by tensor
         return [
-            replace(held, temporary=2 * self.bucket + self.element * self.shard, moment="gradient reduction"),
+            replace(held, temporary=self.bucket + summed + self.element * self.shard, moment="gradient reduction"),
             replace(held, temporary=norm, moment="gradient norm"),
             own,
         ]
 
 
 def unpredicted_because(config: RunConfig) -> str | None:
-    """A setting whose memory is not predicted, or None.
+    """A setting whose memory cannot be predicted, or None.
 
     Args:
         config: a checked configuration.
     """
     model, settings = config.megasdc.model, config.deepspeed.get("activation_checkpointing", {})
     offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
+    optimizer = config.deepspeed.get("optimizer", {}).get("params", {})
+    single = [name for name in ("fused", "foreach") if optimizer.get(name) is False]
     for field, is_set in (
         ("megasdc.model.backend", model.backend != "torch"),
+        *((f"megasdc.model.megatron.{name}", True) for name in model.megatron),
+        ("optimizer.params.fused and foreach, both false,", len(single) == 2),
         ("megasdc.model.hidden_dropout", model.hidden_dropout > 0),
         ("megasdc.model.attention_dropout", model.attention_dropout > 0),
         ("zero_optimization.offload_optimizer", offload.get("device", "none") != "none"),

@@ -1,7 +1,7 @@
-"""Where did NaN or Inf come from? Every rank learns the first place over all ranks; steps are repeated to find it.
+"""Search for the first NaN or Inf over all ranks; micro-batches are rerun to find it.
 
-Nothing is repaired here: a value that is not finite may be a diverged model. What this tells is where it appeared, and
-whether it does so again.
+Nothing is repaired here: a non-finite value may mean a diverged model. The search reports where it appeared, and
+whether that repeats.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ EVENT_KIND = "nonfinite"
 
 @dataclass(frozen=True)
 class Origin:
-    """The first result that was not finite, as its rank saw it.
+    """The first non-finite result, with facts from its rank.
 
     Args:
         found: the result.
         host: of its rank.
-        inputs_finite: whether what the submodule took in was finite; None: that is not known.
-        inputs_read: whether its inputs themselves were looked at, in a repeat; else they are judged by the checked
-            results before this one, which were all finite.
+        inputs_finite: whether the submodule's inputs were finite; None: not known.
+        inputs_read: whether its inputs were read, in a repeat; else they are judged by the checked results before this
+            one, which were all finite.
         parameters_finite: whether its parameters are finite.
     """
 
@@ -51,12 +51,12 @@ class Origin:
 
 
 class NonFiniteSearch:
-    """Looks at results of a step, and repeats the step's micro-batches with all checks when something was not finite.
+    """Reruns a step's micro-batches with all checks when a result was not finite, and reports the first such result.
 
     Args:
         run: with engine and events.
-        observation: shows results.
-        rehearse: computes a micro-batch of the step again.
+        observation: provides results.
+        rehearse: recomputes a micro-batch of the step.
     """
 
     def __init__(self, run: Run, observation: Observation, rehearse: Callable[[TrainingEngine, int], Any]) -> None:
@@ -74,12 +74,12 @@ class NonFiniteSearch:
         self.place = None
 
     def explain(self, engine: TrainingEngine, seen: NonFinite | None, *, repeat: bool) -> None:
-        """Find the first place over all ranks, tell it, and remember it as a sentence.
+        """Find and report the first place over all ranks, and store it as a sentence in ``place``.
 
         Args:
-            engine: where it may rehearse.
-            seen: of this rank, by the checks of the step.
-            repeat: whether the step's micro-batches are computed again with all checks; the same on all ranks.
+            engine: at a point where it may rehearse.
+            seen: result of this rank, by the checks of the step.
+            repeat: whether the step's micro-batches are recomputed with all checks; the same on all ranks.
 
         Collective: all ranks of the world.
         """
@@ -99,7 +99,7 @@ class NonFiniteSearch:
             self._conclude(engine.step_number, at_first[0], before[at_first[0]], False if repeat else None, engine)
 
     def _key(self, of_rank: tuple[int, NonFinite]) -> tuple[Any, ...]:
-        """Order between the checks of the step and those of a repeat, whose places are counted otherwise."""
+        """Order between the checks of the step and those of a repeat, which count places differently."""
         rank, one = of_rank
         dims = ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, rank)
         order = [submodule.fqn for submodule in self._submodules]
@@ -110,7 +110,7 @@ class NonFiniteSearch:
     # --- the repeat ---------------------------------------------------------------------------------------------
 
     def _repeat(self, engine: TrainingEngine) -> list[Origin | None]:
-        """By rank, the first result that is not finite when the step's micro-batches are computed again."""
+        """By rank, the first non-finite result when the step's micro-batches are recomputed."""
         recorder = FiniteRecorder()
         inputs: dict[tuple[str, str], list[list[Tensor]]] = {}
 
@@ -134,9 +134,9 @@ class NonFiniteSearch:
         return found
 
     def _inputs_finite(self, address: Address, inputs: dict[tuple[str, str], list[list[Tensor]]]) -> bool | None:
-        """Whether a submodule took in finite values where its result was the first that was not.
+        """Whether the inputs of the submodule with the first non-finite result were finite.
 
-        Activation and loss take in the result before theirs, which was finite then.
+        The inputs of activation and loss are the result before theirs, which was finite then.
         """
         if address.fqn not in self._modules:
             return True
@@ -186,20 +186,20 @@ def say(rank: int | None, origin: Origin | None, reproduced: bool | None) -> str
     """Where values became NaN or Inf, as a sentence for people.
 
     Args:
-        rank: whose result was the first; None: none was found.
+        rank: of the first such result; None: none was found.
         origin: that result.
-        reproduced: whether it came again when it was computed again; None: it was not.
+        reproduced: whether it appeared again when recomputed; None: it was not recomputed.
     """
     if origin is None:
         if reproduced is None:
             return "no checked result was NaN or Inf; overflow is normal while the loss scale adapts"
-        return "not reproduced: the step's micro-batches, computed again, were finite everywhere"
+        return "not reproduced: the step's micro-batches, recomputed, were finite everywhere"
     inputs = {
         True: "its inputs were finite",
         False: "its inputs were not finite either",
         None: "its inputs are unknown",
     }
-    again = {True: "reproduced", False: "not reproduced when computed again", None: "not computed again"}
+    again = {True: "reproduced", False: "not reproduced when recomputed", None: "not recomputed"}
     parameters = "" if origin.parameters_finite else ", its parameters are not finite"
     return (
         f"{origin.found.kind} first at {origin.found.address} on rank {rank} ({origin.host}): "

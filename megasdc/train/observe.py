@@ -1,4 +1,4 @@
-"""Which results of this rank are shown to whom? One observer for everything that listens, only while it listens."""
+"""Observation of this rank's results: one observer for all listeners, attached only while one listens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megasdc.train.run import Run, StepHook
 
 @dataclass(frozen=True)
 class Watch:
-    """Something that listens.
+    """A listener and the results that it needs.
 
     Args:
-        listener: shown the results.
-        wanted: names of the submodules that it wants to see in a step; empty: it does not listen in it. The same on
-            all ranks of a tensor group.
-        gradients: whether it wants more than forward results of micro-batches.
-        harms: whether it changes results on purpose.
+        listener: called with the results.
+        wanted: names of the submodules that it needs in a step; empty: none in that step. The same on all ranks of a
+            tensor group.
+        gradients: whether it needs more than forward results of micro-batches.
+        harms: whether it changes results (fault injection).
     """
 
     listener: Listener
@@ -33,11 +33,11 @@ class Watch:
 
 
 class Observation(StepHook):
-    """Attaches an observer in the steps in which somebody listens, and takes its hooks away in the others.
+    """Attaches an observer in the steps in which a watch needs results, and removes its hooks in the others.
 
     Args:
         engine: the engine.
-        watches: called in this order for every result: what harms before what records.
+        watches: called in this order for every result: fault injection before recording.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.
@@ -51,7 +51,7 @@ class Observation(StepHook):
         self._attached: tuple[frozenset[str], tuple[Watch, ...]] = (frozenset(), ())
 
     def before_step(self, run: Run) -> None:
-        """Attach what this step needs."""
+        """Attach what this step's watches need."""
         step = run.engine.step_number
         wanted = {watch: frozenset(watch.wanted(step)) for watch in self._watches}
         wanting = tuple(watch for watch in self._watches if wanted[watch])
@@ -59,7 +59,7 @@ class Observation(StepHook):
 
     @contextmanager
     def everything(self, listener: Listener) -> Iterator[None]:
-        """Show a listener, instead of those of this step, all results of all submodules, harmed as those of the step.
+        """Inside, call a listener instead of this step's, with all results of all submodules; fault injection stays.
 
         Args:
             listener: for the time of the block; changes nothing.
@@ -85,7 +85,7 @@ class Observation(StepHook):
         self._attached = (fqns, wanting)
 
     def close(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         if self._observer is not None:
             self._observer.close()
         self._observer = None
@@ -93,12 +93,12 @@ class Observation(StepHook):
 
 
 def watch_for_faults(injector: Injector, engine: TrainingEngine) -> Watch:
-    """What an injector wants to see: all that some spec may harm on some rank, in every step."""
+    """The watch of fault injection: submodules that some spec may hit on some rank, in every step."""
     names = frozenset(one.fqn for one in harmed_submodules(injector.specs, list_submodules(engine.module)))
     return Watch(injector, lambda step: names, harms=True)
 
 
 def watch_for_trace(tracer: Tracer) -> Watch:
-    """What a tracer wants to see, in the steps that it records."""
+    """The watch of a tracer, in the steps that it records."""
     names = tracer.fqns or frozenset()
     return Watch(tracer, lambda step: names if tracer.records(step) else frozenset())

@@ -1,4 +1,4 @@
-"""Which bits do this rank's parameters have? Checksums in the order of the stage."""
+"""Checksums of this rank's parameters, in the order of the stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 
 class ParameterReader:
-    """Reads the parameters of a stage, the same number at the same places on all replicas.
+    """Computes checksums of the parameters of a stage, in the same order on all replicas.
 
     Args:
         engine: of this rank.
@@ -29,11 +29,11 @@ class ParameterReader:
         self._values: list[int | Tensor] = []
 
     def start(self) -> None:
-        """Begin to read; a device is not waited for."""
+        """Start the checksums; on a GPU without a sync."""
         self._values = [self._algorithm.start(value.data) for _, _, value in self._parameters]
 
     def take(self) -> Trace:
-        """What was read since the last call; empty if nothing was.
+        """Checksums since the last ``start``; empty without one.
 
         Sync: waits for the device.
         """
@@ -44,6 +44,6 @@ class ParameterReader:
         return Trace([Address(step, None, PARAMETER, fqn, slot) for fqn, slot, _ in self._parameters], values)
 
     def copies(self, trace: Trace) -> Trace:
-        """Of what ``take`` gave, the parameters of which every tensor rank has a whole copy."""
+        """The part of ``take``'s trace for parameters of which every tensor rank has a whole copy."""
         places = [place for place, copied in enumerate(self._copied[: len(trace)]) if copied]
         return Trace([trace.addresses[place] for place in places], [trace.checksums[place] for place in places])

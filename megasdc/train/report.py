@@ -1,4 +1,4 @@
-"""What does a user see while a run goes on? One line a log interval, a progress bar on a terminal, metrics on disk."""
+"""Progress of a run: a line for each log interval, a progress bar on a terminal, metrics on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megasdc.train.run import Run, StepHook
 logger = logging.getLogger(__name__)
 
 BAR_INTERVAL_S = 1.0
-"""Seconds between two pictures of the progress bar."""
+"""Least seconds between two redraws of the progress bar."""
 
 
 class Reporter(StepHook):
@@ -30,9 +30,9 @@ class Reporter(StepHook):
 
     Args:
         interval: steps between lines.
-        flops_per_token: arithmetic of a token, forward and backward.
-        split: where the time of a step went; attached to the engine on rank 0 alone, None elsewhere.
-        collections: how long garbage was collected; on rank 0 alone, None elsewhere.
+        flops_per_token: FLOPs of a token, forward and backward.
+        split: of the time of a step; attached to the engine on rank 0 only, None elsewhere.
+        collections: time of garbage collection; on rank 0 only, None elsewhere.
         writer: where rank 0 writes; None elsewhere.
         peak: peak TFLOP/s of a device; None: not known, MFU is not reported.
         progress: whether rank 0 shows a bar.
@@ -74,14 +74,14 @@ class Reporter(StepHook):
             self.split.take()
         if self.collections is not None:
             self.collections.take()
-        losses = self._losses  # of the steps since the last line, from a checkpoint
+        losses = self._losses  # of the steps since the last line, if loaded from a checkpoint
         self._start_window(run.paused_s)
         self._losses = losses
         self._num_loaded = len(losses)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Count the step; report when it is due."""
-        # One skipped step whose loss is no number must not take the loss of a whole interval away; it is counted.
+        """Count the step; report when due."""
+        # A skipped step with a non-finite loss is excluded from the interval's mean; skipped steps are counted.
         unusable = result.skipped is not None and not math.isfinite(result.loss)
         self._losses.append((None if unusable else result.loss, result.tokens))
         self._show(run, result)
@@ -91,7 +91,7 @@ class Reporter(StepHook):
             self._num_loaded = 0
 
     def _show(self, run: Run, result: StepResult) -> None:
-        """Redraw the bar, at most once in so many seconds: drawing takes time from the rank that trains."""
+        """Redraw the bar, at most once in ``BAR_INTERVAL_S``: drawing takes time from training."""
         now = time.perf_counter()
         if self.progress is None or (now - self._shown_at < BAR_INTERVAL_S and not run.is_last_step):
             return
@@ -138,15 +138,15 @@ class Reporter(StepHook):
             logger.info("%s", _line(run, values))
 
     def state_dict(self) -> dict[str, Any]:
-        """Losses and tokens of the steps since the last line; None for that of a skipped step that was no number."""
+        """Losses and tokens of the steps since the last line; None for the non-finite loss of a skipped step."""
         return {"losses": self._losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next line speak of the steps before the checkpoint too."""
+        """Restore ``state_dict``, so that the next line includes the steps before the checkpoint."""
         self._losses = [(loss, tokens) for loss, tokens in state["losses"]]
 
     def close(self) -> None:
-        """Take the bar away, and stop the clock of collections."""
+        """Remove the bar, and stop timing collections."""
         if self.collections is not None:
             self.collections.close()
         if self.progress is not None:
@@ -172,7 +172,7 @@ def _line(run: Run, values: dict[str, float | int]) -> str:
 
 
 def _progress_bar() -> Progress | None:
-    """A bar where standard error is a terminal, else None."""
+    """A bar if standard error is a terminal, else None."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -186,5 +186,5 @@ def _progress_bar() -> Progress | None:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        auto_refresh=False,  # no thread that draws while a step runs
+        auto_refresh=False,  # else a thread would draw while a step runs
     )

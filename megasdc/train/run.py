@@ -1,4 +1,4 @@
-"""What is a run made of, and where can a feature look in between steps?"""
+"""The parts of a run, the hooks between steps, and the training loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasdc.parallel.dims import ParallelDims
 
 @dataclass
 class Run:
-    """The parts of a run that is under way, and how far it has come.
+    """The parts of a running job, and its progress.
 
     Args:
         folder: the run folder.
@@ -26,16 +26,16 @@ class Run:
         events: this rank's event log.
         steps: steps of the whole run.
         host_group: a gloo group of all ranks, for decisions that must not wait for a device.
-        step: last step that ended.
+        step: last finished step.
         tokens: tokens used so far.
         samples: samples consumed so far, all replicas.
-        skipped_steps: steps that the optimizer did not take so far.
-        skip_place: where values of the last step became NaN or Inf, as a sentence; None: not looked for, or all finite.
+        skipped_steps: steps that the optimizer skipped so far.
+        skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
         stop_reason: None, or why the run ends after this step; the same on all ranks.
-        hooks: what looks in between steps, in this order.
-        paused_s: seconds that evaluations and saves have taken, which are not steps.
-        results: what the end event tells.
-        passed_over: steps whose checkpoints lie in the run's folder but are not of its past: the resume left them out.
+        hooks: called between steps, in this order.
+        paused_s: seconds of evaluations, saves and golden checks, which are not step time.
+        results: fields of the end event.
+        passed_over: steps whose checkpoints lie in the run's folder but were not resumed from and are not of its past.
     """
 
     folder: Path
@@ -59,48 +59,48 @@ class Run:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether nothing follows the last step that ended."""
+        """Whether no step follows the last finished one."""
         return self.step >= self.steps or self.stop_reason is not None
 
 
 class StepHook:
-    """Base of what looks in between steps; each method does nothing unless overridden.
+    """Base class of hooks between steps; each method does nothing unless overridden.
 
     Hooks are called on every rank, in the order of the one list in ``megasdc.train.build_hooks``, and may call
     collectives, except in ``on_error`` and ``close``. A hook calls no other hook.
     """
 
     def on_start(self, run: Run) -> None:
-        """Training is about to start, or to go on from a checkpoint."""
+        """Training is about to start, or to continue from a checkpoint."""
 
     def before_step(self, run: Run) -> None:
         """A step is about to start."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """A step has ended; ``run`` counts it already."""
+        """A step has ended; ``run`` includes it already."""
 
     def on_end(self, run: Run) -> None:
-        """The last step has ended well."""
+        """The last step has ended without an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must go on after a resume, in plain values, the same on all ranks; empty: nothing."""
+        """State to restore after a resume, in plain values, the same on all ranks; empty: nothing is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave before the checkpoint."""
+        """Restore what ``state_dict`` returned at the checkpoint."""
 
     def on_error(self, run: Run, error: BaseException) -> None:
         """React to a failure of this rank; no collective may be called."""
 
     def close(self) -> None:
-        """Give back what was taken: files, signal handlers. Called once, whatever happened."""
+        """Release resources: files, signal handlers. Called once, also after an error."""
 
 
 def train(run: Run) -> None:
     """Run steps until the run is complete or has a reason to stop.
 
     Args:
-        run: the run, at the step it goes on from, with its hooks.
+        run: the run with its hooks, at the step from which it continues.
 
     Collective: all ranks of the world.
     """
@@ -122,7 +122,7 @@ def train(run: Run) -> None:
 
 
 def take_step(run: Run) -> None:
-    """Run one step, and let all hooks look in before and after it.
+    """Run one step, with all hooks before and after it.
 
     Args:
         run: the run, started.

@@ -1,4 +1,4 @@
-"""When is a checkpoint written, what is in it besides DeepSpeed's part, and how does a run go on from it?"""
+"""Saving checkpoints, the content besides DeepSpeed's part, and resuming a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
-    """Where a run's checkpoints are."""
+    """Folder of a run's checkpoints."""
     sections = config.megasdc
     return Path(sections.checkpoint.folder or Path(sections.logging.run_dir) / "checkpoints")
 
@@ -43,7 +43,7 @@ class Saver(StepHook):
         config: the run's configuration; its resolved form is stored in each checkpoint.
         writer: where rank 0 writes metrics; None on other ranks.
         tokenizer_checksum: of the tokenizer that the data were prepared with; stored too.
-        before_save: looks at what is about to be saved, on all ranks; None: nothing does.
+        before_save: called before a save, on all ranks; None: nothing.
         study: that the run is a replica of; None: none.
     """
 
@@ -64,7 +64,7 @@ class Saver(StepHook):
         self.writer = writer
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Save when it is due."""
+        """Save when due."""
         due = self.section.interval and run.step % self.section.interval == 0
         if not due and not run.is_last_step:
             return
@@ -112,7 +112,7 @@ class Saver(StepHook):
         }
 
     def close(self) -> None:
-        """Close the metrics file, which this last hook writes to."""
+        """Close the metrics file; this is the last hook that writes to it."""
         if self.writer is not None:
             self.writer.close()
 
@@ -123,16 +123,16 @@ def resume(
     agree: Callable[[int], int | None] | None = None,
     study: StudySection | None = None,
 ) -> dict[str, Any]:
-    """Go on from the newest usable checkpoint, if there is one and the configuration wants it.
+    """Resume from the newest usable checkpoint, if there is one and the configuration asks for it.
 
-    Without one the run starts from the universal checkpoint that the configuration names, or from step 0. What was
-    changed in the configuration since the checkpoint was saved is refused, or acts from the next step on and is told.
+    Without one the run starts from the universal checkpoint that the configuration names, or from step 0. Changes of
+    the configuration since the checkpoint are refused, or applied from the next step on and reported.
 
     Args:
         run: at step 0; on return at the step that was loaded.
         config: the run's configuration.
-        agree: told the step of the checkpoint found, 0 for none; answers None, or the newest step to look for again;
-            None: nobody has to agree.
+        agree: called with the step of the checkpoint found, 0 for none; returns None, or the newest step to search
+            again; None: no agreement needed.
         study: that the run is a replica of; None: none.
 
     Returns:
@@ -167,7 +167,7 @@ def resume(
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
         if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
-            logger.warning("no checkpoint in %s, so the run starts anew; the metrics found are now %s", folder, kept)
+            logger.warning("no checkpoint in %s, so the run starts at step 1; old metrics are now in %s", folder, kept)
         return hooks
     changed = ChangedSettings(run.engine, config, study)
     data = found.manifest.layout.data
@@ -196,7 +196,7 @@ def resume(
 
 
 def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
-    """Say that a run goes on under other versions than those that saved it, and that its bits may be others then."""
+    """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
     here = installed_versions()
     other = {
         name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
@@ -204,15 +204,15 @@ def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
     if other:
         text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
         run.events.emit("resume", "other_versions", step=run.step, versions=other)
-        logger.warning("saved with %s: what follows may round otherwise than a run that went on with those", text)
+        logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
 
 
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
-    """Take up a run that was saved at any layout.
+    """Continue a run that was saved at any layout.
 
-    Weights, moments, learning rate schedule and counters go on. The data go on with any number of replicas, micro-batch
-    and global batch: first the samples that only some replicas had come past, then the rest of the stream. The random
-    generators are seeded by ``seed_generators``.
+    Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
+    micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
+    The random generators are seeded by ``seed_generators``.
 
     Args:
         run: at step 0; on return at the step that was loaded.
@@ -233,20 +233,20 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     state = found.shared_state
     changed = ChangedSettings(run.engine, config, None)
     problem = changed.problem_of(state, found.manifest.source_layout.data)
-    raise_together(problem, found.place, f"{found.path} cannot be started from, nothing was changed", run.host_group)
+    raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed", run.host_group)
     position = Position()
     try:
         if "loader" not in section.universal_without:
             position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
     except CheckpointError as error:
-        hint = 'or name "loader" in megasdc.checkpoint.universal_without to begin the data anew'
+        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
         problem = Problem(f"{error}; {hint}", storage=False)
     data = config.megasdc.data.path
     saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
     if saved not in (None, now):
         text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
         problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
-    what = f"{found.path} cannot go on with these data, nothing was changed"
+    what = f"{found.path} cannot continue with this data, nothing was changed"
     raise_together(problem, found.place, what, run.host_group)
     load_universal(run.engine, found, group=run.host_group)
     _restore_counters(run, state)
@@ -265,7 +265,7 @@ def _restore_counters(run: Run, state: dict[str, Any]) -> None:
 
 
 def _prolong_stream(run: Run) -> None:
-    """Let the stream reach to the run's end also where earlier steps took more samples than this run's do."""
+    """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
     own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
     run.loader.dataset.prolong(run.loader.position.end_after(own, run.dims.data))
 
@@ -287,19 +287,19 @@ def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
         global_batch=batch,
         saved_global_batch=saved_batch,
     )
-    logger.info("step %d of %s, saved at %s, goes on", run.step, found.path, manifest.source_layout)
+    logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
     if run.step >= run.steps:
         run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
         logger.warning(
             "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
-            "is written at this layout; raise megasdc.training.steps to go on",
+            "is written at this layout; raise megasdc.training.steps to continue",
             found.path,
             run.step,
             run.steps,
         )
     if "loader" in without:
-        logger.warning("the data begin anew at their first sample: megasdc.checkpoint.universal_without has loader")
+        logger.warning("the data starts again at its first sample: megasdc.checkpoint.universal_without has loader")
     if "hooks" in without:
-        logger.warning("hooks begin without their states: megasdc.checkpoint.universal_without has hooks")
+        logger.warning("hooks start without their states: megasdc.checkpoint.universal_without has hooks")
     if saved_batch not in (None, "auto", batch):
         logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)

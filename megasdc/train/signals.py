@@ -1,4 +1,4 @@
-"""Has somebody asked this process to stop? Ranks read it at step boundaries, commands end after cleaning up."""
+"""Stop signals: ranks read them at step boundaries, commands end after cleaning up."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ Leave = Callable[[int, BaseException | None], None]
 
 
 class StartGuard:
-    """Ends a rank that is asked to stop while it starts, from creation until ``close``.
+    """Ends a rank that receives a stop signal while it starts, from creation until ``close``.
 
-    Python's handlers run only when the main thread returns from native code. One that waits there for a rank that has
-    been killed would not return before its timeout, and keep its port until then. Until all ranks have met nothing is
-    lost by leaving at once, with success; after that a rank leaves when its main thread has heard nothing for seconds.
+    Python's handlers run only when the main thread returns from native code. A thread that waits there for a killed
+    rank would not return before its timeout, and would keep its port until then. Until all ranks have met, the rank
+    ends at once, with success, since nothing is lost; after that it ends when its main thread has not reacted for
+    seconds.
 
     Args:
         leave: called in a thread; ends the process.
@@ -45,19 +46,19 @@ class StartGuard:
         threading.Thread(target=self._watch, name="start guard", daemon=True).start()
 
     def met(self) -> None:
-        """From now on the others count on this rank."""
+        """All ranks have met: from now on they depend on this rank."""
         self._met = True
 
     def heard(self) -> None:
-        """The main thread has seen a stop signal, so that it is not stuck."""
+        """The main thread has handled a stop signal, so it is not stuck."""
         self._heard_at = time.monotonic()
 
     def close(self) -> None:
-        """Leave stop signals to the training loop; idempotent."""
+        """Hand stop signals over to the training loop; idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             signal.set_wakeup_fd(self._previous)
-            os.close(self._writing)  # the thread's sign to end
+            os.close(self._writing)  # ends the thread
 
     def _watch(self) -> None:
         while number := os.read(self._reading, 1):
@@ -69,28 +70,28 @@ class StartGuard:
         began = time.monotonic()
         while not self._closed.is_set():
             if not self._met:
-                logger.info("%s before all ranks had met: nothing to save", number.name)
+                logger.info("%s before the process group was set up: nothing to save", number.name)
                 self._leave(0, None)
             if time.monotonic() - max(began, self._heard_at) > STUCK_S:
-                error = PeerError(f"{number.name} in the start of the run, while this rank waited for another one")
+                error = PeerError(f"{number.name} during the start of the run, while this rank waited for another one")
                 logger.error("%s", error)
                 self._leave(error.exit_code, error)
             if self._closed.wait(POLL_S):
                 return
-            os.kill(os.getpid(), number)  # once more: is the main thread still able to hear it?
+            os.kill(os.getpid(), number)  # again, to see whether the main thread handles it
 
 
 class StopSignals:
-    """Remembers the last stop signal instead of dying from it, from creation until ``close``; for ranks.
+    """Records the last stop signal instead of ending the process, from creation until ``close``; for ranks.
 
-    SIGUSR2 asks for an audit and stops nothing.
+    SIGUSR2 requests an audit and stops nothing.
 
     Args:
-        leave: ends the process, with an exit code and the error behind it; see ``StartGuard``. None: only remember.
+        leave: ends the process, with an exit code and the error behind it; see ``StartGuard``. None: only record.
 
     Attributes:
         received: number of the signal; 0: none yet.
-        audit_requested: whether an audit was asked for since ``take_audit_request``.
+        audit_requested: whether an audit was requested since ``take_audit_request``.
         start: ends a rank that is stopped before it trains; None without ``leave``.
     """
 
@@ -110,16 +111,16 @@ class StopSignals:
                 self.start.heard()
 
     def request_audit(self) -> None:
-        """Ask for an audit as the signal does."""
+        """Request an audit, as the signal does."""
         self.audit_requested = True
 
     def take_audit_request(self) -> bool:
-        """Whether an audit was asked for since the last call."""
+        """Whether an audit was requested since the last call."""
         asked, self.audit_requested = self.audit_requested, False
         return asked
 
     def close(self) -> None:
-        """Put the former handlers back."""
+        """Restore the former handlers."""
         if self.start is not None:
             self.start.close()
         for number, handler in self._previous.items():
@@ -128,11 +129,11 @@ class StopSignals:
 
 @contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Turn stop signals into ``SystemExit`` with 128 + signal, so that a command removes what it began to write.
+    """Turn stop signals into ``SystemExit`` with 128 + signal, so that a command removes unfinished files.
 
-    They are SIGINT, SIGTERM and SIGHUP. Signals after the first are ignored, so that they do not interrupt that. SIGINT
-    counts also where a script started the process in the background, which makes Python ignore it; an ignored SIGHUP
-    stays ignored, for ``nohup`` asks for it.
+    The signals are SIGINT, SIGTERM and SIGHUP; after the first one all are ignored, so that the cleanup is not
+    interrupted. SIGINT counts also where a script started the process in the background, which makes Python ignore it;
+    an ignored SIGHUP stays ignored, as ``nohup`` requires.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

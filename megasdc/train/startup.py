@@ -1,4 +1,4 @@
-"""How long did a rank take from its start to its first step, and which part took how long?"""
+"""Time from a rank's start to the end of its first step, by part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megasdc.train.run import Run, StepHook
 
 
 class StartClock:
-    """Marks where the parts of a rank's start end.
+    """Records when the parts of a rank's start end.
 
     Args:
         started_at: when training's own code began, on the clock of ``time.monotonic``.
@@ -24,7 +24,7 @@ class StartClock:
         self._last_boot_s = self.process_started_boot_s
 
     def mark(self, phase: str) -> None:
-        """Say that a part has ended; it began where the part before it ended, the first with the process."""
+        """Record the end of a part; it began at the end of the part before, the first one with the process."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.phases[phase] = now - self._last_boot_s
         self._last_boot_s = now
@@ -37,7 +37,7 @@ class StartReport(StepHook):
     seconds by part in their order.
 
     Args:
-        clock: has marked every part but the first step.
+        clock: with every part marked except the first step.
     """
 
     def __init__(self, clock: StartClock) -> None:
@@ -61,7 +61,7 @@ class StartReport(StepHook):
 def process_start_boot_s() -> float:
     """When this process was started, on ``CLOCK_BOOTTIME``, to 10 ms.
 
-    Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields count from its closing bracket.
+    Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields are counted from its bracket.
     """
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")

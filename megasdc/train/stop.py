@@ -1,4 +1,4 @@
-"""When does a run stop before its last step? Signals, a time limit, too many skipped steps; agreed by all ranks."""
+"""Reasons to stop a run before its last step: signals, a time limit, too many skipped steps; agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SkipWatch(StepHook):
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        place = run.skip_place or "where is not known; sdc.always_on.finite looks for it"
+        place = run.skip_place or "its origin is not known; sdc.always_on.finite locates it"
         run.events.emit(
             "skip",
             "optimizer_step",
@@ -55,24 +55,24 @@ class SkipWatch(StepHook):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps in a row were skipped."""
+        """Number of steps skipped in a row."""
         return {"in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the count."""
         self.in_a_row = state["in_a_row"]
 
 
 class StopWatch(StepHook, EngineHook):
-    """Stops a run at the next step boundary on SIGTERM, SIGUSR1, when its time is up, or at a step that was named.
+    """Stops a run at the next step boundary on SIGTERM or SIGUSR1, at its time limit, or at a given step.
 
-    Each rank may see a signal at another moment, so the ranks agree once a step on the largest reason. They exchange it
-    while the optimizer steps, so that nobody waits for it; what comes later counts for the step after.
+    Ranks may receive a signal at different moments, so they agree once a step on the largest reason. The exchange runs
+    during the optimizer step, so that no rank waits for it; a later signal counts for the next step.
 
     Args:
-        signals: what this rank was sent since it started.
+        signals: received by this rank since it started.
         time_limit_s: seconds from ``started_at``; None: no limit.
-        started_at: when the time began, on the clock of ``time.monotonic``.
+        started_at: start of the time limit, on the clock of ``time.monotonic``.
         stop_step: last step of this part of the run; None: none.
     """
 
@@ -87,14 +87,14 @@ class StopWatch(StepHook, EngineHook):
         self._host_group: Any = None
 
     def on_start(self, run: Run) -> None:
-        """Stop before the first step if a signal came while the run was being built; time does not count yet."""
+        """Stop before the first step if a signal came while the run was built; the time limit is not checked yet."""
         self._host_group = run.host_group
         self._offer(late=False)
         self._agree(run)
         run.engine.hooks.append(self)
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Tell the other ranks what this one has seen."""
+        """Start the exchange of this rank's reasons."""
         self._offer(late=self.deadline is not None and time.monotonic() >= self.deadline)
 
     def after_step(self, run: Run, result: StepResult) -> None:

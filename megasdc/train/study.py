@@ -1,4 +1,4 @@
-"""How does one replica of a study take part? What it shares with the trusted one in a step, and what is written."""
+"""One replica's part in a study: exchange with the trusted replica in a step, and the study's log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StudyPart:
-    """What a rank knows of the study that it belongs to.
+    """Place of a rank in its study.
 
     Args:
         section: of the whole study.
@@ -52,12 +52,12 @@ class StudyPart:
 
 
 def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) -> Bridge:
-    """Join the replica's own process group, and the ranks of equal place in the others.
+    """Join the replica's own process group, and connect to the ranks at the same place in the other replicas.
 
     Args:
         part: place of this rank.
         section: `parallel`: timeout and device.
-        on_met: called when all ranks of the replica have come.
+        on_met: called when all ranks of the replica have met.
 
     Collective: all ranks of the launch.
     """
@@ -71,8 +71,8 @@ def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) 
 class Study(StepHook):
     """Compares this replica with the trusted one.
 
-    Comes after what decides to stop, and before what evaluates and saves: all replicas end at the same step, and what
-    the file of a rank says of a saved step is complete.
+    It comes after the hooks that decide to stop and before those that evaluate and save, so that all replicas end at
+    the same step, and a rank's log is complete for a saved step.
 
     Args:
         part: place of this rank.
@@ -106,7 +106,7 @@ class Study(StepHook):
             self._in_step = ParameterSync(bridge, self._distances, self._tell_distances)
 
     def watches(self) -> list[Watch]:
-        """What it wants to see of the run's results, after what harms them; nothing where it looks at states alone."""
+        """Watches of the run's results, after fault injection; none in modes that compare states only."""
         if self._results is None:
             return []
         return [Watch(self._results, lambda step: self._fqns, harms=True)]
@@ -128,18 +128,18 @@ class Study(StepHook):
         self._log.flush()
 
     def on_start(self, run: Run) -> None:
-        """Stop together, if one replica is to stop before its first step."""
+        """Stop all replicas if one stops before its first step."""
         self._agree_to_stop(run)
 
     def before_step(self, run: Run) -> None:
-        """Look in after everything that may harm the step."""
+        """Move the synchronization hook behind all hooks that may inject faults."""
         if self._in_step is not None:
             if self._in_step in run.engine.hooks:
                 run.engine.hooks.remove(self._in_step)
             run.engine.hooks.append(self._in_step)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Write what the step showed, and stop together."""
+        """Log the step's comparison, and agree on stopping."""
         losses = [loss for (loss,) in self._bridge.gather([result.loss])]
         trusted = losses[self._part.section.trusted]
         if run.dims.rank == 0:
@@ -170,7 +170,7 @@ class Study(StepHook):
             self._log.tell(kind, step, **vars(one), ratio=one.ratio)
 
     def _evaluate(self, run: Run) -> None:
-        """Evaluate this replica's model, and count the tokens that it predicts otherwise than the trusted one."""
+        """Evaluate this replica's model, and count the tokens that it predicts differently from the trusted one."""
         assert self._eval_loader is not None, "checked when the configuration was read"
         engine: TrainingEngine = run.engine
         last = run.dims.is_last_stage
@@ -203,7 +203,7 @@ class Study(StepHook):
         )
 
     def on_end(self, run: Run) -> None:
-        """Leave together, since the rendezvous store lives in one of the ranks; sum up what this host's files say."""
+        """End together, since one of the ranks holds the rendezvous store; summarize this host's files."""
         self._log.flush()
         self._bridge.gather([0.0])
         if self._part.cut.launch_rank != 0:
@@ -220,12 +220,12 @@ class Study(StepHook):
 
 
 class ParameterSync(EngineHook):
-    """Compares gradients before the optimizer, and takes over the trusted replica's state after it.
+    """Compares gradients before the optimizer step, and takes over the trusted replica's state after it.
 
     Args:
         bridge: to the other replicas.
         distances: of this rank's shards.
-        tell: told (kind, step, distances).
+        tell: called with (kind, step, distances).
     """
 
     def __init__(self, bridge: Bridge, distances: ShardNorms, tell: Any) -> None:
@@ -239,19 +239,19 @@ class ParameterSync(EngineHook):
         self._tell("gradient", engine.step_number, found)
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Overwrite."""
+        """Overwrite this replica's state with the trusted one's."""
         overwrite_training_state(engine, self._bridge)
 
 
 def agree_on_checkpoint(bridge: Bridge, step: int) -> int | None:
-    """Whether all replicas have found a checkpoint of one step.
+    """Whether all replicas have found a checkpoint of the same step.
 
     Args:
         bridge: to the other replicas.
         step: of the newest that this replica can use; 0: it has none.
 
     Returns:
-        None if it is the same in all; else the earliest, and the replicas have to look again.
+        None if it is the same in all; else the earliest, and the replicas have to search again.
 
     Collective: the ranks of equal place in all replicas.
     """

@@ -1,6 +1,4 @@
-"""Devices that were found wrong in a run: kept by host and device, since after a restart or a change of the layout a
-rank may be on another one.
-"""
+"""Devices found wrong in a run, by host and device, since a restart or a change of layout may move ranks."""
 
 from __future__ import annotations
 
@@ -16,25 +14,25 @@ from megasdc.parallel.collectives import gather_objects
 
 
 def device_id(device: torch.device) -> str:
-    """Which of a host's devices a rank computes on: a GPU by its UUID, a processor by the rank's number on the host."""
+    """Identifier of a rank's device on its host: a GPU's UUID, or ``cpu-`` and the rank's local number."""
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return f"cpu-{os.environ.get('LOCAL_RANK', '0')}"
 
 
 class Suspects:
-    """Where something wrong was computed before, whichever rank it was then."""
+    """Devices that computed wrong results before, whatever rank they had."""
 
     def __init__(self) -> None:
         self._found: set[tuple[str, str]] = set()
         self._of_rank: list[tuple[str, str]] = []
 
     def on_start(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Learn on which host and device every rank is.
+        """Gather the host and device of every rank.
 
         Args:
             device: of this rank.
-            group: a group of all ranks on the host.
+            group: a host group of all ranks.
 
         Collective: all ranks of the world.
         """
@@ -46,7 +44,7 @@ class Suspects:
         return frozenset(rank for rank, place in enumerate(self._of_rank) if place in self._found)
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Remember the devices of ranks that were found wrong."""
+        """Add the devices of wrong ranks."""
         self._found |= {self._of_rank[rank] for rank in ranks}
 
     def state(self) -> list[list[str]]:
@@ -54,10 +52,10 @@ class Suspects:
         return sorted(map(list, self._found))
 
     def load_state(self, state: Iterable[Any]) -> list[Any]:
-        """Take up what ``state`` gave.
+        """Restore ``state``.
 
         Returns:
-            What is not taken up: numbers of ranks, which versions before kept and which say nothing of a device.
+            Ignored entries: rank numbers, which earlier versions saved and which identify no device.
         """
         entries = list(state)
         self._found = {(one[0], one[1]) for one in entries if not isinstance(one, int)}

@@ -1,4 +1,4 @@
-"""What is unusual in a step, within tolerances measured in this run? Warnings with numbers; never an accusation."""
+"""Checks with tolerances measured in the run: warnings with numbers, which prove nothing about a rank."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ UNITS = {
     REPLICAS: "usual distances from the replicas' median",
     PAST: "usual distances from the past",
 }
-"""Every check, and what its values are measured in."""
+"""Every check, and the unit of its values."""
 FACTORS = {REDUCTION: 10.0, UPDATE: 10.0, REPLICAS: 4.0, PAST: 8.0}
-"""How many times the upper quartile of clean values is unusual; the last two are distances of logarithms."""
+"""Multiple of the upper quartile of clean values that is unusual; the last two are distances of logarithms."""
 
 UNKNOWN = -1.0
-"""Stands for a value that is not known yet; values are not negative."""
+"""Placeholder for a value that is not known yet; values are not negative."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Finding:
 
     Args:
         value: in the check's unit.
-        place: what it is a value of.
-        rank: on which it was seen; None: it belongs to several.
+        place: description of the value.
+        rank: of the value; None: several.
     """
 
     value: float
@@ -54,7 +54,7 @@ class Finding:
 
 
 class ShardReader(EngineHook):
-    """Has the check of the reduction read the shards that this rank owns.
+    """Hook for the reduction check: reads the shards that this rank owns.
 
     Args:
         reduction: the check.
@@ -64,16 +64,16 @@ class ShardReader(EngineHook):
         self._reduction = reduction
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Read them; gradient bounds come later."""
+        """Read the shards, before gradient bounds change them."""
         self._reduction.after_reduction()
 
 
 class TolerancedChecks(StepHook, EngineHook):
-    """Checks gradient reduction, updates and gradient features of every step, and warns of what is unusual.
+    """Checks gradient reduction, updates and gradient features of every step, and warns of unusual values.
 
     Args:
         engine: of this rank.
-        signals: of this process, where a warning asks for an audit; None: it does not.
+        signals: of this process, through which a warning requests an audit; None: it requests none.
 
     Attributes:
         shards: the hook that reads the reduced gradients.
@@ -93,18 +93,18 @@ class TolerancedChecks(StepHook, EngineHook):
 
     @property
     def thresholds(self) -> dict[str, float | None]:
-        """What each check warns above now; None: not measured yet."""
+        """Current threshold of each check; None: not measured yet."""
         return {name: one.threshold for name, one in self._tolerances.items()}
 
     def on_start(self, run: Run) -> None:
-        """Read gradients before those hooks that harm them on purpose."""
+        """Install the hooks; local gradients are read before fault injection changes them."""
         self._host_group = run.host_group
         self._update = UpdateCheck(run.engine)
         run.engine.hooks.insert(0, self)
         run.engine.hooks.append(self.shards)
 
     def before_step(self, run: Run) -> None:
-        """Read shards after those hooks that harm them on purpose, of which some came since the last step."""
+        """Move the shard hook behind the fault injection hooks, some of which may be new."""
         run.engine.hooks.remove(self.shards)
         run.engine.hooks.append(self.shards)
 
@@ -114,7 +114,7 @@ class TolerancedChecks(StepHook, EngineHook):
         self._features.before_reduction()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Judge the step, the same on all ranks; a skipped one is left out."""
+        """Judge the step, the same on all ranks; skipped steps are not judged."""
         assert self._update is not None, "on_start comes first"
         reduction, features = self._reduction.finish(), self._features.finish()
         if result.skipped is not None:
@@ -148,7 +148,7 @@ class TolerancedChecks(StepHook, EngineHook):
         found = max(gather_objects(own, self._host_group), key=lambda one: one.value)
         if self._dims.rank != 0:
             return
-        text = "step %d: check %s: %s: %.3g %s, warned of above %.3g; this proves nothing about a rank"
+        text = "step %d: check %s: %s: %.3g %s, warned of above %.3g; this is no proof that a rank is wrong"
         logger.warning(text, run.step, name, found.place, value, UNITS[name], known)
         run.events.emit(
             EVENT_KIND,
@@ -176,7 +176,7 @@ class TolerancedChecks(StepHook, EngineHook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what was measured; in another layout gradients are divided otherwise, and it is measured anew."""
+        """Restore ``state_dict``; in another layout gradients are divided differently, so measurement starts again."""
         if state["layout"] != self._dims.layout:
             return
         for name, tolerance in self._tolerances.items():
@@ -185,6 +185,6 @@ class TolerancedChecks(StepHook, EngineHook):
         self._outliers.load_state_dict(state["features"][str(first)])
 
     def close(self) -> None:
-        """Take every hook away."""
+        """Remove the update check's hook."""
         if self._update is not None:
             self._update.close()

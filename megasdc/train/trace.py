@@ -1,4 +1,4 @@
-"""How does a run keep its trace? One file a rank in the run folder, written after each step."""
+"""Trace of a run: one file for each rank in the run folder, written after each step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TRACE_FOLDER = "trace"
 class TraceRecorder(StepHook):
     """Writes what the tracer recorded in a step to this rank's file in ``<run_dir>/trace``.
 
-    The file is made when the first step has ended. Files of steps that are thereby run again are renamed, not lost.
+    The file is created after the first step. Earlier files of steps that are rerun are renamed, not lost.
 
     Args:
-        tracer: takes the checksums; a listener of the run's observer.
+        tracer: computes the checksums; a listener of the run's observer.
         header: about the rank and the run, from ``trace_header``.
     """
 
@@ -60,7 +60,7 @@ class TraceRecorder(StepHook):
 
 
 def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None:
-    """What records this rank's checksums; None where the section wants no trace.
+    """The tracer of this rank; None where the section is not enabled.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.
@@ -73,7 +73,7 @@ def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None
 
 
 def trace_header(config: RunConfig, engine: TrainingEngine, algorithm_name: str) -> dict[str, Any]:
-    """What a trace says about its rank and run, in plain values.
+    """Header of a trace: facts about its rank and run, in plain values.
 
     Args:
         config: the run's configuration.
@@ -102,9 +102,10 @@ def trace_header(config: RunConfig, engine: TrainingEngine, algorithm_name: str)
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 of what a configuration says about the computation.
+    """SHA-256 of the settings that affect the computation.
 
-    Left out is what changes no result: where a run writes, what it saves, reports and records, and when it pauses.
+    Excluded are settings that change no result: where a run writes, what it saves, reports and records, and when it
+    pauses.
     """
     resolved = config.resolved()
     for section in ("logging", "checkpoint", "trace"):
@@ -116,7 +117,7 @@ def config_digest(config: RunConfig) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a rank computes on: the GPU's name, or the processor's with the instruction set that PyTorch uses."""
+    """Name of a rank's device: the GPU's, or the processor's with the instruction set that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -1,6 +1,6 @@
-"""Is what the optimizer makes of a shard what its formula says? Another slice of each shard at every step.
+"""Check of the optimizer: a slice of each shard's update is recomputed by the formula, another slice at every step.
 
-The formula gets what the optimizer gets: a moment or gradient that was wrong before is not seen here.
+The formula gets the optimizer's inputs: a moment or gradient that was wrong before is not detected.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.adam import AdamSettings, AdamSlice, adam_step, roundings
 
 SLICE = 16384
-"""Elements of each shard that are computed again at a step."""
+"""Elements of each shard that are recomputed at a step."""
 KEPT = ("weights", "exp_avg", "exp_avg_sq")
 
 
 class UpdateCheck:
-    """Computes a slice of every shard's update again; ``close`` takes its hook away.
+    """Recomputes a slice of every shard's update; ``close`` removes its hook.
 
     Args:
         engine: of this rank.
@@ -31,11 +31,11 @@ class UpdateCheck:
         self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda inner, *_: self._take(inner))
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hook."""
         self._hook.remove()
 
     def _take(self, inner: Any) -> None:
-        """Compute what this step should make of a slice of each shard that is about to be stepped."""
+        """Compute the expected result for a slice of each shard that is about to be stepped."""
         for group in inner.param_groups:
             for flat in group["params"]:
                 if flat.grad is None:
@@ -53,9 +53,9 @@ class UpdateCheck:
                 self._before.append((flat, part, expected, magnitude))
 
     def finish(self) -> tuple[float, str]:
-        """The largest difference in roundings of what was added up, and of what it is.
+        """The largest difference in units of rounding, and the name of its tensor.
 
-        Call it when the optimizer has stepped.
+        Call it after the optimizer step.
 
         Sync: waits for the device.
         """
@@ -71,12 +71,12 @@ class UpdateCheck:
         return float(worst[place]), f"{KEPT[place]} after the update"
 
     def drop(self) -> None:
-        """Forget a step that the optimizer did not take."""
+        """Discard a step that the optimizer skipped."""
         self._before = []
 
 
 def slice_of(numel: int, step: int) -> slice:
-    """Which elements of a shard are computed again at a step: all of them in turn."""
+    """The elements of a shard that are recomputed at a step: all of them in turn."""
     parts = max(1, -(-numel // SLICE))
     first = step % parts * SLICE
     return slice(first, min(first + SLICE, numel))

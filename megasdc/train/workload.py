@@ -1,4 +1,4 @@
-"""What is computed for a golden trace? Seeded weights and tokens, a few steps, started anew as often as one likes."""
+"""The golden workload: seeded weights and tokens, a few steps, restartable any number of times."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megasdc.train.startup import StartClock
 
 
 def workload_config(config: RunConfig) -> RunConfig:
-    """The configuration of the workload that a run's configuration means.
+    """The configuration of the golden workload of a run's configuration.
 
-    Batch sizes are those of the ``golden`` section; what writes or reads files is left out, and so are faults. It is
-    deterministic whatever the run is.
+    Batch sizes are those of the ``golden`` section; sections that write or read files are reset, and so are faults. It
+    is deterministic even if the run is not.
     """
     raw = config.resolved()
     golden = config.megasdc.golden
@@ -56,7 +56,7 @@ def workload_cases(config: RunConfig) -> tuple[Case, ...]:
 
 
 class Workload:
-    """The engine of one rank and the state it starts from.
+    """The engine of one rank and its start state.
 
     Args:
         config: from ``workload_config``.
@@ -70,7 +70,7 @@ class Workload:
         layout = check_layout(config, dims.world_size)
         with own_model_groups():
             self.engine = build_training_engine(config, layout, dims, self.section.vocab_size, StartClock(0.0))
-        self.engine.lr_scheduler = None  # one that warms up from zero would hide the updates of the first steps
+        self.engine.lr_scheduler = None  # a warmup from zero would hide the updates of the first steps
         for group in self.engine.optimizer.param_groups:
             group["lr"] = config.deepspeed["optimizer"]["params"]["lr"]
         self._trace = config.megasdc.trace
@@ -86,13 +86,13 @@ class Workload:
         hooks: Sequence[EngineHook] = (),
         steps: int | None = None,
     ) -> list[StepResult]:
-        """Take the workload's steps from its start, with its results shown to listeners.
+        """Run the workload's steps from its start state, with listeners on its results.
 
         Args:
             case: the inputs.
-            listeners: of an ``Observer``; a tracer, and before it what changes results on purpose.
+            listeners: of an ``Observer``; a tracer, and before it fault injection.
             hooks: of the engine, called before the observer.
-            steps: that are taken; None: all.
+            steps: number of steps; None: all.
 
         Collective: all ranks of the world.
         """
@@ -124,7 +124,7 @@ class Workload:
             algorithm_name: of the checksums.
             before: listeners that come before the tracer.
             hooks: of the engine, called before the observer.
-            all_steps: refuse a run in which the optimizer skips a step, as what is recorded may not.
+            all_steps: refuse a run in which the optimizer skips a step, for recording.
             steps: that are taken; None: all.
 
         Raises:
@@ -144,7 +144,7 @@ class Workload:
         return tracer.take()
 
     def _batches(self, case: Case) -> Iterator[MicroBatch]:
-        """Micro-batches of all steps, the same on every replica, so that a replica's place changes nothing."""
+        """Micro-batches of all steps, the same on every replica, so that a replica's place has no effect."""
         shape = (self.section.micro_batch_size, case.sequence_length + 1)
         mask = torch.ones(shape[0], case.sequence_length)
         for number in range(self.section.steps * self.section.micro_batches):
@@ -155,7 +155,7 @@ class Workload:
     # --- the start ----------------------------------------------------------------------------------------------
 
     def save_start(self) -> None:
-        """Make weights, optimizer and loss scale as they are now what runs start from."""
+        """Make the current weights, optimizer state and loss scale the start state of runs."""
         optimizer = self.engine.optimizer
         inner = optimizer.optimizer
         self._flats = [flat for group in inner.param_groups for flat in group["params"]]
@@ -170,7 +170,7 @@ class Workload:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Put weights, optimizer and counters back to where they were built.
+        """Restore the start state of weights, optimizer and counters.
 
         Sync: none.
         """
@@ -196,9 +196,9 @@ class Workload:
         optimizer.zero_grad()
 
     def release(self) -> None:
-        """Give back process groups and memory of weights, gradients and optimizer; nothing can be computed afterwards.
+        """Release process groups and memory of weights, gradients and optimizer; nothing can be computed afterwards.
 
-        DeepSpeed's hooks in the graph of gradients hold the model for good, so that nobody else would.
+        DeepSpeed's hooks in the autograd graph keep a reference to the model, so it would not be freed otherwise.
 
         Collective: all ranks of the world.
         """

@@ -21,11 +21,11 @@ from megasdc.versions.tested import (
 )
 
 ANY_VARIABLE = "MEGASDC_ANY_VERSION"
-"""Set to 1, versions outside the permitted range are tried, with a warning."""
+"""1: versions outside the permitted range are used, with a warning at the start."""
 
 
 def component_versions() -> dict[str, str]:
-    """Version by component, read from the packages' metadata without importing them; absent where there is none."""
+    """Version by component, read from package metadata without importing; absent where there is no metadata."""
     found = {"python": platform.python_version()}
     for name in NAMES:
         if name not in found:
@@ -59,15 +59,15 @@ def check_range(versions: Mapping[str, str | None]) -> None:
     if problems and os.environ.get(ANY_VARIABLE) != "1":
         raise LaunchError(
             f"{'; '.join(problems)}: install a permitted version (launch/constraints.txt has the tested ones), or set "
-            f"{ANY_VARIABLE}=1 to try these all the same"
+            f"{ANY_VARIABLE}=1 to try these anyway"
         )
 
 
 def untested_versions(versions: Mapping[str, str], on_gpu: bool) -> str | None:
-    """Say that versions were not run together, or on this kind of device, and what was; None: they were.
+    """A warning that versions were not run together, or not on this kind of device; None: they were.
 
     Args:
-        versions: by component; one that is missing counts as not run.
+        versions: by component; a missing one counts as not run.
         on_gpu: whether ranks compute on NVIDIA GPUs.
     """
     unknown = [NAMES[name] for name in NAMES if name not in versions]
@@ -84,7 +84,7 @@ def untested_versions(versions: Mapping[str, str], on_gpu: bool) -> str | None:
 
 
 def _alone(versions: Mapping[str, str]) -> str:
-    """Which versions were not run in any combination."""
+    """The versions that were not run in any combination, in brackets; empty: none."""
     never = [
         f"{NAMES[name]} {version}"
         for name, version in versions.items()

@@ -1,7 +1,7 @@
 """Private names of DeepSpeed, Megatron-core and PyTorch that megasdc builds on: the one list, checked at every start.
 
-A private name may go with any release. Without the check its loss would be a traceback in the middle of a start, or,
-for an override that nobody calls any more, a wrong result without a word.
+Any release may remove a private name. Without the check that would be a traceback in the middle of a start, or, for an
+override that is no longer called, a silently wrong result.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DISTRIBUTIONS = {"deepspeed": "deepspeed", "megatron": "megatron-core", "torch":
 """Distribution by its top package."""
 
 TRAINING, LAUNCHER, NODE = "training", "launcher", "node"
-"""Which process uses a name: a rank; DeepSpeed's runner; DeepSpeed's launch.py on a host."""
+"""The process that uses a name: a rank; DeepSpeed's runner; DeepSpeed's launch.py on a host."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module or class, and what we rely on in it.
+    """A module, class or function, and the private names that megasdc needs in it.
 
     Args:
-        where: ``package.module`` or ``package.module:Class``.
-        needed_by: what breaks without.
-        names: attributes that it has; of a class also by inheritance.
-        mentioned: names that its functions read or set: attributes of its objects, calls that an override stands for.
+        where: ``package.module``, ``package.module:Class`` or ``package.module:function``.
+        needed_by: what breaks without them.
+        names: attributes that it must have; of a class also inherited ones.
+        mentioned: names that its code must read or set: attributes of its objects, calls that an override replaces.
         used_by: ``TRAINING``, ``LAUNCHER`` or ``NODE``.
     """
 
@@ -69,6 +69,11 @@ OWNERS = (
             *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
         ),
     ),
+    Owner(f"{_PIPE}.topology", "the layout of ranks", names=("PipeModelDataParallelTopology",)),
+    Owner(f"{_PIPE}.p2p", "ranks that share a GPU", names=("dist", "send", "recv")),
+    Owner(f"{_PIPE}.p2p:send", "ranks that share a GPU", mentioned=("dist", "send")),
+    Owner(f"{_PIPE}.p2p:recv", "ranks that share a GPU", mentioned=("dist", "recv")),
+    Owner("deepspeed.runtime.config", "the batch of a run", names=("DeepSpeedConfig",)),
     Owner(
         f"{_PIPE}.schedule:TrainSchedule",
         "DropCompute's order of micro-batches",
@@ -137,7 +142,7 @@ OWNERS = (
     ),
     Owner(
         "deepspeed.launcher.launch",
-        "time for ranks to save when a stop is asked for",
+        "time for ranks to save when a stop is requested",
         names=("main", "signal", "subprocess", "terminate_process_tree"),
         used_by=NODE,
     ),
@@ -171,15 +176,15 @@ OWNERS = (
         names=("_reduce_scatter_base", "_allgather_base", "alltoall_base"),
     ),
 )
-"""Everything private that megasdc builds on. Torch's note of where a storage lies in a file, ``_checkpoint_offset``, is
-set by C++ code and checked by a test alone."""
+"""Every private name that megasdc builds on, except ``_checkpoint_offset``, torch's offset of a storage in a file: C++
+code sets it, and only a test checks it."""
 
 
 def missing_names(owners: Iterable[Owner]) -> list[str]:
-    """A sentence for every name that is not there; imports the modules that are asked for.
+    """A sentence for every missing name; imports the owners' modules.
 
     Args:
-        owners: what to look at.
+        owners: what to check.
     """
     problems = []
     for owner in owners:
@@ -203,7 +208,7 @@ def check_private_names(used_by: str = TRAINING) -> None:
         used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER`` or ``NODE``.
 
     Raises:
-        LaunchError: with every name that is missing, what needs it, and the versions that have it.
+        LaunchError: with every missing name, what needs it, and the versions that have it.
     """
     problems = missing_names(owner for owner in OWNERS if owner.used_by == used_by)
     if problems:
@@ -212,9 +217,9 @@ def check_private_names(used_by: str = TRAINING) -> None:
 
 @contextmanager
 def ends_at_launch_error() -> Iterator[None]:
-    """End this process of the launcher, on the console and with the exit code, where the code inside refuses to start.
+    """Print a LaunchError of the code inside to stderr and exit with its exit code; for processes of the launcher.
 
-    Around ``own_lines_to``, never inside, or the message would go to its file.
+    Use it around ``own_lines_to``, never inside, or the message would go to that file.
     """
     try:
         yield
@@ -225,7 +230,7 @@ def ends_at_launch_error() -> Iterator[None]:
 
 @contextmanager
 def names_checked() -> Iterator[None]:
-    """Check the names of training after the imports inside, also where one of them fails.
+    """Check the names of training after the imports inside, also where one of these imports fails.
 
     Raises:
         LaunchError: a private name is missing.
@@ -242,7 +247,7 @@ def names_checked() -> Iterator[None]:
 
 
 def resolve(where: str) -> Any:
-    """The module, class or function of that place.
+    """The module, class or function named by ``Owner.where``.
 
     Raises:
         ImportError: there is no such module.
@@ -256,7 +261,7 @@ def resolve(where: str) -> Any:
 
 
 def names_in(found: Any) -> set[str]:
-    """Names of attributes and globals that the code of a function, or of a class's own functions, reads or sets."""
+    """Names of attributes and globals that a function, or the functions of a class (not inherited), read or set."""
     members = vars(found).values() if isinstance(found, type) else [found]
     names: set[str] = set()
     for member in members:

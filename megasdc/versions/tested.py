@@ -1,15 +1,12 @@
-"""The versions that megasdc permits, and every combination that was run: the one list of them.
+"""Versions that megasdc permits, and every combination of versions that was run.
 
-README's tables of versions are generated from it (``megasdc config-table --write README.md``).
+The tables of versions in the documentation are generated from here (``megasdc config-table --write FILE``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-BEGIN, END = "<!-- versions-table:begin -->", "<!-- versions-table:end -->"
-"""What stands around README's tables."""
 
 RUN_HERE = "run here"
 RUN_ON_GPU = "run on a GPU machine"
@@ -25,7 +22,7 @@ class Range:
 
     Args:
         minors: permitted ``X.Y``, oldest first.
-        parts: how many numbers of a release tell it from another: 2, or 3 where a patch release may break us.
+        parts: how many numbers of a version are compared: 2, or 3 where a patch release may break megasdc.
     """
 
     minors: tuple[str, ...]
@@ -41,7 +38,7 @@ PERMITTED = {
     "deepspeed": Range(("0.19",), parts=3),
     "megatron-core": Range(("0.16", "0.17", "0.18", "0.19")),
 }
-"""``setup.py`` permits the same. DeepSpeed by its patch releases, since we build on its private names."""
+"""``setup.py`` permits the same. DeepSpeed by patch release, since megasdc builds on its private names."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +71,14 @@ COMBINATIONS = (
     Combination("3.11.7", "2.13.0", "0.19.8", "0.16.1", RUN_HERE, "everything that CI runs", "2026-11-23"),
     Combination(
         *("3.11.7", "2.10.0", "0.19.0", "0.16.0", RUN_HERE),
-        "the smoke run of `tests/versions.sh`; checkpoints carried to and from the first set; unit tests: 3,240 "
-        "passed, 35 skipped, 2 failed",
-        "2026-11-23",
+        "`tests/versions.sh`: the smoke run; unit tests: 3,272 passed, 35 skipped, 1 failed; checkpoints carried to "
+        "and from the first set",
+        "2026-11-24",
     ),
     Combination(
         *("3.12.1", "2.11.0", "0.19.4", "0.17.1", RUN_HERE),
-        "the smoke run of `tests/versions.sh`; unit tests of an earlier state: 3,182 passed, 35 skipped, 5 failed",
-        "2026-11-23",
+        "`tests/versions.sh`: the smoke run; unit tests: 3,273 passed, 35 skipped",
+        "2026-11-24",
     ),
     Combination(
         *("3.12.1", "2.11.0", "0.19.8", "0.16.1", RUN_HERE),
@@ -89,7 +86,9 @@ COMBINATIONS = (
         "2026-11-23",
     ),
     Combination(
-        *("3.12.1", "2.12.1", "0.19.8", "0.18.2", RUN_HERE), "the smoke run of `tests/versions.sh`", "2026-11-23"
+        *("3.12.1", "2.12.1", "0.19.8", "0.18.2", RUN_HERE),
+        "`tests/versions.sh`: the smoke run; unit tests: 3,297 passed, 11 skipped",
+        "2026-11-24",
     ),
     Combination(
         *("3.13.0", "2.13.0", "0.19.8", "0.19.2", RUN_HERE),
@@ -100,7 +99,7 @@ COMBINATIONS = (
 
 
 def short_version(component: str, version: str) -> str:
-    """The part of a version that tells releases apart here: ``2.10.0a0+b4e4ee8`` is PyTorch 2.10."""
+    """The numbers of a version that are compared: ``2.10.0a0+b4e4ee8`` is PyTorch 2.10."""
     numbers: list[str] = []
     for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -111,10 +110,10 @@ def short_version(component: str, version: str) -> str:
 
 
 def state_of(versions: Mapping[str, str], on_gpu: bool) -> str:
-    """What is known of versions together.
+    """State of a combination of versions.
 
     Args:
-        versions: by component; others are not looked at.
+        versions: by component; other packages are ignored.
         on_gpu: whether ranks compute on NVIDIA GPUs.
 
     Returns:
@@ -131,12 +130,12 @@ def _short(versions: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def spell(versions: Mapping[str, str]) -> str:
-    """Versions as a text: ``Python 3.11.7, PyTorch 2.13.0, DeepSpeed 0.19.8, Megatron-core 0.16.1``."""
+    """Versions as text: ``Python 3.11.7, PyTorch 2.13.0, DeepSpeed 0.19.8, Megatron-core 0.16.1``."""
     return ", ".join(f"{NAMES[name]} {versions[name]}" for name in NAMES)
 
 
 def render_tables() -> str:
-    """README's tables: each component's permitted versions by state, and the combinations that were run."""
+    """Markdown tables: each component's permitted versions by state, and the combinations that were run."""
     lines = [f"| component | permitted | {RUN_HERE} | {RUN_ON_GPU} | {NOT_RUN} |", "|---|---|---|---|---|"]
     for name, permitted in PERMITTED.items():
         seen = {
@@ -156,5 +155,5 @@ def render_tables() -> str:
 
 
 def _unique(versions: list[str]) -> list[str]:
-    """Versions without copies, oldest first."""
+    """Distinct versions, oldest first."""
     return sorted(set(versions), key=lambda version: [int(part) for part in version.split(".")])

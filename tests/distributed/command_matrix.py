@@ -63,8 +63,9 @@ class Command:
 STEP = "run/checkpoints/step_00000004"
 COMMANDS = (
     Command("check-config {in}", "run.json", 70),
-    Command("config-table --check {in}", "README.md", 71, prints=False, damaged=2),
-    Command("config-table --write {in}", "README.md", 71, damaged=2),
+    Command("config-table --check {in}", "configuration.md", 71, prints=False, damaged=2),
+    Command("config-table --write {in}", "configuration.md", 71, damaged=2),
+    Command("schema --out {out}", prints=False),
     Command("coverage --config {in} --world-size 2", "run.json", 70),
     Command("verify-data {in}", "data", 71),
     Command("verify-data {base}/data {in}", "data", 71),
@@ -168,7 +169,7 @@ def build_base(base: Path) -> None:
     study = {"study__mode": "free_run", "study__replicas": 2, "determinism__enabled": True, "checkpoint": {}}
     config = write_config(base / "study.json", data, base / "study", training__steps=4, **study)
     assert [code for code, _ in train_run(config, 2)] == [0, 0]
-    shutil.copy(repository / "README.md", base)
+    shutil.copy(repository / "docs" / "reference" / "configuration.md", base)
     shutil.copy(repository / "launch" / "pretrain_gpt.py", base / "s.py")
     np.save(base / "latencies.npy", np.random.default_rng(1).random((4, 8, 3)))
     (base / "hostfile").write_text("nowhere.invalid slots=1\n")

@@ -13,43 +13,36 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
 from fused_switch import apply_fused_switch
 
+from megasdc.parallel import processes
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
 PRELOAD = (
     "pytest",
-    "numpy",
-    "torch",
-    "torch.distributed.elastic.rendezvous",
+    *processes.PRELOAD[:-1],
     "torch.testing",
-    "torch.utils.tensorboard",
-    "deepspeed",
-    "deepspeed.runtime.pipe.engine",
-    "deepspeed.runtime.bf16_optimizer",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "deepspeed.comm.torch",
-    "megatron.core",
-    "megatron.core.parallel_state",
     "megatron.core.tensor_parallel",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.transformer.transformer_layer",
     "megatron.core.datasets.indexed_dataset",
-    "pydantic",
     "rich.progress",
     "xxhash",
-    "megasdc.train.build",
-    "megasdc.imports.frozen",
+    "megasdc.cli",
+    processes.PRELOAD[-1],
 )
 """Imported once by the fork server, in this order; a name that cannot be imported is passed over and fails later."""
 
@@ -127,6 +120,66 @@ def run_distributed(
         for pipe in pipes:
             pipe.close()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def run_command(
+    *arguments: str, env: Mapping[str, str | None] | None = None, timeout_s: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``megasdc`` with these arguments as a fork of the server; ranks that it starts are forks of it too.
+
+    For commands that a user starts as a program, without seconds of imports in each process. What happens while a
+    program starts needs a real one.
+
+    Args:
+        *arguments: of the command line.
+        env: changes of the environment; None removes a variable.
+        timeout_s: seconds until the command counts as hung.
+
+    Raises:
+        AssertionError: it hung, with what it had printed.
+    """
+    context = _fork_server()
+    settings = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        command = context.Process(target=_Command(out.fileno(), err.fileno(), list(arguments), settings, os.getcwd()))
+        command.start()
+        command.join(timeout_s)
+        if hung := command.exitcode is None:
+            command.kill()
+            command.join()
+        out.seek(0)
+        err.seek(0)
+        said = subprocess.CompletedProcess(["megasdc", *arguments], command.exitcode, out.read(), err.read())
+    if hung:
+        raise AssertionError(f"{said.args} hangs after {timeout_s} s\n{said.stdout}\n{said.stderr}")
+    return said
+
+
+@dataclass
+class _Command:
+    """Body of a command's process; the numbers are of open files, here or, once it is unpickled, there."""
+
+    out: int
+    err: int
+    arguments: list[str]
+    settings: dict[str, str]
+    folder: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "out": DupFd(self.out), "err": DupFd(self.err)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "out": state["out"].detach(), "err": state["err"].detach()})
+
+    def __call__(self) -> None:
+        with open(os.devnull) as nothing:
+            for number, stream in enumerate((nothing.fileno(), self.out, self.err)):
+                os.dup2(stream, number)
+        os.chdir(self.folder)
+        # A fork knows its server's address, but would start another one, since it is not the server's parent.
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        apply_fused_switch()
+        processes.run_module("megasdc", self.arguments, self.settings)
 
 
 def _collect(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from megasdc.bench.launch_time import COLD, COMMANDS, WARM, measure_launches
 from megasdc.bench.options import TrainBenchOptions
 from megasdc.bench.ranks import run_ranks
 from megasdc.bench.render import render
-from megasdc.bench.train import bar_of, bench_train
+from megasdc.bench.train import _Turns, bar_of, bench_train
 from megasdc.cli import app
 from megasdc.errors import ConfigError, MegasdcError
 
@@ -61,20 +63,11 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
     """The exit code is the verdict: 1 when bits differ, whatever the times; the file holds every block."""
     from megasdc.bench import train
 
-    def answer(module, request, ranks, threads, folder, on_message):
-        cost = {"wall_s": 1.0, "cpu_s": 1.0}
+    def answer(module, request, ranks, threads, folder, on_message, fresh):
+        side = {"parameters": 5, "library_share": 0.5, "first_loss": 1.0, "last_loss": 1.0}
+        side["costs"] = [{"wall_s": 1.0, "cpu_s": 1.0}]
         on_message({"kind": "progress", "done": 1, "total": 1})
-        on_message(
-            {
-                "kind": "result",
-                "parameters": 5,
-                "costs": [[cost, cost]],
-                "first_losses": [1.0, 1.0],
-                "library_shares": [0.5, 0.5],
-                "last_losses": [1.0, 1.0],
-                "difference": difference,
-            }
-        )
+        on_message({"kind": "result", "sides": [side, side], "difference": difference})
 
     monkeypatch.setattr(train, "run_ranks", answer)
     out = tmp_path / "result.json"
@@ -92,6 +85,39 @@ def test_a_failed_rank_is_reported(tmp_path):
     request = {"options": {"no_such_option": 1}, "against": "plain", "folder": str(tmp_path)}
     with pytest.raises(MegasdcError, match="no_such_option"):
         run_ranks("megasdc.bench.train_rank", request, 2, 1, tmp_path, lambda message: None)
+
+
+def test_a_loop_that_fails_ends_the_loop_that_waits_for_it(monkeypatch):
+    """Loops in ranks of their own: the error is that of the side that failed, and the other side is ended."""
+    monkeypatch.setattr("megasdc.bench.train.asdict", lambda options: {"no_such_option": 1})
+    with pytest.raises(MegasdcError, match="no_such_option"):
+        bench_train(TrainBenchOptions(**SMALL), ("hf",))
+
+
+def test_turns_change_from_pair_to_pair():
+    """Blocks of two sides never overlap, and either begins every other pair; a failure ends who waits."""
+    order, told, running = [], [], []
+    turns = _Turns(3, told.append)
+
+    def side(number):
+        for _ in range(3):
+            turns.take(number)
+            running.append(number)
+            order.append(list(running))
+            time.sleep(0.01)
+            running.remove(number)
+        turns.leave(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(side, number) for number in (1, 0)]:
+            done.result()
+    assert order == [[0], [1], [1], [0], [0], [1]] and told == [0, 1, 1, 2, 2, 3]
+    turns = _Turns(1, told.append)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(turns.take, 1)
+        turns.fail()
+        with pytest.raises(MegasdcError, match="the other loop failed"):
+            waits.result()
 
 
 def test_wrong_options_are_refused():

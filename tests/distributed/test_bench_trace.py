@@ -46,7 +46,7 @@ def test_the_rank_is_one_whatever_was_asked_for(monkeypatch: pytest.MonkeyPatch)
     """A block is one step of each kind on one rank, so that ratios are of neighbouring steps."""
     seen = {}
 
-    def run_ranks(module: str, request: dict, ranks: int, threads: int, folder: Path, on_message: object) -> None:
+    def run_ranks(module: str, request: dict, ranks: int, threads: int, folder: Path, *_: object, **__: object) -> None:
         seen.update(request["options"], ranks_started=ranks)
         raise RuntimeError("enough")
 

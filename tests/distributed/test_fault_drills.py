@@ -89,7 +89,7 @@ def test_faults_that_never_fire_change_nothing_and_are_told(tmp_path: Path, data
     reasons = {
         "steps and micro-batches": {"steps": [50, None]},
         "narrower than min_hidden_size": {"min_hidden_size": 4096},
-        "no rank is at": {"host": "no-such-host"},
+        "no rank matches": {"host": "no-such-host"},
         "probability and bursts": {"probability": 0.0},
         "no element was in range": {"only_above": 1e30},
         "already had their values": {

@@ -13,8 +13,8 @@ from harness import PRELOAD, run_distributed
 from tiny import GPT
 
 from megasdc.config import parse_config
-from megasdc.experiments import run_process
 from megasdc.model.fused_modules import FusedLayerNorm
+from megasdc.parallel import processes
 
 pytestmark = pytest.mark.distributed
 
@@ -73,7 +73,7 @@ def _wait_for_ever() -> None:
 
 def test_what_was_preloaded_is_frozen() -> None:
     """What cannot be imported is passed over without a word, so the last must have been imported; for sweeps too."""
-    assert PRELOAD[-1] == run_process.PRELOAD[-1]
+    assert PRELOAD[-1] == processes.PRELOAD[-1]
     assert run_distributed(_count_frozen, 1, init=False)[0] > 100_000
 
 

@@ -393,7 +393,7 @@ def test_a_missing_tokenizer(tmp_path: Path, trained: Trained, data: Path) -> No
             export_hf(folder, tmp_path / "out")
         with pytest.raises(DataError, match=r"--tokenizer: .*nothere is not there; give a folder"):
             export_hf(folder, tmp_path / "out", tokenizer=tmp_path / "nothere")
-        with pytest.raises(DataError, match=r"data .* are not there; .* start in the folder that the run was started"):
+        with pytest.raises(DataError, match=r"data .* do not exist; .* start in the folder that the run was started"):
             evaluate_weights(folder)
         result = export_hf(folder, tmp_path / "out", tokenizer=data.with_name("away") / "tokenizer")
         assert result.tokenizer == "auto"

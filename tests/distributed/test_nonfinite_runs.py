@@ -141,7 +141,7 @@ def test_overflow_under_a_loss_scale_is_not_repeated(tmp_path: Path, data: Path,
     (skip,) = events_of(tmp_path / "run", "skip", "optimizer_step")
     if covered:
         assert [(one["fqn"], one["value"], one["reproduced"]) for one in found] == [("2.layer.mlp_bda", "Inf", None)]
-        assert "not computed again" in skip["place"]
+        assert "not recomputed" in skip["place"]
     else:
         assert found == []
         assert "overflow is normal" in skip["place"]

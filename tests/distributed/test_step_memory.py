@@ -31,7 +31,7 @@ def _peak(case: MemoryCase) -> tuple[int, float]:
 def _compare(case: MemoryCase) -> None:
     config = case.config()
     for stage, peak in run_distributed(_peak, case.ranks, case, timeout_s=300.0):
-        (found,) = compare_memory("", config, check_layout(config, case.ranks), case.vocab, {stage: peak})
+        (found,) = compare_memory("", config, check_layout(config, case.ranks), case.vocab, {stage: peak}, False)
         assert found.error is not None and abs(found.error) <= BAR, found
 
 
@@ -99,5 +99,5 @@ def test_a_layer_keeps_what_is_predicted() -> None:
         model = config.megasdc.model
         sizes = model_sizes(model, ffn_width(model), case.vocab)
         counts = layers_per_stage(config.megasdc.parallel, sizes)
-        stage = _Stage(config, check_layout(config, 1), sizes, case.vocab, case.vocab, 0, counts)
+        stage = _Stage(config, check_layout(config, 1), sizes, case.vocab, case.vocab, 0, counts, on_gpu=False)
         assert stage.layer_kept() == pytest.approx(kept, rel=0.001), name

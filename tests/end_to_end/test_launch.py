@@ -151,7 +151,7 @@ def test_excluded_host_takes_no_part(launches: Launches) -> None:
     """With one host left the ranks run on that host, not on the one that starts them."""
     code, said = launches.run("environment", "--exclude", "node1")
     assert code == 0, said
-    assert "left out: node1" in said
+    assert "not used: node1" in said
     (launch_dir,) = (launches.run_dir / "done").iterdir()
     assert [done.host for done in collect(launches.run_dir, launch_dir.name).done.values()] == ["node2"]
 

@@ -177,7 +177,7 @@ def test_two_at_once(launches: Launches, folder: Path, ports: str) -> None:
                 assert [line["step"] for line in metrics if "train/loss" in line] == list(range(1, steps + 1))
             else:
                 assert ports == "one folder" or not (run / "metrics.jsonl").exists()
-                assert "is in use" in log.read_text() or "another launch meets" in log.read_text(), told
+                assert "is in use" in log.read_text() or "another launch uses" in log.read_text(), told
         assert not launches.wait_until_none(1.0)
         codes_seen[str(sorted(codes))] = codes_seen.get(str(sorted(codes)), 0) + 1
     print(f"two at once, {ports}: {codes_seen}")

@@ -207,4 +207,4 @@ def test_a_launcher_that_fails_is_heard(launch: LocalLaunch) -> None:
     _, err = process.communicate(timeout=100)
     assert process.returncode == 78, err
     assert "megasdc launch: DeepSpeed's launcher said: " in err
-    assert f"all that it said is in {launch.run_dir / 'logs'}" in err
+    assert f"its whole log is in {launch.run_dir / 'logs'}" in err

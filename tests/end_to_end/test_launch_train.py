@@ -110,7 +110,7 @@ def test_run_loses_a_node_and_goes_on_without_it(cluster: Cluster, folder: Path)
     options = ["--exclude", "node2", "--set", f"megasdc.training.steps={last}"]
     second = cluster.run("node1", [*argv, *options], cwd=str(folder), timeout_s=150)
     assert second.returncode == 0, second.stderr
-    assert "left out: node2" in second.stderr
+    assert "not used: node2" in second.stderr
     assert steps_done(folder) == list(range(1, last + 1))
 
 

@@ -108,7 +108,7 @@ def test_a_profile_that_cannot_show_says_why(cluster: Cluster, tmp_path: Path) -
     assert (code, verdicts(said)) == (0, {"node1": "healthy", "node2": "healthy"})
     assert not said["drill"]["found"]
     assert {fault["unfired"] for fault in said["drill"]["faults"]} == {
-        "it is silent until step 450, and this test did not come so far"
+        "it is silent until step 450, and this test ended before that"
     }
 
 

@@ -43,7 +43,9 @@ PRESTART_CORES = 8
 def main() -> int:
     """Parse, prepare, run, tell; 0: nothing failed, 1: something did, 2: nothing can run here, 130: a signal came."""
     arguments = _parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     if arguments.list:
         for part in PARTS:
             print(f"{part.name:13}{part.title}" + (f" (needs {', '.join(part.needs)})" if part.needs else ""))
@@ -53,11 +55,21 @@ def main() -> int:
     folder = Path(arguments.out or tempfile.mkdtemp(prefix="megasdc_gpu_")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.wheels:
-        _install(arguments.wheels, folder / "site")
+        _install(arguments.wheels.resolve(), folder / "site")
     facts = _facts(arguments.device)
     print(_head(facts), flush=True)
     report: dict[str, Any] = {**facts, "minutes": arguments.minutes, "folder": str(folder), "parts": []}
+
+    def keep() -> None:
+        report["seconds"] = round(time.monotonic() - began, 1)
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    keep()  # a file that cannot be written is no surprise of the end
     if missing := [name for name in BASE if not facts["packages"].get(name)]:
+        report["missing"] = missing
+        keep()
         print(
             f"cannot start: not installed here: {', '.join(missing)}; carry them as wheels: "
             "`bash tests/gpu.sh --make-wheels DIR` where there is a network, then --wheels DIR",
@@ -65,16 +77,10 @@ def main() -> int:
         )
         return 2
     device = facts["device"]
-    if problem := _prepare(folder, device, end - time.monotonic() - RESERVE_S):
+    if problem := _prepare(folder, device, min(SETUP_S, end - time.monotonic() - RESERVE_S)):
         report["setup"] = problem
         print(f"made-up data could not be written, without which no part trains:\n{problem}", file=sys.stderr)
     chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
-
-    def keep() -> None:
-        report["seconds"] = round(time.monotonic() - began, 1)
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
     try:
         _run_parts(chosen, folder, facts, end, report, keep)
     except KeyboardInterrupt:
@@ -93,7 +99,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="it ends within so many, whatever happens (8)")
     parser.add_argument("--wheels", metavar="DIR", type=Path, help="folder of wheels for what is not installed")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was found")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS], help="these parts")
     parser.add_argument("--list", action="store_true", help="name the parts and end")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -114,7 +120,9 @@ def _install(wheels: Path, site: Path) -> None:
     shutil.rmtree(site, ignore_errors=True)
     if lacking:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        subprocess.run([*pip, "--target", str(site), *lacking], check=True)
+        if subprocess.run([*pip, "--target", str(site), *lacking], check=False).returncode != 0:
+            raise SystemExit(f"--wheels {wheels}: pip could not install them, see above; is each for this Python?")
+        os.environ["PATH"] = os.pathsep.join([str(site / "bin"), os.environ["PATH"]])  # ninja
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(site)])
     sys.path.append(str(site))
     importlib.invalidate_caches()

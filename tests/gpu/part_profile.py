@@ -119,7 +119,8 @@ def summarise(taken: Any, on_gpu: bool) -> dict[str, Any]:
 
     events = taken.events()
     if on_gpu:
-        chosen = [one for one in events if one.device_type == DeviceType.CUDA]
+        # Ranges that code marks appear on the device's line of time too, around the kernels that they hold.
+        chosen = [one for one in events if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
         launches = sum("LaunchKernel" in one.name for one in events)
     else:
         # Operations that work themselves for the most part, and do not only call others.

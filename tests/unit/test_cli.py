@@ -46,7 +46,7 @@ def test_check_config_says_its_verdict():
     result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
     assert result.exit_code == 0
     verdict, layout, memory, _header, _one_stage = result.stdout.splitlines()
-    assert memory == "predicted peak of a step, MiB of tensors on a rank:"
+    assert memory == "predicted peak of a step on a CPU, MiB of tensors of a rank:"
     assert verdict == f"{SMOKE}: OK, with 4 warnings"
     assert layout.startswith("2 ranks = tensor 1 x pipeline 1 x data 2")
     assert "warning: scheduler.params.total_num_steps" in result.stderr
@@ -60,7 +60,9 @@ def test_check_config_predicts_the_memory_of_a_step():
     parts = ("weights", "masters", "moments", "gradients", "activations", "logits", "temporary")
     assert stage["total"] == sum(stage[part] for part in parts)
     assert f"{stage['total'] / 2**20:,.1f}  {stage['moment']}" in run("check-config", SMOKE, *size).stdout
-    gib = stage["total"] / 2**30
+    (on_gpu,) = json.loads(run("check-config", SMOKE, "--json", *size, "--device-memory-gib", 80).stdout)["memory"]
+    assert on_gpu["total"] > 4 * 500_000_000 > stage["total"]  # DeepSpeed's own bucket, fp32
+    gib = on_gpu["total"] / 2**30
     assert "predicted to need" in run("check-config", SMOKE, *size, "--device-memory-gib", gib * 0.99).stderr
     assert run("check-config", SMOKE, *size, "--device-memory-gib", gib * 1.01).stderr == ""
     dropout = ("--set", "megasdc.model.hidden_dropout=0.1")
@@ -116,7 +118,7 @@ def test_version_and_usage_errors(monkeypatch, capsys):
 
 def test_config_table_write_and_check(tmp_path):
     """--check fails until --write has put the table in; a file without markers is a usage error."""
-    file = tmp_path / "README.md"
+    file = tmp_path / "page.md"
     file.write_text("<!-- config-table:begin -->\n<!-- config-table:end -->\n")
     assert run("config-table", "--check", file).exit_code == 1
     assert run("config-table", "--write", file).exit_code == 0
@@ -128,14 +130,14 @@ def test_config_table_write_and_check(tmp_path):
 
 def test_config_table_is_written_whole_or_not_at_all(tmp_path):
     """Where the disk is full the file keeps what it held, and nothing lies beside it."""
-    file = tmp_path / "README.md"
+    file = tmp_path / "page.md"
     file.write_text(old := "<!-- config-table:begin -->\n<!-- config-table:end -->\n")
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
     program = limit + "import runpy; runpy.run_module('megasdc', run_name='__main__')"
     command = [sys.executable, "-c", program, "config-table", "--write", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, file.read_text(), os.listdir(tmp_path)) == (77, old, ["README.md"]), done.stderr
+    assert (done.returncode, file.read_text(), os.listdir(tmp_path)) == (77, old, ["page.md"]), done.stderr
 
 
 def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):

@@ -116,5 +116,5 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_storage(tmp_path):
         check=False,
         timeout=120,
     )
-    told = f"77 {tmp_path}/metrics.jsonl cannot be written or read: it is a pipe and no file\n"
+    told = f"77 {tmp_path}/metrics.jsonl cannot be written or read: it is a pipe, not a file\n"
     assert done.returncode == 0 and done.stdout.endswith(told * 3), done.stderr

@@ -64,7 +64,7 @@ def test_truncated_at_any_place(golden: tuple[Path, Golden]) -> None:
     data = path.read_bytes()
     for size in range(0, len(data), 97):
         path.write_bytes(data[:size])
-        with pytest.raises(TraceError, match="damaged or no golden trace"):
+        with pytest.raises(TraceError, match="damaged or not a golden trace"):
             load_golden(path)
 
 

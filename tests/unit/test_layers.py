@@ -13,6 +13,7 @@ PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
     "errors": 0,
     "addresses": 0,
+    "durable": 0,
     "imports": 0,
     "program": 1,
     "events": 1,
@@ -45,7 +46,7 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
-NO_TORCH = {"errors", "addresses", "imports", "events", "run_lock", "versions", "config"}
+NO_TORCH = {"errors", "addresses", "durable", "imports", "events", "run_lock", "versions", "config"}
 
 
 def part_of(file):

@@ -189,7 +189,7 @@ def test_what_is_no_file_is_refused_before_the_work(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(app, [*arguments, str(path)])
         assert isinstance(done.exception, MegasdcError) and done.exception.exit_code == 70
-        assert f"{path} is no file and no folder" in str(done.exception)
+        assert f"{path} is neither a file nor a folder" in str(done.exception)
     reader, writer = os.pipe()
     os.write(writer, SMOKE.read_bytes())
     os.close(writer)
@@ -209,7 +209,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     ):
         done = megasdc(*command)
         assert done.returncode == code
-        assert f"{told} " in (said := (done.stdout + done.stderr).decode()) and "a pipe and no file" in said
+        assert f"{told} " in (said := (done.stdout + done.stderr).decode()) and "a pipe, not a file" in said
         assert "Traceback" not in said
 
 

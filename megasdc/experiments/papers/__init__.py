@@ -1,4 +1,4 @@
-"""Which numbers did the papers publish? Tables stored in JSON files beside this module, with their source."""
+"""Numbers that the papers published: tables stored in JSON files beside this module, with their source."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PaperRow:
 
     Args:
         healthy: final loss on the healthy node.
-        worst: largest final loss on an unhealthy node; None: a node diverged, and it stands for the worst case.
-        increase: the worst's relative increase over the healthy one's; None likewise.
+        worst: largest final loss on an unhealthy node; None: a node diverged, which is the worst case.
+        increase: relative increase of ``worst`` over ``healthy``; None likewise.
         worse: nodes with an increase above 0.5 %.
         diverged: nodes that diverged.
     """
@@ -55,7 +55,7 @@ def _load() -> dict[str, PaperTable]:
 
 
 PAPER_TABLES = _load()
-"""By name."""
+"""Tables by name."""
 
 
 def find_row(name: str) -> PaperRow | None:
@@ -65,7 +65,7 @@ def find_row(name: str) -> PaperRow | None:
 
 
 def missing_row(name: str) -> str | None:
-    """Say why a row cannot be found; None: it is there."""
+    """Why a row cannot be found; None: it exists."""
     if find_row(name) is not None:
         return None
     table = name.partition("/")[0]

@@ -1,4 +1,4 @@
-"""Which Hugging Face model is a GPT of ours, tensor by tensor? Names, layouts and configurations, both ways.
+"""Mapping between megasdc's GPT and Hugging Face models, both ways: names, tensor layouts, configurations.
 
 Pure functions over whole (unsharded) tensors with the real rows of the vocabulary. Our names are those of
 ``megasdc.model.sharding``; theirs those of ``GPT2LMHeadModel`` and ``LlamaForCausalLM``.

@@ -1,4 +1,4 @@
-"""Which class of ``transformers`` computes what a GPT of ours computes, and what is in its ``config.json``?"""
+"""The class of ``transformers`` that computes the same as a model of megasdc, and its ``config.json``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hf_class(model: ModelSection) -> HfClass:
     """The Hugging Face class that computes what this model computes.
 
     Raises:
-        ConfigError: there is none; every field in the way is named.
+        ConfigError: there is none; lists every field that prevents it.
     """
     learned = model.position_embedding == "learned"
     problems: list[str] = []
@@ -54,12 +54,12 @@ def hf_class(model: ModelSection) -> HfClass:
 
 
 def hf_config(model: ModelSection, vocab_size: int, end_of_document: int | None, dtype: str) -> dict[str, Any]:
-    """The content of ``config.json``.
+    """Content of ``config.json``.
 
     Args:
         model: the resolved section.
         vocab_size: real entries of the vocabulary.
-        end_of_document: its id; None where it is not known.
+        end_of_document: id of the end-of-document token; None if not known.
         dtype: name of the tensors' type, such as ``float32``.
 
     Raises:
@@ -69,7 +69,7 @@ def hf_config(model: ModelSection, vocab_size: int, end_of_document: int | None,
     common = {
         "architectures": [name],
         "dtype": dtype,
-        "torch_dtype": dtype,  # what transformers before 4.56 reads
+        "torch_dtype": dtype,  # read by transformers before 4.56
         "vocab_size": vocab_size,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
@@ -104,7 +104,7 @@ def hf_config(model: ModelSection, vocab_size: int, end_of_document: int | None,
         "hidden_act": ACTIVATIONS[model.activation],
         "max_position_embeddings": model.max_positions,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": float(model.rotary_base),  # what transformers before 5 reads
+        "rope_theta": float(model.rotary_base),  # read by transformers before 5
         "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
         "attention_bias": model.bias or model.qkv_bias,
         "mlp_bias": model.bias,

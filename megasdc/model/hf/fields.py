@@ -1,4 +1,4 @@
-"""Which ``model`` section does a ``config.json`` of Hugging Face mean? Every value in it is checked."""
+"""Translation of a Hugging Face ``config.json`` to a ``model`` section; every value in it is checked."""
 
 from __future__ import annotations
 
@@ -20,21 +20,14 @@ _ACTIVATIONS_BACK = {
 
 
 class _Reader:
-    """Reads values of a ``config.json``; one of a wrong type is a problem, and its default is read in its place.
-
-    Args:
-        config: its content.
-
-    Attributes:
-        problems: what is wrong so far, one sentence an entry.
-    """
+    """Reads values of a ``config.json``; a value of a wrong type is added to ``problems``, and its default is used."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.problems: list[str] = []
 
     def whole(self, key: str, default: int | None) -> Any:
-        """A whole number above 0; null is allowed where it is the default."""
+        """A whole number above 0; null is allowed if the default is None."""
         value = self.config.get(key, default)
         if value is None and default is None:
             return None
@@ -43,7 +36,7 @@ class _Reader:
         return self._wrong(key, value, "a whole number above 0", default or 1)
 
     def number(self, key: str, default: float) -> float:
-        """A number that is not below 0."""
+        """A finite number, at least 0."""
         value = self.config.get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
             return float(value)
@@ -55,14 +48,14 @@ class _Reader:
         return value if isinstance(value, bool) else bool(self._wrong(key, value, "true or false", default))
 
     def choice(self, key: str, default: str, allowed: Mapping[str, str]) -> str:
-        """What a name means."""
+        """The value that ``allowed`` has for a name."""
         value = self.config.get(key, default)
         if isinstance(value, str) and value in allowed:
             return allowed[value]
         return allowed[self._wrong(key, value, f"one of {', '.join(allowed)}", default)]
 
     def require(self, key: str, value: bool) -> None:
-        """The only supported value of a switch, and its default."""
+        """Report a switch with another value than ``value``, its default."""
         if self.switch(key, value) != value:
             self.problems.append(f"{key}: got {self.config[key]!r}; supported is {value!r}.")
 
@@ -72,10 +65,10 @@ class _Reader:
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The class of ``transformers`` that a ``config.json`` names, or the kind of the model where it names none.
+    """The class of ``transformers`` in a ``config.json``, or its ``model_type`` if it names no class.
 
     Raises:
-        ConfigError: ``architectures`` is no list of names.
+        ConfigError: ``architectures`` is not a list of names.
     """
     names = config.get("architectures") or [str(config.get("model_type"))]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -84,13 +77,13 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the ``model`` section that a ``config.json`` means.
+    """The fields of the ``model`` section for a ``config.json``.
 
     Args:
-        config: its content; keys left out have the defaults of ``transformers``.
+        config: its content; missing keys have the defaults of ``transformers``.
 
     Raises:
-        ConfigError: the architecture or one of its settings is not supported; each is named.
+        ConfigError: the architecture or settings are not supported; lists each.
     """
     kind, name = config.get("model_type"), architecture(config)
     if kind not in ("gpt2", "llama"):
@@ -105,10 +98,10 @@ def model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary(config: Mapping[str, Any]) -> int:
-    """Entries of the vocabulary that a checked ``config.json`` states, or the default of ``transformers``.
+    """Vocabulary size in a checked ``config.json``, or the default of ``transformers``.
 
     Raises:
-        ConfigError: it is no number above 0.
+        ConfigError: it is not a whole number above 0.
     """
     read = _Reader(config)
     found = int(read.whole("vocab_size", 50257 if config.get("model_type") == "gpt2" else 32000))
@@ -173,7 +166,7 @@ def _llama_fields(read: _Reader) -> dict[str, Any]:
 
 
 def _rotary_base(read: _Reader) -> int:
-    """The base of the rotary angles, from the key that transformers writes since version 5 or from the older ones."""
+    """The base of the rotary angles, from the key of transformers 5 or the older ones."""
     key = "rope_parameters" if read.config.get("rope_parameters") else "rope_scaling"
     rope = read.config.get(key) or {}
     if not isinstance(rope, dict):

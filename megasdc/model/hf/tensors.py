@@ -1,7 +1,7 @@
-"""Which tensor of Hugging Face is which parameter of ours? Names and layouts, both ways.
+"""Mapping of tensors between Hugging Face and megasdc: names and layouts, both ways.
 
-What differs besides names: GPT-2's linear weights are transposed, ``c_attn`` is [q; k; v] where ours is [q heads of a
-group, k, v] a group, and Llama has separate query, key, value, gate and up matrices.
+Differences besides names: GPT-2's linear weights are transposed; ``c_attn`` is [q; k; v], ours is [q heads of the
+group, k, v] per group; and Llama has separate query, key, value, gate and up matrices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of ours and what it is there.
+    """One parameter of megasdc and the tensors of Hugging Face that hold it.
 
     Args:
         ours: our name; empty for ``Form.ZERO``.
@@ -48,12 +48,12 @@ class Rule:
 
 
 def num_pipeline_layers(model: ModelSection) -> int:
-    """Pipeline layers that hold parameters of their own: embedding, positions, blocks, norm, and an untied output."""
+    """Number of pipeline layers that can hold their own parameters: all, without a tied output."""
     return LEADING_LAYERS + model.num_layers + (1 if model.tie_embeddings else 2)
 
 
 def rules(model: ModelSection, index: int) -> list[Rule]:
-    """What a pipeline layer's parameters are there; our names are without the layer's number.
+    """Rules for the parameters of a pipeline layer; our names are without the layer's number.
 
     Args:
         model: the resolved section.
@@ -109,7 +109,7 @@ def _llama_rules(model: ModelSection, layer: int) -> list[Rule]:
             found.append(Rule(f"layer.self_attention.linear_proj.{kind}", (f"{there}.self_attn.o_proj.{kind}",)))
             found.append(Rule(f"layer.mlp.linear_fc1.{kind}", gate_up, Form.GATE_UP))
             found.append(Rule(f"layer.mlp.linear_fc2.{kind}", (f"{there}.mlp.down_proj.{kind}",)))
-    if model.qkv_bias and not model.bias:  # attention_bias there means the output projection too
+    if model.qkv_bias and not model.bias:  # their attention_bias includes the output projection
         found.append(Rule("", (f"{there}.self_attn.o_proj.bias",), Form.ZERO, model.hidden_size))
     return found
 
@@ -155,15 +155,15 @@ def hf_shapes(model: ModelSection, vocab_size: int) -> dict[str, list[int]]:
 
 
 def to_hf(model: ModelSection, index: int, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of one pipeline layer, as Hugging Face has them.
+    """Convert one pipeline layer to Hugging Face's tensors.
 
     Args:
         model: the resolved section.
         index: place of the layer in the pipeline.
-        ours: whole parameters by name, without the layer's number; the vocabulary without its padding.
+        ours: unsharded parameters by name, without the layer's number; the vocabulary without its padding.
 
     Returns:
-        By their names; views where nothing is moved.
+        The tensors by Hugging Face's names; views where possible.
 
     Raises:
         ConfigError: as ``hf_class``.
@@ -188,15 +188,15 @@ def to_hf(model: ModelSection, index: int, ours: Mapping[str, Tensor]) -> dict[s
 
 
 def from_hf(model: ModelSection, index: int, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of one pipeline layer from Hugging Face's tensors; the reverse of ``to_hf``.
+    """Convert Hugging Face's tensors to one pipeline layer; the reverse of ``to_hf``.
 
     Args:
         model: the resolved section.
         index: place of the layer in the pipeline.
-        theirs: at least the tensors that ``rules`` names.
+        theirs: at least the tensors in ``rules``.
 
     Raises:
-        ConfigError: as ``hf_class``; or a bias that we have not is not zero.
+        ConfigError: as ``hf_class``; or a bias that megasdc's model does not have is not zero.
     """
     found: dict[str, Tensor] = {}
     for rule in rules(model, index):
@@ -209,11 +209,11 @@ def from_hf(model: ModelSection, index: int, theirs: Mapping[str, Tensor]) -> di
 
 
 def to_ours(model: ModelSection, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-    """One parameter of ours.
+    """Convert Hugging Face's tensors to one parameter of megasdc.
 
     Args:
         model: the resolved section.
-        rule: its rule, of another form than ``Form.ZERO``.
+        rule: its rule; not of ``Form.ZERO``.
         parts: their tensors, in the rule's order.
     """
     if rule.form is Form.QKV_JOINED:
@@ -226,7 +226,7 @@ def to_ours(model: ModelSection, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
 
 
 def shape_of_ours(model: ModelSection, rule: Rule, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of one parameter of ours, from those of their tensors; arguments as of ``to_ours``."""
+    """The shape of one parameter of megasdc, from those of Hugging Face's tensors; arguments as in ``to_ours``."""
     return tuple(to_ours(model, rule, [torch.empty(*shape, device="meta") for shape in shapes]).shape)
 
 
@@ -253,5 +253,5 @@ def join_qkv(model: ModelSection, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    """A transposed matrix, or a vector as it is."""
+    """The transpose of a matrix; a vector unchanged."""
     return tensor.T if tensor.dim() == 2 else tensor

@@ -1,1 +1,1 @@
-"""How do runs look on a page: one, several compared, a sweep? Files to tables, tables to figures, figures to HTML."""
+"""Pages of ``megasdc report``: a run, runs compared, a study, a sweep, DropCompute; from files to figures and HTML."""

@@ -1,4 +1,4 @@
-"""What does ``megasdc report`` do? Finds out what the paths are, reads them, writes the page and the figures beside."""
+"""``megasdc report``: determines the kind of the paths, reads them, writes the page and its figures."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Written:
     """A report.
 
     Attributes:
-        page: what it says.
+        page: its contents.
         path: its file.
-        files: beside it, of ``--figures``.
+        files: written by ``--figures``.
         problem: why pictures are missing; empty: they are not.
     """
 
@@ -45,7 +45,7 @@ class Written:
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         return {
             "kind": self.page.kind,
             "page": str(self.path),
@@ -70,14 +70,14 @@ def write_report(
 
     Args:
         paths: run folders, or one folder of a study or a sweep, or JSON files of DropCompute's results.
-        out: the page; None: ``reports/report.html`` in the folder, ``report.html`` here of several or of files.
+        out: the page; None: ``reports/report.html`` in the folder; for several runs or files ``report.html`` here.
         figures: folder for PNG, SVG and CSV of each figure and CSV of each table; None: none are written.
-        title: of the page; None: made of what it shows.
+        title: of the page; None: made from its contents.
         healthy: the run that the others are compared with; None: the first.
-        on_progress: told what is done, how much of it, and of how much.
+        on_progress: called with the activity, the amount done and the total.
 
     Raises:
-        DataError: a path holds neither, or they do not go together.
+        DataError: a path holds none of these, or the paths are of different kinds.
         StorageError: a file cannot be written.
     """
     paths = _healthy_first(paths, healthy)
@@ -119,7 +119,7 @@ def _healthy_first(paths: Sequence[Path], healthy: Path | None) -> list[Path]:
 
 
 def steps_of(page: Page) -> list[int] | None:
-    """Ends of the axis of steps that figures share; None where none has one."""
+    """Range of the step axis that figures share; None where no figure has one."""
     steps = [x for one in page.figures if one.on_steps for trace in one.traces for x in trace["x"]]
     if not steps:
         return None
@@ -146,11 +146,11 @@ def _write_page(page: Page, out: Path, now: float) -> None:
 
 
 def render_report(written: Written, console: Console) -> None:
-    """Print what the report says first, and where it is.
+    """Print the report's verdict and notes, and the paths written.
 
     Args:
         written: the report.
-        console: where to.
+        console: to print on.
     """
 
     def say(text: str) -> None:

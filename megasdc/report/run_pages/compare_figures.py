@@ -1,4 +1,4 @@
-"""Which figures do runs beside a healthy one have? Losses together, differences, gradient norms, parameters."""
+"""Figures of runs compared with a healthy one: losses, differences, gradient norms, parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compare_figures(names: Mapping[str, RunRecord]) -> list[Figure]:
     """Figures of several runs.
 
     Args:
-        names: the runs by what they are called, each once; the first is the healthy one.
+        names: runs by unique label; the first is the healthy one.
     """
     healthy, *_ = names.values()
     found = [
@@ -33,7 +33,7 @@ def compare_figures(names: Mapping[str, RunRecord]) -> list[Figure]:
 
 
 def look(place: int) -> tuple[str, str]:
-    """Colour and dash of a run's curve; the healthy run's is solid and has the first."""
+    """Colour and dash of a run's curve; index 0, the healthy run, is solid and has the first colour."""
     return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
 
 
@@ -44,7 +44,7 @@ def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) 
         colour, dash = look(place)
         own: dict[str, Any] = (
             {"opacity": 0.55} if place == 0 else {}
-        )  # wide and pale below the others, which often lie upon it
+        )  # wide and pale, since the other curves often coincide with it
         width = 5 if place == 0 else 1.5
         traces.append(curve(name, one, colour, line={"dash": dash, "width": width}, **options, **own))
     return traces
@@ -86,7 +86,7 @@ def drift_figure(report: DriftReport, names: Mapping[str, str]) -> Figure:
     """Parameter difference over the steps of which both runs keep checkpoints.
 
     Args:
-        report: what was measured.
+        report: of the measurement.
         names: of the runs, by folder of checkpoints.
     """
     series, equal = {}, []

@@ -1,4 +1,4 @@
-"""What does the page of several runs say? How each differs from the healthy one, in numbers and in settings."""
+"""Page of several runs: how each differs from the healthy one, in numbers and in settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megasdc.report.run_pages.run_page import summary_of
 from megasdc.report.run_pages.status import status_of
 
 MAX_DRIFT_BYTES = 2 << 30
-"""Checkpoints that are read for a page, at most; more take longer than a page should."""
+"""Maximum of checkpoint bytes read for a page; more would take too long."""
 _COUNTED = (INCIDENT, FINDING, SKIP, FAULT)
 _HEADINGS = (
     "run",
@@ -79,7 +79,7 @@ def compare_page(runs: Sequence[RunRecord], now: float, title: str | None = None
 
 
 def names_of(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """What each run is called: its folder's name, with as many folders above as it takes to tell them apart."""
+    """Runs by label: the folder's name, with as many parent folders as make the labels unique."""
     parts = [run.path.resolve().parts for run in runs]
     depth = 1
     while len({one[-depth:] for one in parts}) < len(parts):
@@ -142,7 +142,7 @@ def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now
 
 
 def _drift(names: Mapping[str, RunRecord]) -> tuple[list[Figure], list[str]]:
-    """The figure of parameters where both keep checkpoints and reading them is cheap; else why there is none."""
+    """The parameter figure, where runs keep checkpoints of the same steps of at most ``MAX_DRIFT_BYTES``; notes."""
     folders = {checkpoints(run): name for name, run in names.items()}
     kept = {folder: set(list_steps(folder)) for folder in folders}
     first, *others = folders

@@ -1,8 +1,8 @@
-"""How do runs differ from a healthy one? Losses step by step, the relative increase of the final loss; pure.
+"""Comparison of runs with a healthy one: losses step by step, relative increase of the final loss; pure.
 
 Pei, Lausen, Karypis 2025 (IEEE Micro, 10.1109/MM.2025.3642709) compare the final loss of a run on an unhealthy node
 with that of the healthy one: (L_u / L_h - 1), in percent. A run is a worse case where that is above 0.5 %. Runs that
-diverge or meet NaN are counted apart. Here the increase is taken at the last step that both have reported.
+diverge or end with NaN are counted separately. Here the increase is taken at the last step that both have reported.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LOSS, EVAL_LOSS = "train/loss", "eval/loss"
 
 @dataclass(frozen=True)
 class Compared:
-    """One run beside the healthy one.
+    """One run compared with the healthy one.
 
     Args:
         run: its record.
-        at_step: last step of which both have a loss; None: there is none.
+        at_step: last step at which both have a loss; None: there is none.
         loss: of the run there; NaN where it is not finite.
         increase: (loss / healthy - 1) there; None where there is none.
         eval_loss: last evaluation; None: none.
         eval_increase: of the evaluation loss at the last step that both evaluated; None: there is none.
-        first_difference: first step of which the losses differ in some bit; None: none does.
-        largest: largest relative difference of losses in magnitude, and its step; None where none can be had.
+        first_difference: first step at which the losses differ; None: there is none.
+        largest: relative difference of losses that is largest in magnitude, and its step; None: none is finite.
         num_non_finite: losses that are NaN or infinite.
     """
 
@@ -48,7 +48,7 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """Verdict in a word or two."""
         if self.at_step is None:
             return "not comparable"
         if not math.isfinite(self.loss):
@@ -64,7 +64,7 @@ def compare_runs(healthy: RunRecord, others: Sequence[RunRecord]) -> list[Compar
     """Compare each run with the healthy one.
 
     Args:
-        healthy: what the others are compared with.
+        healthy: the reference.
         others: any number.
     """
     return [_compare(healthy, other) for other in others]
@@ -101,7 +101,7 @@ def common(one: Series | None, other: Series | None) -> tuple[np.ndarray, np.nda
 
 
 def relative_difference(healthy: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(other / healthy - 1); NaN where one is not finite or the healthy one is 0."""
+    """(other / healthy - 1); NaN where that is not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = other / healthy - 1
     return np.where(np.isfinite(found), found, np.nan)

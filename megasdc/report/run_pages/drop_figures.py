@@ -1,4 +1,4 @@
-"""Which figures does DropCompute have in a run? As in the paper, from what the run itself recorded.
+"""Figures of DropCompute in a run, as in the paper, from the run's own recording.
 
 Giladi et al., NeurIPS 2023, arXiv 2306.10598: Figures 2 to 4 show the spread of compute times, and completed
 micro-batches, speed and effective speed-up against the threshold.
@@ -21,7 +21,7 @@ BINS = 60
 
 
 def drop_figures(drops: Drops) -> list[Figure]:
-    """Latencies, completed micro-batches, step times against the threshold, and what other thresholds come to.
+    """Latencies, completed micro-batches, step times against the threshold, and results of other thresholds.
 
     Args:
         drops: of a run.

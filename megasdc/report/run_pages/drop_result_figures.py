@@ -1,6 +1,6 @@
-"""Which figures show what DropCompute brings? Scaling, thresholds, measured speed-up, loss against steps and time.
+"""Figures of DropCompute's effect: scaling, thresholds, measured speed-up, loss against steps and time.
 
-After Giladi et al., NeurIPS 2023, arXiv 2306.10598, in kind: other models, and delays drawn from their environment.
+Similar to those of Giladi et al., NeurIPS 2023, arXiv 2306.10598: other models, delays drawn from their environment.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, clean
 
 HEIGHT = 340
 DRAWN_RATE = 0.3
-"""Largest share left out that is drawn; files have all."""
+"""Largest drop rate that is drawn; the CSV files have all."""
 
 
 def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
     """Throughput over linear scaling, by number of replicas.
 
     Args:
-        scaling: simulated, by rising number of replicas.
+        scaling: simulated, by ascending number of replicas.
     """
     replicas = [one.replicas for one in scaling]
     lines: dict[str, Sequence[float | None]] = {
@@ -48,7 +48,7 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
 
 
 def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
-    """Effective speed-up against the share that is left out, a line for each number of replicas.
+    """Effective speed-up against the drop rate, a line for each number of replicas.
 
     Args:
         scaling: simulated.
@@ -124,7 +124,7 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
 
 
 def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Measured effective speed-up by number of replicas, each threshold rule a line; None with one number alone.
+    """Measured effective speed-up by number of replicas, a line per threshold rule; None for a single number.
 
     Args:
         results: of ``bench drop-speedup``.
@@ -160,7 +160,7 @@ def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | No
 
 
 def _rule(result: Mapping[str, Any], place: int) -> str:
-    """How a threshold was chosen; those for a share come first, in the order of the options."""
+    """How a threshold was chosen; thresholds for given drop rates come first, in the order of the options."""
     if result["thresholds"][place]["own"]:
         return "chosen by the run"
     return f"for {result['options']['drop_rates'][place]:.1%} left out"

@@ -1,4 +1,4 @@
-"""What does the page on DropCompute say? Scaling, thresholds, measured speed-up, and what training loses."""
+"""Page of DropCompute's results: scaling, thresholds, measured speed-up, effect on training."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def drop_result_page(paths: Sequence[Path], title: str | None = None) -> Page:
 
 
 def _sentences(results: DropResults) -> list[str]:
-    """What was found, a sentence a file; at least one."""
+    """The results, a sentence per file; at least one."""
     said = []
     if results.scaling:
         most = results.scaling[-1]

@@ -1,7 +1,7 @@
-"""What do results of DropCompute's own commands hold? Read from the JSON files that they wrote with ``--out``.
+"""Results of DropCompute's commands, read from the JSON files that they wrote with ``--out``.
 
-``megasdc dropcompute simulate``, ``megasdc bench drop-speedup`` and ``megasdc bench drop-training``; which one it is is
-found from its keys.
+The commands are ``megasdc dropcompute simulate``, ``megasdc bench drop-speedup`` and ``megasdc bench drop-training``; a
+file's keys tell which one wrote it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _COMMANDS = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """One number of replicas, simulated.
+    """Simulated scaling for one number of replicas.
 
     Args:
         replicas: N.
-        waits: throughput over linear scaling, nothing left out: the share of time that is not spent on waiting.
-        waits_formula: the same by eq. 4; None: it says nothing here.
-        drops: the same with the best threshold.
-        speedup: effective, at the best threshold.
-        drop_rate: there.
+        waits: throughput over linear scaling without drops: the share of time that is not spent on waiting.
+        waits_formula: the same by eq. 4; None: it does not apply.
+        drops: throughput over linear scaling with the best threshold.
+        speedup: effective speed-up at the best threshold.
+        drop_rate: at the best threshold.
         curve: (drop rate, effective speed-up) of every threshold.
     """
 
@@ -55,7 +55,7 @@ class DropResults:
 
     Args:
         scaling: by number of replicas, simulated.
-        environment: of the simulation, as it was drawn; None: none is there.
+        environment: delay environment of the simulation; None: there is no simulation.
         speedups: content of results of ``bench drop-speedup``.
         trainings: content of results of ``bench drop-training``.
         files: kind and path of each.
@@ -72,10 +72,10 @@ def read_drop_results(paths: Sequence[Path]) -> DropResults:
     """Read results.
 
     Args:
-        paths: JSON files; at most one simulation, since others have another environment.
+        paths: JSON files; at most one simulation, since two may have different environments.
 
     Raises:
-        DataError: a file is none of them, is damaged, or there are several simulations.
+        DataError: a file is none of these or damaged, or there are several simulations.
     """
     found: dict[str, list[Any]] = {kind: [] for kind in _KEYS}
     files = []

@@ -1,4 +1,4 @@
-"""What did DropCompute do in a run? Latencies, completed micro-batches, step times and speed-up from its recording."""
+"""DropCompute in a run: latencies, completed micro-batches, step times and speed-up from the run's recording."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megasdc.report.step_times import StepTimesOfRun, load_step_times
 
 @dataclass(frozen=True)
 class Drops:
-    """The recorded steps of a run, and what a threshold did to them.
+    """The recorded steps of a run, and the threshold in force.
 
     Args:
         times: of all recorded steps.
         tau_s: threshold in force; infinite where there was none, [step].
-        search: what every threshold comes to on the steps without drops; None: no such step.
-        notes: what was left out, a sentence each.
+        search: results of every threshold on the steps without drops; None: there is no such step.
+        notes: what was ignored, a sentence each.
     """
 
     times: StepTimesOfRun
@@ -48,7 +48,7 @@ class Drops:
 
     @property
     def gain(self) -> float | None:
-        """Micro-batches per second of steps with a threshold over those without one; None where one kind lacks."""
+        """Micro-batches per second of steps with a threshold over that of steps without; None without one kind."""
         held = np.isfinite(self.tau_s)
         if held.all() or not held.any():
             return None
@@ -63,7 +63,7 @@ def load_drops(run: RunRecord) -> Drops | str | None:
         run: its record.
 
     Returns:
-        None where nothing was recorded; a sentence where what was recorded cannot be used.
+        None where nothing was recorded; a sentence where the recording cannot be used.
     """
     if not (run.path / STEP_TIMES_FOLDER).is_dir():
         return None

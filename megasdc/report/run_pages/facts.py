@@ -1,4 +1,4 @@
-"""What was a run configured to do, where did it run, with which versions? Short facts for people."""
+"""Short facts of a run: configuration, layout and hosts, versions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megasdc.errors import MegasdcError
 from megasdc.report.run_pages.record import RunRecord
 
 LISTED_HOSTS = 12
-"""Hosts that are named, at most."""
+"""Maximum of hosts that are named."""
 OWN_PLACE = ("megasdc.logging.run_dir", "megasdc.checkpoint.folder")
-"""Settings in which runs differ whatever they do."""
+"""Settings that differ between any two runs."""
 _SPECS: dict[str, TypeAdapter[Any]] = {
     "megasdc.faults": TypeAdapter(FaultSpec),
     "megasdc.process_faults": TypeAdapter(ProcessFaultSpec),
     "megasdc.delay": TypeAdapter(DelaySpec),
     "megasdc.optimizer_hooks": TypeAdapter(HookSpec),
 }
-"""Lists of sections, whose defaults are not worth a word."""
+"""Lists of sections, of which only non-default fields are shown."""
 _NAMED = {
     "learning rate": "optimizer.params.lr",
     "betas": "optimizer.params.betas",
@@ -43,7 +43,7 @@ _NAMED = {
 
 
 def highlights(run: RunRecord) -> dict[str, str]:
-    """What matters of a configuration, by name; empty where it is not known."""
+    """The main settings of a configuration, by name; empty where it is not known."""
     if not run.config:
         return {}
     found = {"model": _model(run), "precision": precision_of(run.config)}
@@ -59,7 +59,7 @@ def _model(run: RunRecord) -> str:
 
 
 def _features(run: RunRecord) -> dict[str, str]:
-    """The features that are on, and what each does."""
+    """The enabled features, with their main settings."""
     found = {}
     if run.setting("megasdc.audit.enabled"):
         found["audits"] = f"every {run.setting('megasdc.audit.interval')} steps"
@@ -108,7 +108,7 @@ def places(run: RunRecord) -> dict[str, str]:
 
 
 def versions(run: RunRecord) -> dict[str, str]:
-    """Versions of packages that the run's last start told, else those in its newest checkpoint; empty: not known."""
+    """Package versions reported at the run's last start, else those in its newest checkpoint; empty: not known."""
     starts = run.of("start", "run")
     told = starts[-1].fields.get("versions") if starts else None
     if isinstance(told, dict):
@@ -118,12 +118,12 @@ def versions(run: RunRecord) -> dict[str, str]:
         try:
             return dict(read_manifest(folder / step_folder(step)).versions)
         except MegasdcError:
-            continue  # damaged; verify-checkpoint says so, and an older one tells the versions too
+            continue  # damaged, which verify-checkpoint reports; an older one has versions too
     return {}
 
 
 def checkpoints(run: RunRecord) -> Path:
-    """The folder of a run's checkpoints; as configured, or in a run folder that was moved."""
+    """The configured folder of a run's checkpoints; by default one in the run folder."""
     configured = run.setting("megasdc.checkpoint.folder")
     return Path(configured) if configured else run.path / "checkpoints"
 
@@ -145,7 +145,7 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _spec(path: str, value: Any) -> str:
-    """An entry of a list of sections: what it says otherwise than the defaults."""
+    """An entry of a list of sections: its non-default fields."""
     try:
         said = _SPECS[path].validate_python(value).model_dump(mode="json", exclude_defaults=True)
     except ValidationError:
@@ -154,7 +154,7 @@ def _spec(path: str, value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """A value as people read it."""
+    """A value as readable text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What is a figure? Traces and layout of plotly, a caption, and all of its numbers as columns."""
+"""A figure: traces and layout of plotly, a caption, and all of its numbers as columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megasdc.report.run_pages.record import Series
 from megasdc.report.run_pages.thin import MAX_POINTS, thin
 
 COLOURS = tuple(f"var(--c{place})" for place in range(1, 7))
-"""Of curves, in order; names of the page's style, which has them for light and dark."""
+"""Colours of curves, in order; variables of the page's style sheet, which defines them for light and dark."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 FEW = 100.0
 LOG_SPAN = 1000.0
@@ -28,13 +28,13 @@ class Figure:
     """A figure.
 
     Args:
-        name: of its files, and its place in the page.
+        name: of its files, and its anchor in the page.
         title: what it shows, with the unit.
-        caption: what has to be known to read it.
+        caption: how to read it.
         traces: plotly's, with names of colours.
-        layout: plotly's, what this figure has of its own.
-        columns: all numbers, by heading; each as long as the others.
-        on_steps: whether x is the axis of steps that figures of a page share.
+        layout: plotly's, only this figure's own settings.
+        columns: all numbers by heading, of equal length.
+        on_steps: x is the step axis that figures of a page share.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Figure:
     on_steps: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """What the page's script needs."""
+        """Input of the page's script."""
         return {"name": self.name, "traces": self.traces, "layout": self.layout, "on_steps": self.on_steps}
 
     def as_csv(self) -> str:
-        """All numbers; an empty cell is no number."""
+        """All numbers; an empty cell is NaN, Inf or missing."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(self.columns)
@@ -60,14 +60,14 @@ class Figure:
 
 
 def number_or_none(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinities become null."""
+    """A value for JSON: NaN and infinities become None."""
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def clean(values: Sequence[Any] | NDArray[Any]) -> list[Any]:
-    """Values as JSON has them."""
+    """Values for JSON: NaN and infinities become None."""
     return [number_or_none(value) for value in values]
 
 
@@ -78,8 +78,8 @@ def curve(name: str, series: Series, colour: str, limit: int = MAX_POINTS, **opt
         name: in the legend.
         series: its points.
         colour: name of a colour.
-        limit: points at most.
-        **options: of the trace; ``line`` and ``marker`` are added to.
+        limit: maximum of points.
+        **options: of the trace; ``line`` and ``marker`` are merged with the defaults.
     """
     kept = thin(series.values, limit)
     few = len(kept) == 1 or "markers" in options.get("mode", "")
@@ -98,7 +98,7 @@ def curve(name: str, series: Series, colour: str, limit: int = MAX_POINTS, **opt
 
 
 def told_of(series: Mapping[str, Series]) -> str:
-    """What a caption says of points that are left out or are not finite; empty where nothing is to be said."""
+    """Addition to a caption on points that are thinned out or not finite; empty where there are none."""
     parts = []
     for name, one in series.items():
         kept = len(thin(one.values))
@@ -130,7 +130,7 @@ def axis_of(*series: Series) -> dict[str, Any]:
 
 
 def log_axis(values: NDArray[np.float64]) -> dict[str, Any]:
-    """Settings of a logarithmic axis, with digits between the powers of ten where values span few of them."""
+    """Settings of a logarithmic axis, with ticks at 2 and 5 where values span less than ``FEW``."""
     positive = values[np.isfinite(values) & (values > 0)]
     few = len(positive) > 0 and positive.max() / positive.min() < FEW
     return {"type": "log", "exponentformat": "power", **({"dtick": "D2"} if few else {"nticks": 6})}

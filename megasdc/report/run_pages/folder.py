@@ -1,4 +1,4 @@
-"""What is a path: the folder of a run, of a study, or of a sweep, or a result of DropCompute? Found from what it is."""
+"""Kind of a path, from its contents: folder of a run, a study or a sweep, or a result of DropCompute."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def is_study(path: Path) -> bool:
 
 
 def kind_of(paths: Sequence[Path]) -> Kind:
-    """What a report of these paths is about.
+    """Kind of the report on these paths.
 
     Args:
         paths: at least one.
 
     Raises:
-        DataError: one is none of these, or they do not go together.
+        DataError: one is of no kind, or they are of different kinds.
     """
     files = [path for path in paths if path.suffix == ".json"]
     if files and len(files) < len(paths):

@@ -1,4 +1,4 @@
-"""What do files of JSON lines hold that may still be written, or be damaged? Every whole line, the others counted."""
+"""Reader of JSON lines that may be damaged or still be written: every complete line; the others are counted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 @dataclass
 class Lines(Generic[T]):
-    """What was read of one file.
+    """Contents of one file.
 
     Attributes:
         name: of the file, in its folder.
-        rows: of the lines that are right, in order.
-        total: lines, the others too.
-        damaged: numbers of the lines that are not right, the first is 1.
-        torn: whether the last line has no end.
+        rows: of the valid lines, in order.
+        total: number of complete lines, damaged ones included.
+        damaged: numbers of the damaged lines, the first is 1.
+        torn: whether the last line is incomplete.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Lines(Generic[T]):
 
     @property
     def notes(self) -> list[str]:
-        """What was left out, a sentence each."""
+        """What was ignored, a sentence each."""
         found = []
         if self.damaged:
             more = f", the first is line {self.damaged[0]}" if len(self.damaged) > 1 else f": line {self.damaged[0]}"
@@ -48,11 +48,11 @@ class Lines(Generic[T]):
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Lines[T]:
-    """Read a file of JSON objects, one a line.
+    """Read a file of JSON objects, one per line.
 
     Args:
         path: the file.
-        parse: makes a row of an object; ``ValueError``, ``TypeError`` and ``KeyError`` say that it is none.
+        parse: converts an object to a row; raises ``ValueError``, ``TypeError`` or ``KeyError`` for a damaged one.
 
     Raises:
         DataError: the file cannot be read at all.

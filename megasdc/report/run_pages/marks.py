@@ -1,4 +1,4 @@
-"""What happened at which step? Events as marks on the axis of steps, and as rows of a table."""
+"""Events of a run as marks on the axis of steps, and as rows of a table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megasdc.report.run_pages.status import clock
 FINDING, INCIDENT, FAULT, NOT_FINITE, SKIP = "finding", "incident", "fault injected", "not finite", "skipped step"
 WARNING, DROPS, SAVE, RESUME, START = "warning", "drop decision", "save", "resume", "start, stop"
 LANES = (INCIDENT, FINDING, NOT_FINITE, SKIP, FAULT, WARNING, DROPS, SAVE, RESUME, START)
-"""Kinds of marks, the gravest first."""
+"""Kinds of marks, the most severe first."""
 LINED = (INCIDENT, SKIP, RESUME)
-"""Those that are drawn through every figure."""
+"""Kinds that are drawn as lines through every figure."""
 _LANE_OF = {
     ("sdc", "verdict"): INCIDENT,
     ("sdc", "finding"): FINDING,
@@ -40,22 +40,22 @@ _LANE_OF = {
     ("end", "run"): START,
 }
 _WHOLE = {SKIP, NOT_FINITE}
-"""What every rank tells of, and what is counted once a step."""
+"""Kinds that every rank reports, counted once per step."""
 LONGEST = 240
-"""Characters of an event's fields that a table shows,"""
+"""Maximum of characters of an event's fields in a table."""
 LISTED = 4
-"""and values of a list in them."""
+"""Maximum of values of a list in them."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What happened at one step, of one kind.
+    """Events of one kind at one step.
 
     Args:
         lane: one of ``LANES``.
         step: optimizer step; 0: before the first.
-        count: how often.
-        text: the first of them, in words.
+        count: number of events.
+        text: the first event, in words.
     """
 
     lane: str
@@ -69,13 +69,13 @@ class Row:
     """Events of one kind, name, step and rank.
 
     Args:
-        time: of the first, in words.
+        time: of the first, as text.
         step: None where they belong to none.
-        rank: that told it.
-        host: of it.
+        rank: that reported them.
+        host: of the rank.
         what: kind and name.
         lane: kind of mark; empty where they make none.
-        count: how many.
+        count: number of events.
         details: fields of the first.
     """
 
@@ -97,7 +97,7 @@ def lane_of(event: Event) -> str:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Marks of a run, by lane and step; what ranks tell of the same skipped step is one."""
+    """Marks of a run, by lane and step; reports of several ranks on the same skipped step count once."""
     found: dict[tuple[str, int], list[Event]] = {}
     for event in run.events:
         if lane := lane_of(event):
@@ -117,7 +117,7 @@ def marks_of(run: RunRecord) -> list[Mark]:
 
 
 def counts_of(marks: Sequence[Mark]) -> dict[str, int]:
-    """How often something of each lane happened."""
+    """Number of events of each lane."""
     counts: Counter[str] = Counter()
     for mark in marks:
         counts[mark.lane] += mark.count
@@ -125,7 +125,7 @@ def counts_of(marks: Sequence[Mark]) -> dict[str, int]:
 
 
 def rows_of(events: Sequence[Event]) -> list[Row]:
-    """Events as rows of a table, those of one kind, name, step and rank as one."""
+    """Events as rows of a table; those of one kind, name, step and rank are one row."""
     found: dict[tuple[object, ...], list[Event]] = {}
     for event in events:
         found.setdefault((event.kind, event.name, event.step, event.rank), []).append(event)
@@ -145,7 +145,7 @@ def rows_of(events: Sequence[Event]) -> list[Row]:
 
 
 def details(event: Event) -> str:
-    """An event's fields in words, at most so long."""
+    """An event's fields in words, at most ``LONGEST`` characters."""
     parts = [f"micro-batch {event.micro_batch}"] if event.micro_batch is not None else []
     said = {name: value for name, value in event.fields.items() if value is not None}
     ordered = sorted(said.items(), key=lambda item: isinstance(item[1], list | dict))  # short ones first

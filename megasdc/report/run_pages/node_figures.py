@@ -1,4 +1,4 @@
-"""Which figures do studies of nodes have? How often and how far results are wrong, node by node, and how runs part.
+"""Figures of studies of nodes: frequency and severity of mismatches by node, and divergence of parameters.
 
 Ma, Pei, Lausen, Karypis 2025 (arXiv 2502.12340) show mismatch frequency and severity of each node's submodules, the
 noise-to-signal ratio of its gradients, and parameter difference over steps.
@@ -24,11 +24,11 @@ HEIGHT = 400
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
 Points = Mapping[str, Sequence[float]]
-"""By name in the legend: a value of each node, NaN where there is none."""
+"""By name in the legend: a value per node, NaN where there is none."""
 
 
 def node_figures(results: SweepResults, nodes: Sequence[StudiedNode]) -> list[Figure]:
-    """Figures of those modes that were run, in the order of the research questions; none for healthy pairs alone.
+    """Figures of the modes that were run, in the order of the research questions; none where nothing differs.
 
     Args:
         results: of the sweep.
@@ -90,7 +90,7 @@ def _gradients(nodes: Sequence[StudiedNode]) -> Figure | None:
 def _by_node(
     name: str, title: str, caption: str, nodes: Sequence[StudiedNode], measured: Points, published: Points | None = None
 ) -> Figure | None:
-    """A point for each node and name, hollow where it is what was published; None where nothing is above zero."""
+    """A point for each node and name, hollow for published values; None where nothing is above zero."""
     labels = [one.label for one in nodes]
     published = {name: own for name, own in (published or {}).items() if any(map(math.isfinite, own))}
     drawn = [
@@ -135,7 +135,7 @@ def _by_node(
 
 
 def _distances(results: SweepResults, nodes: Sequence[StudiedNode]) -> Figure | None:
-    """Parameter difference over steps, a curve a node; None where all stay equal."""
+    """Parameter difference over steps, a curve per node; None where all stay equal."""
     series = {}
     for one in nodes:
         lines = [line for line in read_study(results.run_folder(one.run_id), "parameters") if line["fqn"] == WHOLE]

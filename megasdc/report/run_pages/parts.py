@@ -1,4 +1,4 @@
-"""What is a report's page made of? Sections of sentences, figures and tables; no HTML here."""
+"""Parts of a report's page: sections of sentences, figures and tables; no HTML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megasdc.report.run_pages.figure import Figure, number_or_none
 
 _NUMBER_ALONE = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?\s*%?|[-+]?(nan|inf)%?")
 State = Literal["same", "different", "unsure"]
-"""Colour of the first line: good, bad, in between; as the pages of comparisons call it."""
+"""Colour of the first line: good, bad, in between; named as on the pages of comparisons."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Cell:
     """One cell of a table.
 
     Args:
-        text: what is read.
+        text: as displayed.
         value: number that it is sorted by; None: by its text.
-        link: a relative address; empty: none.
-        look: ``bad``, ``good`` or nothing.
+        link: a relative URL; empty: none.
+        look: ``bad``, ``good`` or empty.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def says_more(self) -> bool:
-        """Whether the text has more than its number."""
+        """Whether the text contains more than the number."""
         return self.value is not None and _NUMBER_ALONE.fullmatch(self.text) is None
 
     @property
@@ -49,12 +49,12 @@ class Table:
     """A table that can be sorted by every column and filtered.
 
     Args:
-        name: of its file, and its place in the page.
+        name: of its file, and its anchor in the page.
         headings: of the columns.
         rows: of cells, as many as headings.
-        filters: headings of columns whose values can be chosen.
-        shown: rows in the page, at most; the file has all.
-        searched: whether there is a field for words.
+        filters: headings of columns that have a filter.
+        shown: maximum of rows in the page; the file has all.
+        searched: whether there is a search field.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Table:
 
     @property
     def visible(self) -> tuple[tuple[Cell, ...], ...]:
-        """Rows that the page has."""
+        """Rows in the page."""
         return self.rows[: self.shown]
 
     @property
     def left_out(self) -> str:
-        """What the page does not have; empty: nothing."""
+        """Sentence on the rows that are not in the page; empty: there are none."""
         more = len(self.rows) - self.shown
         return f"{more:,} more rows are left out here; {self.name}.csv of --figures has all." if more > 0 else ""
 
     @property
     def choices(self) -> list[tuple[int, str, list[str]]]:
-        """Place, heading and values of each filter with something to choose."""
+        """Column index, heading and values of each filter with more than one value."""
         found = []
         for heading in self.filters:
             place = self.headings.index(heading)
@@ -87,7 +87,7 @@ class Table:
         return found
 
     def as_csv(self) -> str:
-        """All rows; numbers as they are, and beside them as they are shown where that says more."""
+        """All rows; unrounded numbers, and a second column with the displayed text where that contains more."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         twice = {place for row in self.rows for place, one in enumerate(row) if one.says_more}
@@ -107,9 +107,9 @@ class Section:
     """A part of the page under a heading.
 
     Args:
-        heading: of it.
-        sentences: paragraphs before anything else.
-        facts: label and value of each, as a list.
+        heading: of the section.
+        sentences: paragraphs at its start.
+        facts: values by label, shown as a list.
         tables: in order.
         figures: in order, after the tables.
     """
@@ -126,15 +126,15 @@ class Page:
     """A report.
 
     Args:
-        kind: what it is about.
+        kind: of the report.
         title: of the window.
         verdict: the first line.
-        state: its colour.
-        sentences: below it.
-        tiles: label and value of the numbers that matter most.
-        notes: what was left out and why.
+        state: colour of the verdict.
+        sentences: below the verdict.
+        tiles: the main numbers by label.
+        notes: what was ignored and why.
         sections: in order.
-        summary: what ``--json`` prints, plain values.
+        summary: the output of ``--json``, plain values.
     """
 
     kind: Literal["run", "runs", "study", "sweep", "drops"]
@@ -163,8 +163,8 @@ def number(value: float | None, form: str = ",.4g", look: str = "", missing: str
 
     Args:
         value: None: there is none.
-        form: how it is shown.
-        look: as of ``Cell``.
+        form: format specification.
+        look: as in ``Cell``.
         missing: shown in place of None.
     """
     if value is None:
@@ -181,7 +181,7 @@ def percent(value: float | None, worse: float | None = None) -> Cell:
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that JSON has: NaN and infinities become null, at any depth."""
+    """Values for JSON: NaN and infinities become None, at any depth."""
     return {key: _plain(value) for key, value in values.items()}
 
 

@@ -1,7 +1,7 @@
-"""How do figures become files? PNG and SVG by Chromium, which draws them as in the page, and CSV of all numbers.
+"""Figures as files: PNG and SVG by Chromium, which draws them as in the page, and CSV of all numbers.
 
-Chromium opens a page of the same figures without a screen and without the network; its script asks plotly for both
-forms of every figure and leaves them in the document, which ``--dump-dom`` prints.
+Headless Chromium opens a page of the same figures, without the network. Its script exports every figure in both formats
+by plotly and writes them into the document, which ``--dump-dom`` prints.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megasdc.report.run_pages.figure import Figure
 from megasdc.report.run_pages.parts import Table
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-"""What the program may be called, in the order of looking."""
+"""Names of the program, in the order of the search."""
 TIMEOUT_S = 300
 WIDTH, HEIGHT, SCALE = 900, 420, 2
-"""Pixels of a picture, higher where its rows or its legend need it, and how many dots of a PNG one has."""
+"""Size of a picture in pixels, higher where rows or legend need it, and PNG dots per pixel."""
 _DONE = re.compile(r'<script type="application/json" id="pictures">(.*?)</script>', re.DOTALL)
 
 
@@ -35,7 +35,7 @@ class NoPictures(Exception):
 
 
 def find_chromium() -> str:
-    """The browser's program on PATH.
+    """Path of the browser, searched on PATH.
 
     Raises:
         NoPictures: there is none.
@@ -53,9 +53,9 @@ def write_tables(folder: Path, figures: Sequence[Figure], tables: Sequence[Table
     """Write the numbers of every figure and table as CSV.
 
     Args:
-        folder: made where it is missing.
+        folder: created if absent.
         figures: each has a file of its name.
-        tables: likewise.
+        tables: likewise; empty ones have none.
 
     Raises:
         StorageError: a file cannot be written.
@@ -68,9 +68,9 @@ def write_pictures(folder: Path, figures: Sequence[Figure], steps: Sequence[int]
     """Draw every figure as PNG and SVG, on white.
 
     Args:
-        folder: made where it is missing.
+        folder: created if absent.
         figures: each has two files of its name.
-        steps: ends of the axis of steps; None: no figure has one.
+        steps: range of the step axis; None: no figure has one.
 
     Raises:
         NoPictures: there is no Chromium, or it did not draw them.
@@ -98,7 +98,7 @@ def write_pictures(folder: Path, figures: Sequence[Figure], steps: Sequence[int]
 
 
 def _draw(program: str, page: Path, profile: Path) -> dict[str, dict[str, str]]:
-    """Addresses with the content of each picture, by figure and form."""
+    """``data:`` URL of each picture, by figure and format."""
     options = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"]
     options += ["--disable-background-networking", f"--user-data-dir={profile}", "--force-prefers-reduced-motion"]
     options += ["--virtual-time-budget=600000", f"--window-size={WIDTH},{HEIGHT}", "--dump-dom"]
@@ -121,7 +121,7 @@ def _draw(program: str, page: Path, profile: Path) -> dict[str, dict[str, str]]:
 
 
 def _content(address: str) -> bytes:
-    """What a data: address holds."""
+    """Content of a ``data:`` URL."""
     head, _, body = address.partition(",")
     return base64.b64decode(body) if head.endswith(";base64") else unquote(body).encode()
 

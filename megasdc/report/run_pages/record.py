@@ -1,4 +1,4 @@
-"""What is in a run folder? Metrics by name, events, incidents, ends of launches; also of a run that is under way."""
+"""Contents of a run folder: metrics by name, events, incidents, ends of launches; also of a run in progress."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Series:
     """One metric.
 
     Args:
-        steps: rising, [point].
-        values: NaN where what was measured was not finite, [point].
+        steps: ascending, [point].
+        values: NaN where the metric was not finite, [point].
     """
 
     steps: NDArray[np.int64]
@@ -49,7 +49,7 @@ class Ending:
     Args:
         time: seconds since the epoch.
         exit_code: of the launch; 0: done.
-        text: what is known of it, the cause first.
+        text: the known facts, the cause first.
         rank: that failed first; None: none did, or it is not known.
         host: its host; None as ``rank``.
     """
@@ -67,13 +67,13 @@ class RunRecord:
 
     Args:
         path: the folder.
-        config: as it was resolved; empty where that cannot be read.
+        config: the resolved configuration; empty where it cannot be read.
         series: by name of the metric.
         events: of all ranks, by time.
         incidents: with the page of each.
-        ending: of the last launch, where ranks and front recorded one.
+        ending: of the last launch; None where neither the launcher nor a rank recorded one.
         written_at: time of the last line, seconds since the epoch; None where there is none.
-        notes: what was left out, a sentence each.
+        notes: what was ignored, a sentence each.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """What the run is called: its folder."""
+        """Name of the run folder."""
         return self.path.resolve().name
 
     def setting(self, path: str) -> Any:
@@ -102,17 +102,17 @@ class RunRecord:
         return value
 
     def of(self, kind: str, *names: str) -> list[Event]:
-        """Events of a kind; with names only those."""
+        """Events of a kind; where names are given, only those."""
         return [one for one in self.events if one.kind == kind and (not names or one.name in names)]
 
     @property
     def started_at(self) -> float | None:
-        """Time of the last start; None where none was told."""
+        """Time of the last start; None where none was recorded."""
         return max((one.time for one in self.of("start", "run")), default=None)
 
     @property
     def last_step(self) -> int:
-        """Last step that something was reported of since the last start, evaluated metrics before it too; 0: none."""
+        """Last step of any metric, or of an event since the last start, audits excepted; 0: none."""
         since = self.started_at or 0.0
         told = [one.step for one in self.events if one.step is not None and one.time >= since and one.kind != "audit"]
         return max([*told, *(int(one.steps[-1]) for one in self.series.values())], default=0)
@@ -124,11 +124,11 @@ def is_run(path: Path) -> bool:
 
 
 def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
-    """Read a run folder; lines that are torn or damaged are left out, counted and told.
+    """Read a run folder; incomplete or damaged lines are ignored, counted and noted.
 
     Args:
         path: the folder.
-        on_progress: told what is done, how much of it, and of how much.
+        on_progress: called with the activity, the files read and their total.
 
     Raises:
         DataError: a file cannot be read at all.
@@ -224,7 +224,7 @@ def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None)
 
 
 def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
-    """Without those of a run before that was begun anew in the same folder, whose metrics were set aside."""
+    """Without the events of an earlier run in the same folder whose metrics were set aside."""
     anew = [one.time for one in events if (one.kind, one.name) == ("start", "metrics_set_aside")]
     starts = [one.time for one in events if (one.kind, one.name) == ("start", "run") and anew and one.time <= anew[-1]]
     kept = [one for one in events if not starts or one.time >= starts[-1]]
@@ -244,30 +244,28 @@ def _load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Inciden
 
 
 def _load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
-    """How the last launch ended, by what its front wrote, else by what its ranks did."""
+    """How the last launch ended, from the launcher's record, else from those of its ranks."""
     launches = [one for one in sorted((folder / "done").glob("*")) if one.is_dir()]
     holder = read_holder(folder)
-    if holder is not None and holder.may_live:  # others have ended before it began, or were refused
+    if holder is not None and holder.may_live:  # other launches ended before it began, or were refused
         launches = [one for one in launches if one.name == holder.launch_id]
     endings = [one for one in (_ending_of(launch, folder, notes) for launch in launches) if one is not None]
     told = _told_ending(events)
     if told is not None and all(told.time > one.time for one in endings):
-        return told  # the launch had no front, or that has not written yet
+        return told  # no launcher's record, or not yet
     return max(endings, key=lambda one: one.time, default=None)
 
 
 def _told_ending(events: Sequence[Event]) -> Ending | None:
-    """How the ranks of the last start ended by their own events; None: none failed since.
-
-    The first that ended otherwise than by the loss of another is the cause.
-    """
+    """How the ranks of the last start ended, by their own events; None: none failed since."""
     ends = [one for one in events if (one.kind, one.name) == ("end", "failed")]
     started = max((one.time for one in events if (one.kind, one.name) == ("start", "run")), default=0.0)
     if not ends or ends[-1].time < started:
         return None
-    # Others of the same start ended after this rank's process had begun; it may have failed before all of them met.
+    # Ranks of the same start ended after this rank's process had begun; a rank may fail before all have joined.
     since = ends[-1].fields.get("process_started", started)
     failed = [one for one in ends if one.time >= since]
+    # The cause is the first rank that failed by itself; a rank with PeerError only lost another one.
     first = min(failed, key=lambda one: (one.fields.get("exit_code") == PeerError.exit_code, one.time))
     text = f"rank {first.rank} on {first.host}: {first.fields.get('message')}"
     return Ending(ends[-1].time, int(first.fields.get("exit_code", 1)), text, first.rank, first.host)

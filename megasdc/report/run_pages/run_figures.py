@@ -1,4 +1,4 @@
-"""Which figures does one run have? Its numbers, and what happened, over one axis of steps."""
+"""Figures of one run: its metrics and events over one axis of steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megasdc.report.run_pages.record import RunRecord, Series
 
 HEIGHT, WIDE_HEIGHT = 210, 260
 MAX_LINES = 100
-"""Marks of a kind that are drawn through every figure; of more none are."""
+"""A kind with more marks than this is not drawn as lines through every figure."""
 MAX_MARKS = 1500
-"""Marks of a kind in the figure of what happened."""
+"""Maximum of marks of a kind in the figure of events."""
 LOOKS = {
     INCIDENT: ("x", "var(--bad)"),
     FINDING: ("diamond", "var(--bad)"),
@@ -88,7 +88,7 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 
 
 def run_figures(run: RunRecord, marks: Sequence[Mark]) -> list[Figure]:
-    """Every figure that the run has numbers for, in the order of the page.
+    """Every figure for which the run has data, in the order of the page.
 
     Args:
         run: its record.
@@ -127,9 +127,9 @@ def _panel(
 
 
 def completed_micro_batches(run: RunRecord) -> Series | None:
-    """Share of the planned micro-batches that all replicas completed, by step; None without drops on record.
+    """Share of the planned micro-batches that all replicas completed, by step; None without recorded drops.
 
-    A step that no event tells of left none out. Steps are told of from the last start of the recording on.
+    A step without an event dropped none. Without usable events, the share is that of the metric ``drops/rate``.
     """
     if "drops/rate" not in run.series and not run.of("drop", "micro_batches"):
         return None
@@ -171,7 +171,7 @@ def _completed(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
 
 
 def _time_parts(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
-    """Where the time of a step went, stacked."""
+    """Parts of a step's time, stacked."""
     series = {part: run.series[f"time/{part}_s"] for part in _PARTS if f"time/{part}_s" in run.series}
     if not series:
         return None
@@ -193,7 +193,7 @@ def _time_parts(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
 
 
 def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """Vertical lines for the gravest marks."""
+    """Vertical lines for the marks of kinds in ``LINED``."""
     lines = []
     for lane in LINED:
         own = [mark for mark in marks if mark.lane == lane and mark.step]
@@ -208,7 +208,7 @@ def _line(step: int, colour: str) -> dict[str, Any]:
 
 
 def happened(marks: Sequence[Mark]) -> Figure:
-    """What happened, a lane of marks for each kind; on the same axis of steps."""
+    """Events on the same axis of steps, a lane of marks for each kind."""
     lanes = [lane for lane in LANES if any(mark.lane == lane for mark in marks)]
     traces, left = [], []
     for lane in lanes:
@@ -252,7 +252,7 @@ def _spread(count: int) -> list[int]:
 
 
 def _hover(mark: Mark) -> str:
-    """Text of a mark, in lines that fit; markup in it is text."""
+    """Text of a mark, wrapped into lines; markup in it is escaped."""
     text = mark.text.replace("&", "&amp;").replace("<", "&lt;")
     lines = [text[place : place + 70] for place in range(0, min(len(text), 280), 70)]
     return "<br>".join(([f"{mark.count:,} times, the first:"] if mark.count > 1 else []) + lines)

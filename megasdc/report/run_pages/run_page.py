@@ -1,4 +1,4 @@
-"""What does the page of one run say? How far it is, its numbers, what happened, how it was configured."""
+"""Page of one run: progress, metrics, events, configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incident_page import headline
 
 _COUNTED = (INCIDENT, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
-"""Marks that are counted at the head of the page, where there are any; the first two always."""
+"""Marks that are counted at the top of the page where there are any; the first two always."""
 
 
 def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) -> Page:
@@ -37,7 +37,7 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
 
     Args:
         run: its record.
-        out: where the page will lie, for addresses of other pages.
+        out: path of the page, for relative links to other pages.
         now: seconds since the epoch.
         title: of the page; None: the run's name.
     """
@@ -166,7 +166,7 @@ def _events(run: RunRecord) -> Table:
 
 
 def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[str, object]:
-    """A run in plain values."""
+    """A run as plain values."""
     last = {name: float(run.series[name].values[-1]) for name in ("train/loss", "eval/loss") if name in run.series}
     return plain_values(
         {

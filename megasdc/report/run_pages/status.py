@@ -1,4 +1,4 @@
-"""How far is a run, and did it end? From its record and the time of day; pure."""
+"""Progress and state of a run, from its record and the current time; pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Literal
 from megasdc.report.run_pages.record import RunRecord
 
 SILENT_S = 120.0
-"""A run without an end that has written nothing for longer than this is not said to be under way,"""
+"""A run without a recorded end that has written nothing for longer than this is silent, see ``SILENT_WINDOWS``."""
 SILENT_WINDOWS = 5
-"""unless its lines come that rarely: so many times the time between two of them."""
+"""A run is not silent before so many times the interval between its metric lines."""
 ALL_DONE = "all steps done"
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run is.
+    """Progress and state of a run.
 
     Args:
-        state: failed: a launch ended with an exit code that is not 0; silent: no end was recorded, and nothing was
+        state: failed: a launch ended with an exit code other than 0; silent: no end was recorded, and nothing was
             written for long.
-        step: last step that is known of.
+        step: last known step.
         planned: steps of the whole run; None where that is not known.
         text: a sentence.
     """
@@ -34,7 +34,7 @@ class Status:
 
 
 def status_of(run: RunRecord, now: float) -> Status:
-    """Say where a run is.
+    """Progress and state of a run.
 
     Args:
         run: its record.
@@ -64,7 +64,7 @@ def status_of(run: RunRecord, now: float) -> Status:
 
 
 def _window_s(run: RunRecord) -> float:
-    """Seconds between two lines of numbers, about."""
+    """Approximate seconds between two lines of metrics."""
     seconds = run.series.get("speed/step_s")
     if seconds is None:
         return 0.0
@@ -74,12 +74,12 @@ def _window_s(run: RunRecord) -> float:
 
 
 def clock(seconds: float) -> str:
-    """A time of day in UTC."""
+    """Date and time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def ago(seconds: float) -> str:
-    """A time span in its largest unit."""
+    """A duration in the largest unit of which it has at least two."""
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Which figures does a study have? Where results differ, when, how far and in which bits; how runs part.
+"""Figures of a study: where, when, how far and in which bits results differ; divergence of parameters and losses.
 
 Ma, Pei, Lausen, Karypis 2025 (arXiv 2502.12340) show mismatch frequency and severity of submodules, and parameter
 difference over steps; here each submodule of each layer has its own cell.
@@ -22,11 +22,11 @@ from megasdc.study.tables import MismatchRow, part_of
 
 HEIGHT = 300
 TALLEST = 820
-"""Pixels of a map's rows, at most: it has to fit a sheet of paper."""
+"""Maximum height of a map's rows in pixels, to fit a sheet of paper."""
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
 """In execution order."""
 DRAWN = 6
-"""Submodules of which a curve is drawn, those that are farthest apart at their worst."""
+"""Number of submodules with a curve, those with the largest maximum."""
 _SAID = {
     "gradient": ("Gradient difference (noise-to-signal)", "reduced gradients, before they are bounded or clipped"),
     "parameters": ("Parameter difference", "fp32 weights"),
@@ -34,10 +34,10 @@ _SAID = {
 
 
 def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
-    """Mismatch frequency by layer, submodule and direction; None where nothing was compared.
+    """Mismatch frequency by layer, submodule and phase; None where nothing was compared.
 
     Args:
-        replica: which.
+        replica: its index.
         rows: by submodule, of all replicas.
     """
     own = [row for row in rows if row.replica == replica and row.elements]
@@ -84,7 +84,7 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
 
 
 def _cell(fqn: str) -> tuple[str, str]:
-    """(layer, name in it): the number that a submodule's name begins with, and the rest."""
+    """(layer, name in the layer): the number at the start of a submodule's name, and the rest."""
     head, _, rest = fqn.partition(".")
     return (head, rest.removeprefix("layer.")) if head.isdigit() and rest else ("-", fqn)
 
@@ -99,10 +99,10 @@ def _told(row: MismatchRow | None) -> str:
 
 
 def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """When results differ: mismatches of each step, by part of the model.
+    """Mismatches of each step, by part of the model.
 
     Args:
-        replica: which.
+        replica: its index.
         lines: its mismatches, at least one.
     """
     counts: dict[str, Counter[int]] = {}
@@ -123,10 +123,10 @@ def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
 
 
 def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """How far results are apart: relative differences by power of ten.
+    """Mismatch severity: histogram of relative differences by power of ten.
 
     Args:
-        replica: which.
+        replica: its index.
         lines: its mismatches, at least one.
     """
     decades = _sum(line["decades"] for line in lines)
@@ -155,10 +155,10 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
 
 
 def bits_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """In which bits results differ.
+    """Number of elements in which each bit differs.
 
     Args:
-        replica: which.
+        replica: its index.
         lines: its mismatches, at least one.
     """
     by_type = {
@@ -200,7 +200,7 @@ def _sum(counts: Any) -> Counter[int]:
 
 
 def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
-    """How far gradients or parameters are apart, step by step: whole, and submodules that are farthest at their worst.
+    """Relative difference of gradients or parameters by step: whole model, and submodules with the largest maximum.
 
     Args:
         quantity: gradient or parameters.

@@ -1,4 +1,4 @@
-"""What does the page of a study say? Where, when and how far the others' results differ from the trusted replica's."""
+"""Page of a study: where, when and how far results of the other replicas differ from the trusted replica's."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MODES = {
     "free_run": "nothing is overwritten",
 }
 SPIKES = 20
-"""Steps with a spike of the loss that are named, at most; the JSON has all."""
+"""Maximum of steps with a loss spike that are named; the JSON has all."""
 SAMPLES = 200
-"""Single elements that the page has, at most; the CSV has all."""
+"""Maximum of single elements in the page; the CSV has all."""
 
 
 def study_page(folder: Path, now: float, title: str | None = None) -> Page:
-    """Build the page, also of a study that is under way.
+    """Build the page, also of a study in progress.
 
     Args:
         folder: of the launch.
@@ -174,7 +174,7 @@ def _evaluations(summary: StudySummary) -> Table:
 
 
 def _samples(mismatches: Sequence[Line]) -> Table:
-    """The elements that were written one by one, ``megasdc.study.sampled_elements`` of each wrong result at most."""
+    """The recorded single elements, at most ``megasdc.study.sampled_elements`` of each wrong result."""
     rows = tuple(
         (
             number(line["replica"], "d"),

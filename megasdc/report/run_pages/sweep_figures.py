@@ -1,4 +1,4 @@
-"""Which figures does a sweep have? Final losses of each cell, what nodes did to each, losses over steps."""
+"""Figures of a sweep: final losses of each cell, effect of each node, losses over steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megasdc.report.run_pages.record import Series
 LOSS = "train/loss"
 HEIGHT, CELL_HEIGHT = 420, 300
 CURVE_POINTS = 400
-"""Points of one run's curve, at most."""
+"""Maximum of points of one run's curve."""
 TOP = 1.5
-"""Losses of a cell are drawn up to so many times the first one; a run that diverged is cut there."""
+"""Losses of a cell are drawn up to so many times the first loss; a diverged run is cut off there."""
 
 
 def sweep_figures(results: SweepResults, scored: SweepTable) -> list[Figure]:
-    """Figures of a sweep, also of one that is going on.
+    """Figures of a sweep, also of one in progress.
 
     Args:
-        results: its folder as it was read.
+        results: of the sweep.
         scored: its table.
     """
     cells = list(dict.fromkeys(row["cell"] for row in results.rows))
@@ -59,7 +59,7 @@ def _done(row: Mapping[str, Any]) -> bool:
 
 
 def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Figure:
-    """A strip of all nodes and seeds and a box, healthy runs beside."""
+    """Per cell, points and a box of unhealthy nodes, of healthy runs and of controls."""
     done = [row for row in rows if _done(row)]
     groups: dict[str, list[Mapping[str, Any]]] = {"unhealthy nodes": [], "healthy": [], "controls": []}
     for row in done:
@@ -103,7 +103,7 @@ def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Fi
 
 
 def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: Sequence[str]) -> Figure:
-    """Mean increase over seeds, of each node in each cell; a word where there is none."""
+    """Mean increase over seeds, of each node in each cell; statuses in words where a run is not done."""
     found = increases(rows)
     z: list[list[float | None]] = []
     words: list[list[str]] = []
@@ -184,7 +184,7 @@ def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
 def _curves(
     number: int, cell: str, rows: Sequence[Mapping[str, Any]], nodes: Sequence[str], series: Mapping[str, Series]
 ) -> Figure:
-    """Losses of one cell: healthy runs wide and pale, nodes upon them, seeds of a node alike."""
+    """Losses of one cell: healthy runs wide and pale, nodes above them; seeds of a node look the same."""
     own = [row for row in rows if row["cell"] == cell and row["run_id"] in series]
     traces, steps, said = [], [], []
     for row in sorted(own, key=lambda one: nodes.index(one["node"])):

@@ -1,4 +1,4 @@
-"""What does the page of a sweep say? The paper's table beside ours, figures, what was varied, and its limits."""
+"""Page of a sweep: the paper's table beside ours, figures, what was varied, limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         title: of the page; None: the sweep's name.
 
     Raises:
-        StorageError: it is no folder of a sweep, or its tables are not written yet.
+        StorageError: the folder holds no sweep, or its tables are not written yet.
     """
     results = read_sweep(folder)
     table = tabulate(results)
@@ -85,7 +85,7 @@ def _verdict(table: SweepTable) -> str:
 
 
 def _state(table: SweepTable) -> State:
-    """A sweep is neither good nor bad; it is whole or not."""
+    """``same`` for a complete sweep without failed runs, else ``unsure``; a sweep is neither good nor bad."""
     failed = any(score.failed or score.healthy_failed for score in table.scores.values())
     return "same" if table.done == table.planned and not failed else "unsure"
 
@@ -121,7 +121,7 @@ def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
 
 
 def _studies(table: SweepTable) -> list[Section]:
-    """What studies of nodes came to, where the sweep's runs are studies."""
+    """Tables of studies of nodes, where the sweep's runs are studies."""
     return [
         Section(
             one.heading,

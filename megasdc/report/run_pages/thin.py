@@ -1,4 +1,4 @@
-"""Which points of a long series does a picture need? The smallest and largest of every stretch, and both ends."""
+"""Thinning of a long series for a picture: the smallest and largest value of every stretch, and both ends."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_POINTS = 2000
-"""Points of one curve in a picture, at most."""
+"""Maximum of points of one curve in a picture."""
 
 
 def thin(values: NDArray[np.float64], limit: int = MAX_POINTS) -> NDArray[np.int64]:
     """Choose points so that no peak is lost.
 
-    The series is cut into stretches of equal length; of each its smallest and largest value stay, and one that is NaN
-    or infinite, so that a gap stays one.
+    The series is cut into stretches of equal length; each keeps its smallest and largest value, and one that is NaN
+    or infinite, so that gaps remain.
 
     Args:
         values: of the points, in order, [point].
-        limit: points at most, >= 5.
+        limit: maximum of points, >= 5.
 
     Returns:
-        Places of the points that stay, rising; all where there are no more than ``limit``.
+        Indices of the kept points, ascending; all where there are no more than ``limit``.
     """
     count = len(values)
     if count <= limit:

@@ -27,7 +27,7 @@ TWO_STAGES = MemoryCase(2, deepspeed=FOUR, parallel={"pipeline": 2})
 def _bench(monkeypatch: pytest.MonkeyPatch, case: MemoryCase, peaks: list[tuple[int, float]]) -> MemoryResult:
     def answer(module: str, request: dict[str, Any], ranks: int, threads: int, folder: Any, on_message: Any) -> None:
         assert (module, ranks, request["vocab"]) == ("megasdc.bench.memory_rank", case.ranks, case.vocab)
-        on_message({"peaks": peaks})
+        on_message({"peaks": peaks, "on_gpu": False})
 
     monkeypatch.setattr(memory, "run_ranks", answer)
     return bench_memory({"case": (case.config(), case.ranks, case.vocab)})
@@ -64,9 +64,10 @@ def test_all_built_in_configurations_are_predicted() -> None:
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_readme_has_a_row_for_each_built_in_configuration() -> None:
+def test_the_guide_has_a_row_for_each_built_in_configuration() -> None:
     """Under the name that the bench prints, in its order."""
-    table = (ROOT / "README.md").read_text().partition("| configuration | of | predicted MiB |")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "guides" / "memory.md").read_text()
+    table = page.partition("| configuration | of | predicted MiB |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", table, re.M) == list(CASES)
 
 

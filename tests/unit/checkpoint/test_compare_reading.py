@@ -125,3 +125,22 @@ def test_a_large_tensor_is_never_held(tmp_path: Path, other: str) -> None:
     del tensor
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_peak_growth, (str(tmp_path), ("one.pt", other))) < 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(8), torch.zeros(8).index_fill_(0, torch.tensor([3]), -0.0)),
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+    ],
+    ids=["the sign of a zero", "an integer beyond fp64"],
+)
+def test_bits_that_differ_by_no_distance_are_a_difference(
+    tmp_path: Path, one: torch.Tensor, other: torch.Tensor
+) -> None:
+    """Without --ulp and --rtol nothing is tolerated, whatever two values are as numbers."""
+    files = [tmp_path / "one.pt", tmp_path / "other.pt"]
+    for file, tensor in zip(files, (one, other), strict=True):
+        torch.save({"a": tensor}, file)
+    report = compare_checkpoints([open_view(file) for file in files])
+    assert (len(report.findings), report.num_tolerated) == (1, 0)

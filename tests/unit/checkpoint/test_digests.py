@@ -202,7 +202,7 @@ def test_other_differences(pair: tuple[Path, Path]) -> None:
     kinds = {(one.file, one.what) for one in found}
     assert {("megasdc.json", "missing"), (LAYER, "type"), ("rank_00000_state.pt", "values")} <= kinds
     assert "float32[3], expected float32[1500, 1000]" in [one.detail for one in found]
-    assert any("is not a whole file of torch.save" in one.detail for one in found if one.file == SHARD)
+    assert any("is not a complete file of torch.save" in one.detail for one in found if one.file == SHARD)
 
 
 def test_bytes_of_no_tensor_count_within_one_save(tmp_path: Path) -> None:

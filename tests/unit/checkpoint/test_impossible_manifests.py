@@ -92,7 +92,7 @@ def test_what_no_checkpoint_is_is_refused(checkpoint: tuple[Path, dict[str, Any]
     edit(changed)
     put(path / "manifest.json", changed)
     for read in (inspect_checkpoint, open_view, CheckpointWeights, digest_path):
-        with pytest.raises(CheckpointError, match=f"manifest.json says what no checkpoint is: .*{said}"):
+        with pytest.raises(CheckpointError, match=f"manifest.json has content that no checkpoint has: .*{said}"):
             read(path)
     with pytest.raises(CheckpointError, match=said):
         read_digest(path / "manifest.json")
@@ -129,7 +129,7 @@ def test_an_extract_of_blocks_that_are_none_is_refused(tmp_path: Path) -> None:
         changed["tensors"][0] |= change
         put(extract, changed)
         extract.write_bytes(extract.read_bytes() + blocks)
-        with pytest.raises(CheckpointError, match="says what no checkpoint is"):
+        with pytest.raises(CheckpointError, match="has content that no checkpoint has"):
             read_extract(extract)
 
 

@@ -162,8 +162,8 @@ def _loaded(tmp_path: Any, *allow: str) -> RunConfig:
         ("hidden_dropout", "did you mean megasdc.model.hidden_dropout"),
         ("megasdc.model", "is a section"),
         ("nothing.like.it", "is no field"),
-        ("megasdc.model.num_layers", "no run goes on"),
-        ("megasdc.training.seed", "no run goes on"),
+        ("megasdc.model.num_layers", "no run can resume"),
+        ("megasdc.training.seed", "no run can resume"),
     ],
 )
 def test_flags_without_meaning_are_refused(tmp_path: Any, name: str, answer: str) -> None:

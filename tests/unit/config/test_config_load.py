@@ -327,8 +327,8 @@ class TestFile:
             tmp_path, '{"fp16": {"enabled": true, "enabled": false}, "megasdc": {"data": {}, "data": {}}}'
         )
         message = self.error(path)
-        assert "fp16.enabled: the key stands more than once" in message
-        assert "megasdc.data: the key stands more than once" in message
+        assert "fp16.enabled: the key occurs more than once" in message
+        assert "megasdc.data: the key occurs more than once" in message
         assert "megasdc.training: missing" in message
 
     def test_missing_file_folder_and_not_text(self, tmp_path):

@@ -1,4 +1,4 @@
-"""The README's table of fields is generated from the sections and kept up to date."""
+"""The documentation's table of fields is generated from the sections and kept up to date."""
 
 from pathlib import Path
 from typing import get_args
@@ -7,9 +7,12 @@ import pytest
 
 from megasdc.config import MegasdcSection
 from megasdc.config.fields import AtResume
-from megasdc.config.table import BEGIN, END, render_table, type_text, with_table
+from megasdc.config.table import render_table, type_text, with_tables
+from megasdc.versions.tested import render_tables
 
-README = Path(__file__).parents[3] / "README.md"
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
+TABLES = {"config-table": render_table, "other": lambda: "table\n"}
+BEGIN, END = "<!-- config-table:begin -->", "<!-- config-table:end -->"
 
 
 def test_table_has_every_field_with_a_meaning():
@@ -34,26 +37,30 @@ def test_types_in_words(annotation, words):
 
 def test_the_table_stands_between_the_markers_only(tmp_path):
     """Text around the markers stays; with the table in it the file is up to date; nothing is written."""
-    file = tmp_path / "README.md"
-    file.write_text(old := f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    fresh = f"before\n{BEGIN}\n{render_table()}{END}\nafter\n"
-    assert with_table(file) == (old, fresh)
+    file = tmp_path / "page.md"
+    second = "<!-- other:begin -->\n{}<!-- other:end -->\n"
+    file.write_text(old := f"before\n{BEGIN}\nold\n{END}\nafter\n{second.format('')}")
+    fresh = f"before\n{BEGIN}\n{render_table()}{END}\nafter\n" + second.format("table\n")
+    assert with_tables(file, TABLES) == (old, fresh)
     assert file.read_text() == old
     file.write_text(fresh)
-    assert with_table(file) == (fresh, fresh)
+    assert with_tables(file, TABLES) == (fresh, fresh)
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}\n"])
 def test_missing_markers_are_an_error(tmp_path, text):
     """Without both markers in order nothing is written."""
-    file = tmp_path / "README.md"
+    file = tmp_path / "page.md"
     file.write_text(text)
     with pytest.raises(ValueError, match="config-table"):
-        with_table(file)
+        with_tables(file, TABLES)
     assert file.read_text() == text
 
 
-def test_readme_is_up_to_date():
-    """The table in README.md, if it holds one, is the generated one."""
-    if BEGIN in README.read_text(encoding="utf-8"):
-        assert len(set(with_table(README))) == 1, "run: megasdc config-table --write README.md"
+@pytest.mark.parametrize(
+    ("page", "tables"), [("configuration", TABLES), ("versions", {"versions-table": render_tables})]
+)
+def test_the_documentation_is_up_to_date(page, tables):
+    """The tables of the reference are the generated ones."""
+    file = REFERENCE / f"{page}.md"
+    assert len(set(with_tables(file, tables))) == 1, f"run: megasdc config-table --write {file}"

@@ -36,7 +36,7 @@ FP16 = {"fp16": {"enabled": True}}
         ({**SPIKE, "theta": [[0, 10.0]]}, None, ["steps [0.0]", "from 1 on"]),
         ({"hook": "absolute"}, None, ["optimizer_hooks.0.theta: missing", "absolute needs it"]),
         ({**ABSOLUTE, "grace_steps": 3}, None, ["grace_steps", "only spike_aware"]),
-        ({**ABSOLUTE, "parameters": ["*.mlp.linear_fc3.*"]}, None, ["'*.mlp.linear_fc3.*'", "fits no parameter"]),
+        ({**ABSOLUTE, "parameters": ["*.mlp.linear_fc3.*"]}, None, ["'*.mlp.linear_fc3.*'", "matches no parameter"]),
         ({**SPIKE, "where": "local"}, None, ['got "local"', "use absolute"]),
         ({**ABSOLUTE, "non_finite": "zero"}, FP16, ["dynamic loss scale"]),
         ({**ABSOLUTE, "non_finite": "halt"}, FP16, ["dynamic loss scale"]),
@@ -44,12 +44,12 @@ FP16 = {"fp16": {"enabled": True}}
         (
             ABSOLUTE,
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            ["offload_optimizer", "no hook sees"],
+            ["offload_optimizer", "no hook reads"],
         ),
         ({**ABSOLUTE, "theta": 1e-46}, None, ["theta: got 1e-46"]),
         ({**SPIKE, "grace_steps": 100}, None, ["never bound anything"]),
         ({"hook": "momentum_reset", "interval": 9, "warmup_steps": 9}, None, ["never reach its schedule"]),
-        ({**ABSOLUTE, "parameters": ["3.output.weight"]}, None, ["fits no parameter"]),
+        ({**ABSOLUTE, "parameters": ["3.output.weight"]}, None, ["matches no parameter"]),
         ({**ABSOLUTE, "where": "after_norm", "non_finite": "halt"}, None, ["finite already"]),
         ({**ABSOLUTE, "where": "after_norm", "theta": 2.0}, None, ["after the norm was clipped to 1"]),
         ({"hook": "file", "path": "absent.py", "name": "X"}, None, ["'absent.py', which is not a file"]),
@@ -70,7 +70,7 @@ def test_an_entry_that_comes_too_late_is_refused():
     with pytest.raises(ConfigError, match="put this entry before them"):
         build(ABSOLUTE, late)
     build(late, ABSOLUTE)
-    with pytest.raises(ConfigError, match="take what is cut for an error"):
+    with pytest.raises(ConfigError, match="report bounded elements as an error"):
         build(
             {**ABSOLUTE, "where": "local"},
             sdc={"always_on": {"enabled": True, "toleranced": True}},

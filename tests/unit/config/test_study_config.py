@@ -38,7 +38,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**FREE, "trusted": 2}, {}, "study.trusted: got 2, but the replicas are 0 to 1"),
     ({**FREE, "submodules": ["*"]}, {}, "study.submodules: is read with computation_sync only"),
     ({"mode": "parameter_sync", "replicas": 2, "interval": 2}, {}, "study.interval: is read with"),
-    ({**SYNC, "submodules": ["*.linear_fc3"]}, {}, "study.submodules.0: got '*.linear_fc3', which fits no submodule"),
+    (
+        {**SYNC, "submodules": ["*.linear_fc3"]},
+        {},
+        "study.submodules.0: got '*.linear_fc3', which matches no submodule",
+    ),
     (FREE, {"determinism": {"enabled": False}}, "with megasdc.determinism.enabled false"),
     (FREE, {"training": {"eval_interval": 0}}, "with megasdc.training.eval_interval 0"),
     (FREE, {"drop_compute": {"enabled": True}}, "with megasdc.drop_compute.enabled true"),
@@ -47,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {**SYNC, "replicas": 4},
         {"audit": {"enabled": True}},
-        "with megasdc.audit.enabled true; micro-batches that one replica computes again",
+        "with megasdc.audit.enabled true; micro-batches that one replica recomputes",
     ),
     (
         FREE,

@@ -117,7 +117,7 @@ def test_a_damaged_index_is_built_again(tmp_path, prepared, caplog, name, damage
         assert torch.equal(first, everything(build_datasets(*used)[0], 20))
     ((folder, said),) = told
     assert folder == path.parent and re.search(problem, said)
-    assert caplog.text.count("is built again, the old one is ") == 1
+    assert caplog.text.count("is rebuilt, the old one is ") == 1
     (aside,) = tmp_path.glob("damaged-*")  # a run on another host may have it mapped
     assert len(list(aside.iterdir())) >= 3
 

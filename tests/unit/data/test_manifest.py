@@ -260,7 +260,7 @@ def test_the_command(folder, to_version_1):
     flip(folder / "train.bin")
     done = run(app, ["verify-data", "--add-checksums", str(folder)])
     assert done.exit_code == 0, done.output
-    assert "all as they were written" in done.stdout
+    assert "all unchanged" in done.stdout
     assert Manifest.load(folder).format_version == 2
     done = run(app, ["verify-data", "--json", str(folder), str(folder / "none")])
     assert done.exit_code == 71

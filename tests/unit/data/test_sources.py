@@ -162,7 +162,7 @@ BAD = {
     "lone surrogate": (lambda d: (d / "x.jsonl").write_bytes(b'{"text": "\\ud800 x"}\n'), r"x\.jsonl"),
     "no column": (lambda d: (d / "x.jsonl").write_bytes(jsonl("a", key="body")), r"no column 'text'.*\['body'\]"),
     "not text": (lambda d: (d / "x.jsonl").write_bytes(jsonl(5)), "row 0: column 'text' holds int"),
-    "no text at all": (lambda d: (d / "x.jsonl").write_bytes(jsonl("", None)), "holds no text; left out"),
+    "no text at all": (lambda d: (d / "x.jsonl").write_bytes(jsonl("", None)), "holds no text; skipped"),
     "unknown kind": (lambda d: (d / "x.csv").write_text("a"), "not of a known kind"),
 }
 

@@ -14,6 +14,7 @@ from megasdc.config import load_profile
 from megasdc.errors import ConfigError
 from megasdc.experiments.plan import Plan, build_plan, measured_folder, runs_of
 from megasdc.experiments.results import SWEEP_FILE, ResultStore
+from megasdc.experiments.sweep import _check_folder
 from megasdc.experiments.sweep_file import HEALTHY, load_sweep
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -188,7 +189,7 @@ def test_a_study_harms_one_replica_and_measures_it(tmp_path: Path) -> None:
     other = {**settings, "megasdc.study.trusted": 1}
     plan = build_plan(load_sweep(write(tmp_path, ranks=2, set=other, nodes=nodes), None))
     assert {measured_folder(run, tmp_path).name for run in plan.runs.values()} == {"replica_0"}
-    with pytest.raises(ConfigError, match=r"study\.replicas: 4; a sweep harms one replica"):
+    with pytest.raises(ConfigError, match=r"study\.replicas: 4; a sweep injects faults into one "):
         build_plan(load_sweep(write(tmp_path, ranks=4, set={**settings, "megasdc.study.replicas": 4}), None))
     start = [{"name": "a", "start": {"step": 3}}]
     with pytest.raises(ConfigError, match="a study of a sweep begins from scratch"):
@@ -201,3 +202,13 @@ def test_shipped_nodes_say_what_is_assumed(path: Path) -> None:
     profile = load_profile(str(path))
     assert profile.faults and profile.assumed and profile.source
     assert profile.published or profile.source.startswith("none")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"sweep": 1, "size": null}'])
+def test_a_damaged_file_of_a_sweep_is_written_anew(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder is taken, with a warning; runs are known by their own files."""
+    (tmp_path / SWEEP_FILE).write_text(content)
+    _check_folder(tmp_path, load_sweep(write(tmp_path), None), None)
+    assert "is damaged and is written anew" in caplog.text

@@ -108,7 +108,7 @@ def test_visible_devices_choose_the_slots_of_this_host() -> None:
 @pytest.mark.parametrize(
     ("num_gpus", "visible_devices", "problem"),
     [
-        (None, None, "--num-ranks is missing; without a hostfile say how many ranks"),
+        (None, None, "--num-ranks is missing; without a hostfile give the number of ranks"),
         (0, None, "got --num-ranks 0; without a hostfile"),
         (3, "0,1", "got --num-ranks 3 with CUDA_VISIBLE_DEVICES=0,1"),
         (1, "GPU-8a", "got CUDA_VISIBLE_DEVICES=GPU-8a; DeepSpeed needs plain device numbers"),

@@ -39,6 +39,7 @@ def start(folder: Path, words: list[str], environment: dict[str, str], *argument
     found: dict[str, Any] = {path.name: json.loads(path.read_text()) for path in sorted(folder.iterdir())}
     for seen in found.values():
         seen["environment"].pop(NODE_PID_VARIABLE, None)
+        seen["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by the import of PyTorch 2.10
         seen["argv"].remove(str(folder))
     return {**found, "exit code": done.returncode}
 
@@ -49,6 +50,8 @@ def test_ranks_are_started_as_by_deepspeed(tmp_path: Path, accelerator: str | No
     env = {"CUDA_VISIBLE_DEVICES": "7"} if accelerator is None else {"DS_ACCELERATOR": accelerator}
     theirs = start(tmp_path / "theirs", ["deepspeed.launcher.launch"], env, "7", "x y")
     ours = start(tmp_path / "ours", node_words(30.0, None), env, "7", "x y")
+    for rank in ("2", "3"):
+        theirs[rank]["environment"].setdefault(NVML_VARIABLE, "1")  # DeepSpeed 0.19.0 does not set it
     assert ours == theirs
     assert sorted(ours) == ["2", "3", "exit code"]
     assert ours["2"]["environment"]["CUDA_VISIBLE_DEVICES"] == "2,5"
@@ -73,6 +76,20 @@ def test_an_accelerator_of_another_kind_takes_all_of_deepspeed() -> None:
     env = {**os.environ, "DS_ACCELERATOR": "mps"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert "MPS_Accelerator requires torch.mps" in done.stderr, done.stderr
+
+
+def test_more_than_the_stand_ins_have_takes_all_of_deepspeed() -> None:
+    """A release whose launch.py asks for another name is launched all the same, and the reason is printed."""
+    code = (
+        "from megasdc.launcher import launch_alone\n"
+        "whole = launch_alone._package\n"
+        "launch_alone._package = lambda name, folder, **rest: whole(name, folder)\n"
+        "launch = launch_alone.import_launch()\n"
+        "import deepspeed\nassert launch.main and deepspeed.initialize\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "all of DeepSpeed is imported" in done.stderr and "cannot import name" in done.stderr
 
 
 def test_exit_code_of_the_rank_that_failed(tmp_path: Path) -> None:

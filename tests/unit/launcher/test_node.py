@@ -30,7 +30,9 @@ def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float
     # DeepSpeed's import may log to standard output too.
     waited_for = {"ready", "registered"}
     while waited_for:
-        waited_for.discard(process.stdout.readline().strip())
+        line = process.stdout.readline()
+        assert line, "the launcher ended before its rank was ready"
+        waited_for.discard(line.strip())
     process.send_signal(number)
     assert process.wait(timeout=20) == 1
     process.stdout.close()

@@ -42,7 +42,7 @@ def test_a_parent_that_had_gone_before_is_noticed():
     child = CHILD.format(follow="follow_parent(expected=1 << 22)")
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (78, "")
-    assert "which started it, has gone" in done.stderr
+    assert "which started it, has ended" in done.stderr
 
 
 def test_a_rank_of_a_launcher_that_has_gone_does_not_start():
@@ -59,7 +59,7 @@ def test_a_rank_of_a_launcher_that_has_gone_does_not_start():
         check=False,
     )
     assert done.returncode == 78, done.stderr
-    assert "has gone" in done.stderr
+    assert "has ended" in done.stderr
 
 
 def test_the_end_of_input_is_noticed():

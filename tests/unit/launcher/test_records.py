@@ -52,3 +52,12 @@ def test_broken_file_is_named() -> None:
     records = parse_records({"rank_00000.json": '{"rank": 0', "started_00001.json": good})
     assert "rank_00000.json is not a record" in records.unreadable[0]
     assert list(records.started) == [1]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Bytes that are no text, or a record that has gone again: those who watch a launch go on."""
+    folder = tmp_path / "done" / "one"
+    (folder / "rank_00000.json").mkdir(parents=True)
+    (folder / "rank_00001.json").write_bytes(b"\xff\xfe")
+    unreadable = collect(tmp_path, "one").unreadable
+    assert sorted(text.split(".json")[0] for text in unreadable) == ["rank_00000", "rank_00001"]

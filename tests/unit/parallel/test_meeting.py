@@ -36,7 +36,7 @@ def test_a_stranger_is_refused_and_leaves_no_trace(port):
         with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is in use by launch launch-a") as taken:
             join_store(STRANGER, 20.0)
         assert "runs/a" in str(taken.value) and "--master_port" in str(taken.value)
-        with pytest.raises(LaunchError, match=f"another launch meets at port {port}") as refused:
+        with pytest.raises(LaunchError, match=f"another launch uses port {port}") as refused:
             meet(replace(STRANGER, rank=1), 20.0)
         assert "launch-a" in str(refused.value) and "launch-b" in str(refused.value)
         plain = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -51,7 +51,7 @@ def test_a_rank_number_is_taken_once():
     store = join_store(FIRST, 20.0)
     again = replace(FIRST, rank=1, host="node2", processes="other boot", parent=(7, 7))
     join_store(replace(FIRST, rank=1), 20.0)
-    with pytest.raises(LaunchError, match=r"rank 1 has come to port .* twice") as refused:
+    with pytest.raises(LaunchError, match=r"rank 1 has connected to port .* twice") as refused:
         join_store(again, 20.0)
     assert "node1" in str(refused.value) and "node2" in str(refused.value)
     del store
@@ -67,7 +67,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
             with pytest.raises(HangError):
                 future.result()
         assert 2.5 < time.monotonic() - began < 15.0
-        assert "rank 1 did not come" in str(waiting[0].exception())
+        assert "rank 1 did not connect" in str(waiting[0].exception())
 
 
 @pytest.mark.parametrize("listening", [False, True])
@@ -77,7 +77,7 @@ def test_without_rank_0_the_others_give_up_in_time(port, listening):
         if listening:
             silent.bind(("", port))
             silent.listen()
-        with pytest.raises(HangError, match=f"rank 1 met no rank 0 of a megasdc run at port {port}"):
+        with pytest.raises(HangError, match=f"rank 1 found no rank 0 of a megasdc run at port {port}"):
             meet(replace(FIRST, rank=1), 1.0)
 
 

@@ -60,7 +60,7 @@ def test_steps_with_drops_are_not_searched(tmp_path: Path, monkeypatch, capsys) 
         append(file_of(tmp_path, rank), step_line(9, ends[:done] - 1, ends[:done], ends[:done], planned=5))
     found = run("threshold", tmp_path)
     assert found["best"] == whole["best"] and found["steps"]["last"] == 8
-    assert "1 steps in which micro-batches were left out are not used" in found["notes"][0]
+    assert "1 steps in which micro-batches were dropped are not used" in found["notes"][0]
     longer = np.arange(1.0, 7.0)
     for rank in (0, 1):
         append(file_of(tmp_path, rank), step_line(10, longer - 1, longer, longer))

@@ -77,15 +77,15 @@ def test_torn_lines(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-40])
     times = load_step_times(tmp_path)
     assert times.steps.tolist() == [1, 2]
-    assert times.notes[0] == "rank_00002.jsonl:4 is torn and was left out"
+    assert times.notes[0] == "rank_00002.jsonl:4 is torn and was skipped"
     assert "1 steps, from 3 to 3, are not in the files of all ranks" in times.notes[1]
     again = latencies(steps=1, seed=2)
     write_run(tmp_path, again, 0.1, first_step=3)
     times = load_step_times(tmp_path)
     assert times.steps.tolist() == [1, 2, 3] and np.array_equal(times.busy_s[:, 0, 2], again[:, 0, :, 0])
-    assert times.notes == ("rank_00002.jsonl:4 is torn and was left out",)
+    assert times.notes == ("rank_00002.jsonl:4 is torn and was skipped",)
     path.write_text('{"kind": "layout", "ra' + path.read_text())
-    assert load_step_times(tmp_path).notes[0] == "rank_00002.jsonl:1 is torn and was left out"
+    assert load_step_times(tmp_path).notes[0] == "rank_00002.jsonl:1 is torn and was skipped"
 
 
 GOOD = step_line(1, np.array([0.0, 1.0]), np.array([1.0, 2.0]), np.array([1.0, 1.0]))

@@ -128,7 +128,7 @@ def test_how_far_it_is_and_what_is_left_out(tmp_path: Path) -> None:
     assert page.sentences[0].startswith("Replica 0: under way at step 20 of 50")
     with open(folder / "study" / "rank_00001.jsonl", "a") as file:
         file.write('{"kind": "mismatch", "st')
-    torn = "1 file ends within a line, which is left out: it is being written, or its process was killed"
+    torn = "1 file ends within a line, which is skipped: it is being written, or its process was killed"
     assert study_page(folder, now=100.0).notes == [torn, *page.notes]
     for path in (folder / "study").iterdir():
         path.write_text("")

@@ -82,10 +82,10 @@ def test_headings_say_when() -> None:
     assert table_head(sections())[2:] == ("audit: off", "golden trace: off")
 
 
-def test_readme_shows_what_the_command_prints() -> None:
-    """The table in the README is the output of the command named above it."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    ((command, shown),) = re.findall(r"<!-- coverage: megasdc (.*?) -->\n(.*?)<!-- end of coverage -->", readme, re.S)
+def test_the_guide_shows_what_the_command_prints() -> None:
+    """The table in the guide is the output of the command named above it."""
+    page = (ROOT / "docs" / "guides" / "detection.md").read_text(encoding="utf-8")
+    ((command, shown),) = re.findall(r"<!-- coverage: megasdc (.*?) -->\n(.*?)<!-- end of coverage -->", page, re.S)
     arguments = command.replace("configs/", f"{ROOT}/configs/").split()
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -196,11 +196,11 @@ def test_instructions_are_commands_that_can_be_run() -> None:
     assert "--set megasdc.checkpoint.require_verified=never" in bare[2].commands
     assert "exit code 72" in bare[2].text
     fresh = incident(verified_checkpoint=None, newest_candidate=None).what_to_do[2]
-    assert (fresh.text, fresh.commands) == ("There is no checkpoint: the launch begins anew.", ())
+    assert (fresh.text, fresh.commands) == ("There is no checkpoint: the launch starts from step 1.", ())
     on = incident(done="repaired", policy="repair", verdict="not_reproduced").what_to_do
     assert "may stay in use" in on[0].text
     assert "next start" in on[0].text
-    assert on[2].text == "The run goes on; it need not be started again."
+    assert on[2].text == "The run continues; no restart is needed."
     alone = incident(ranks=(incident().ranks[1],)).what_to_do[0]
     assert "No host of the run would be left" in alone.text
     assert not any("--exclude" in command for command in alone.commands)

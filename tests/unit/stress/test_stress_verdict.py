@@ -202,7 +202,7 @@ def test_a_drill_that_was_not_found_says_why() -> None:
     report = StressResult(judge(states), DrillRequest("p", "a", faults), did, False, states).drill_report()
     assert report is not None and not report["found"]
     assert [fault["unfired"] for fault in report["faults"]] == [
-        "it is silent until step 450, and this test did not come so far",
+        "it is silent until step 450, and this test ended before that",
         "never said so; 0.2 were to be expected: its rate is low for so short a test",
         "too narrow",
     ]

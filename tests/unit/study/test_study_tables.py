@@ -181,3 +181,7 @@ def test_no_study_and_a_broken_line(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "{}\n")
     with pytest.raises(DataError, match=r"rank_00001.jsonl:9 is not a line of a study"):
         summarize_study(tmp_path)
+    written = path.read_text()
+    with pytest.raises(DataError, match=r"rank_00001.jsonl:9 is not a line of a study"):
+        StudyLog(tmp_path, 1, 1, 3)
+    assert path.read_text() == written

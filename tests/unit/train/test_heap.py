@@ -5,8 +5,11 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from megasdc.train import heap
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -49,6 +52,20 @@ def test_freed_memory_is_kept() -> None:
     kept, faults = _faults("keep")
     assert kept == "True"
     assert faults < 0.01 * pages
+
+
+def test_an_older_glibc_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses blocks over 32 MiB; smaller ones are kept then, and an allocator that takes neither says False."""
+    for largest, kept in ((2**25, True), (0, False)):
+        taken: list[tuple[int, int]] = []
+
+        def mallopt(name: int, value: int, largest: int = largest, taken: list[tuple[int, int]] = taken) -> int:
+            taken.append((name, value))
+            return int(name == heap.M_TRIM_THRESHOLD or value <= largest)
+
+        monkeypatch.setattr(heap.ctypes, "CDLL", lambda name, mallopt=mallopt: SimpleNamespace(mallopt=mallopt))
+        assert heap.keep_freed_memory({}) is kept
+        assert taken[-1] == (heap.M_MMAP_THRESHOLD, 2**25)
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])

@@ -55,7 +55,7 @@ def test_a_hook_with_another_name_begins_anew_and_is_told(
     logging.getLogger("megasdc").propagate = True
     _load_hooks(run, {"Counted": {"a": 1}})
     assert run.hooks[0].loaded is None
-    assert "no states of Counting, which begin as in a new run" in caplog.text
+    assert "no states of Counting, which start as in a new run" in caplog.text
     (missing,) = read_events(tmp_path, kind="resume", name="hook_states_missing")
     (unused,) = read_events(tmp_path, kind="resume", name="hook_states_unused")
     assert (missing.step, missing.fields["hooks"], unused.fields["hooks"]) == (7, ["Counting"], ["Counted"])

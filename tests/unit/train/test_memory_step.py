@@ -42,7 +42,7 @@ def _stage(config):
     model = config.megasdc.model
     sizes = model_sizes(model, ffn_width(model), VOCAB)
     counts = layers_per_stage(config.megasdc.parallel, sizes)
-    return _Stage(config, check_layout(config, 1), sizes, VOCAB, VOCAB, 0, counts)
+    return _Stage(config, check_layout(config, 1), sizes, VOCAB, VOCAB, 0, counts, on_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,9 @@ def test_what_is_not_predicted_is_named():
     assert unpredicted_because(_config()) is None
     assert unpredicted_because(_config({"hidden_dropout": 0.1})) == "megasdc.model.hidden_dropout"
     assert unpredicted_because(_config({"fuse": True})) is None
+    assert unpredicted_because(_config({"megatron": {"qk_layernorm": True}})) == "megasdc.model.megatron.qk_layernorm"
+    singly = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fused": False, "foreach": False}}}
+    assert "foreach" in str(unpredicted_because(_config(deepspeed=singly)))
     partitioned = _config(deepspeed={"activation_checkpointing": {"partition_activations": True}})
     assert unpredicted_because(partitioned) == "activation_checkpointing.partition_activations"
     offloads = _config(deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})

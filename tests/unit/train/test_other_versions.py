@@ -13,7 +13,7 @@ from megasdc.checkpoint.manifest import installed_versions
 from megasdc.events import EventLog, read_events
 from megasdc.train.saving import tell_other_versions
 
-OTHER = {"deepspeed": "0.19.0", "torch": "2.10.0"}
+OTHER = {"deepspeed": "0.1.0", "torch": "2.1.0"}
 
 
 def test_other_versions_are_named_and_the_same_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -29,4 +29,4 @@ def test_other_versions_are_named_and_the_same_are_not(tmp_path: Path, caplog: p
     (event,) = read_events(tmp_path, kind="resume", name="other_versions")
     assert event.fields == {"versions": {name: [then, here[name]] for name, then in OTHER.items()}}
     (message,) = caplog.messages
-    assert f"deepspeed 0.19.0, here {here['deepspeed']}; torch 2.10.0, here {here['torch']}" in message
+    assert f"deepspeed 0.1.0, here {here['deepspeed']}; torch 2.1.0, here {here['torch']}" in message

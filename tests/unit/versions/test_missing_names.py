@@ -13,6 +13,7 @@ from megasdc.versions import private_names
 from megasdc.versions.private_names import LAUNCHER, NODE, OWNERS, TRAINING, Owner, check_private_names, missing_names
 
 PACKAGE = Path(megasdc.__file__).parent
+INNER = ("deepspeed.runtime", "deepspeed.launcher")
 NOT_LIBRARIES = {"_exit", "_getframe", "_checkpoint_offset"}
 """Of Python itself; and what torch notes on a storage, which a test of test_private_names.py looks at."""
 
@@ -95,6 +96,8 @@ def test_the_list_is_complete():
                 own.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 own.add(node.target.id)
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(INNER):
+                used |= {alias.name: f"{file.relative_to(PACKAGE)}:{node.lineno}" for alias in node.names}
             elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
                     own.add(node.attr)

@@ -126,13 +126,6 @@ def test_setup_permits_the_range():
     assert SpecifierSet(wanted["torch"]).contains("2.10.0a0+b4e4ee8", prereleases=True)
 
 
-def test_readme_has_the_tables(real_list):
-    """README's tables are those of the list; a combination with another state changes them."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition(tested.BEGIN)[2].partition(tested.END)[0].strip()
-    assert table == tested.render_tables().strip(), "run: megasdc config-table --write README.md"
-
-
 def test_the_tables_show_the_three_states():
     """Each permitted release stands under its state."""
     lines = tested.render_tables().splitlines()

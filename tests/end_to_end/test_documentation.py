@@ -1,4 +1,4 @@
-"""The README's commands: their options exist, the first ones run in every test run, all of them behind ``--all``."""
+"""Commands of README and docs: their options exist, the tutorials run in every test run, all behind ``--all``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ from megasdc.cli import app
 from megasdc.report import checkpoint_command, trace_command
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GUIDES = (
+    *("data", "models", "memory", "checkpoints", "resume", "determinism", "hugging-face", "compare", "traces"),
+    *("golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching", "fault-injection"),
+    *("studies", "sweeps", "reports", "gpu"),
+)
+"""In an order in which a page uses only what those before it make."""
 TOOLS = {"tools/compare_checkpoints.py": checkpoint_command.app, "tools/compare_traces.py": trace_command.app}
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(2400)]
 
@@ -33,6 +40,9 @@ RUN_ELSEWHERE = {
     "bash tests/run.sh": ".ci/run",
     "bash tests/gpu.sh --make-wheels": "tests/unit/test_gpu_script.py::test_the_wheels_are_the_tested_versions",
     "bash tests/gpu.sh --wheels": f"{HOSTS}/test_gpu_on_cpu.py::test_parts_run_on_a_processor",
+    "megasdc launch --hostfile hosts --config my.json --dry-run": (
+        f"{HOSTS}/test_launch.py::test_dry_run_checks_and_starts_nothing"
+    ),
     "megasdc launch --hostfile": f"{HOSTS}/test_launch.py::test_success_needs_and_finds_every_record",
     "launch/compare_nodes.sh": f"{HOSTS}/test_compare_nodes.py::test_the_odd_host_is_named_and_a_dead_one_too",
     "deepspeed --hostfile hosts launch/golden_verify.py": f"{HOSTS}/test_golden_launch.py::test_two_hosts_are_healthy",
@@ -57,43 +67,47 @@ SHORTER = (
     (r"--local 8", "--local 2"),
     (r"--size cpu$", "--size smoke"),
 )
-"""What is made shorter where the README's own numbers take hours."""
+"""What is made shorter where the numbers of a page take hours."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of shell commands under a heading of the README."""
+    """A block of shell commands under a heading of a page."""
 
+    page: str
     heading: str
     line: int
     text: str
 
     @property
     def commands(self) -> list[str]:
-        """One text a command, without comments and optional arguments; a loop is one command."""
-        text = re.sub(r"\\\n\s*", "", self.text)
+        """One text a command, without comments, optional arguments and texts for files; a loop is one command."""
+        text = re.sub(r"<<'(\w+)'.*?\n\1$", "", self.text, flags=re.S | re.M)
+        text = re.sub(r"\\\n\s*", "", text)
         text = re.sub(r"\s\[[^\]]*\.\.\.\]", "", text)
         text = re.sub(r"\s+#.*", "", text)
         text = re.sub(r"; do\n\s*(.*)\ndone", r"; do \1; done", text)
         return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def read_blocks() -> list[Block]:
-    """The README's blocks of shell commands, in order."""
+def read_blocks(page: Path) -> list[Block]:
+    """A page's blocks of shell commands, in order."""
     blocks, heading, start = [], "", 0
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    name = str(page.relative_to(ROOT))
+    lines = page.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         if line.startswith("#") and not start:
             heading = line.strip("# ")
         elif line == "```bash":
             start = number
         elif line == "```" and start:
-            blocks.append(Block(heading, start, "\n".join(lines[start : number - 1])))
+            blocks.append(Block(name, heading, start, "\n".join(lines[start : number - 1])))
             start = 0
     return blocks
 
 
-BLOCKS = read_blocks()
+README = ROOT / "README.md"
+BLOCKS = [block for page in (README, *sorted(DOCS.rglob("*.md"))) for block in read_blocks(page)]
 
 
 def elsewhere(command: str) -> str | None:
@@ -101,8 +115,8 @@ def elsewhere(command: str) -> str | None:
     return next((start for start in RUN_ELSEWHERE if command.startswith(start)), None)
 
 
-def test_every_option_of_the_readme_exists() -> None:
-    """Each ``megasdc`` and ``tools`` command of the README is one that the command line takes."""
+def test_every_option_exists() -> None:
+    """Each ``megasdc`` and ``tools`` command of README and docs is one that the command line takes."""
     parsed = 0
     for block in BLOCKS:
         for command in block.commands:
@@ -110,9 +124,9 @@ def test_every_option_of_the_readme_exists() -> None:
                 try:
                     _parse(words)
                 except click.UsageError as error:
-                    pytest.fail(f"README.md, block at line {block.line}: {command}: {error.message}")
+                    pytest.fail(f"{block.page}, block at line {block.line}: {command}: {error.message}")
                 parsed += 1
-    assert parsed > 50
+    assert parsed > 100
 
 
 def _invocations(command: str) -> Iterator[list[str]]:
@@ -136,8 +150,8 @@ def _parse(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("start", "place"), RUN_ELSEWHERE.items(), ids=list(RUN_ELSEWHERE))
 def test_what_runs_elsewhere_does(start: str, place: str) -> None:
-    """The README has the command; the test that is named for it passes its subcommand, script and options."""
-    commands = [command for block in BLOCKS for command in block.commands if command.startswith(start)]
+    """A page has the command; the test that is named for it passes its subcommand, script and options."""
+    commands = [command for block in BLOCKS for command in block.commands if elsewhere(command) == start]
     assert commands
     file, _, test = place.partition("::")
     text = (ROOT / file).read_text(encoding="utf-8")
@@ -185,13 +199,13 @@ def words_of_test(text: str, test: str) -> set[str]:
 
 def make_sandbox(folder: Path) -> Path:
     """A folder that looks like a fresh clone; what commands write stays in it."""
-    for name in ("configs", "launch", "tools", "README.md"):
+    for name in ("configs", "docs", "launch", "tools", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
 
 def run(folder: Path, command: str) -> str:
-    """Run a command of the README in the sandbox and return what it printed; it must end with 0."""
+    """Run a command of a page in the sandbox and return what it printed; it must end with 0."""
     done = subprocess.run(
         ["bash", "-ec", command],
         cwd=folder,
@@ -208,7 +222,7 @@ def run(folder: Path, command: str) -> str:
 def test_train_your_own_model(tmp_path: Path) -> None:
     """The commands under "Train your own model", as printed, train the copied file after a user's edits."""
     sandbox = make_sandbox(tmp_path)
-    (block,) = [block for block in BLOCKS if block.heading == "Train your own model"]
+    (block,) = [block for block in read_blocks(README) if block.heading == "Train your own model"]
     outputs = []
     for number, command in enumerate(block.commands):
         if not elsewhere(command):
@@ -241,9 +255,27 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sandbox
 
 
+@pytest.mark.parametrize("page", ["first-run", "drill", "moving-layouts", "dropcompute"])
+def test_a_tutorial_runs(tmp_path: Path, page: str) -> None:
+    """Its blocks, as printed, in order, in what looks like a fresh clone: each ends with 0."""
+    sandbox = make_sandbox(tmp_path)
+    blocks = read_blocks(DOCS / "tutorials" / f"{page}.md")
+    assert len(blocks) > 3
+    for block in blocks:
+        run(sandbox, block.text)
+
+
+USED = [block for page in (README, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)) for block in read_blocks(page)]
+
+
+def test_every_guide_has_its_place() -> None:
+    """None is left out of the order in which they are run."""
+    assert sorted(GUIDES) == sorted(page.stem for page in (DOCS / "guides").glob("*.md"))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.heading}, line {block.line}")
-def test_every_command_of_the_readme_runs(smoke_run: Path, block: Block) -> None:
+@pytest.mark.parametrize("block", USED, ids=lambda block: f"{block.page}, {block.heading}, line {block.line}")
+def test_every_command_runs(smoke_run: Path, block: Block) -> None:
     """Blocks run in order in one folder: each command ends with 0, later ones use what earlier ones made."""
     for command in block.commands:
         if not elsewhere(command):
@@ -251,7 +283,7 @@ def test_every_command_of_the_readme_runs(smoke_run: Path, block: Block) -> None
 
 
 def shortened(command: str) -> str:
-    """The command with less to do, where the README's own numbers take hours."""
+    """The command with less to do, where the numbers of a page take hours."""
     for pattern, short in SHORTER:
         command = re.sub(pattern, short, command)
     return command

@@ -1,0 +1,260 @@
+"""Processes of this host that megasdc starts itself: fresh ones, or forks of a server that has imported all they need.
+
+Importing PyTorch, DeepSpeed and Megatron-core takes seconds a process; a fork of the server has them at once. A device
+cannot be used after a fork, so on hosts with GPUs every process is fresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from megasdc.parallel.local_ranks import base_environment
+
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed.elastic.rendezvous",
+    "torch.utils.tensorboard",
+    "deepspeed",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.comm.torch",
+    "megatron.core",
+    "megasdc.train.build",
+    "megasdc.train.main",
+    "megasdc.imports.frozen",
+)
+"""Imported once by the server, in this order."""
+ORPHANED = 79
+"""Exit code of a fork whose starter is gone, so that nobody would read its results; that of a lost peer."""
+
+
+class Process(Protocol):
+    """What ``subprocess.Popen`` and ``Fork`` have in common."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code; raises ``subprocess.TimeoutExpired``."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it still runs."""
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """An open file that a process gets; among its arguments it stands for the number that the file has there.
+
+    Args:
+        number: here.
+    """
+
+    number: int
+
+
+def fork_server() -> Any:
+    """The multiprocessing context of this process's forks; its server starts with the first of them.
+
+    Its environment is this process's when it starts, so what torch reads once is set here. Spawned processes, which
+    import everything, on a host with GPUs.
+
+    Raises:
+        LaunchError: what the ranks need cannot be compiled.
+    """
+    import torch
+
+    os.environ.update({name: value for name, value in base_environment(1).items() if name not in os.environ})
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Transformer Engine and Apex are not installed")
+    if torch.cuda.device_count():
+        return multiprocessing.get_context("spawn")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+def start_module(
+    module: str,
+    arguments: Sequence[str | Descriptor],
+    environment: Mapping[str, str],
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    fresh: bool = False,
+) -> Process:
+    """Run a module as ``python -m`` does.
+
+    Args:
+        module: whose ``__main__`` part is run.
+        arguments: of the command line.
+        environment: of the process, whole. Settings that PyTorch reads while it is imported are the server's in a fork.
+        stdin: an open file, or ``subprocess.DEVNULL``; the next two likewise.
+        stdout: see ``stdin``.
+        stderr: see ``stdin``.
+        fresh: no fork, also where there are no GPUs.
+    """
+    # PyTorch reads the number of threads when it is imported: of a fork it is the server's unless the module sets it.
+    context = None if fresh or "OMP_NUM_THREADS" not in environment else fork_server()
+    if context is not None and context.get_start_method() == "forkserver":
+        return Fork(context, module, arguments, environment, (stdin, stdout, stderr))
+    words = [str(one.number) if isinstance(one, Descriptor) else one for one in arguments]
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        env=dict(environment),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[one.number for one in arguments if isinstance(one, Descriptor)],
+    )
+
+
+class Fork:
+    """A fork of the server that runs a module; it ends when the process that started it has gone.
+
+    Args:
+        context: from ``fork_server``.
+        module: see ``start_module``; the others likewise.
+        arguments: of the command line.
+        environment: of the process.
+        streams: its standard input, output and error.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        module: str,
+        arguments: Sequence[str | Descriptor],
+        environment: Mapping[str, str],
+        streams: tuple[int, int, int],
+    ) -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        self._lifeline, theirs = context.Pipe()
+        opened = [_Passed(nothing if one == subprocess.DEVNULL else one) for one in streams]
+        passed = [_Passed(one.number) if isinstance(one, Descriptor) else one for one in arguments]
+        given = (theirs, module, passed, dict(environment), opened)
+        self._process = context.Process(target=_run, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        os.close(nothing)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return int(self._process.pid)
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs on.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+        return int(self._process.exitcode)
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+
+
+class _Passed:
+    """An open file on its way into a process that is being started; ``take`` gives its number there."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._copy: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_copy": reduction.DupFd(self._number)}
+
+    def take(self) -> int:
+        """The number in this process, once."""
+        return int(self._copy.detach())
+
+
+def leave_with_the_starter(lifeline: Connection) -> None:
+    """End this process once the one that holds the other end of a pipe has gone; returns at once."""
+
+    def wait() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv()
+        os._exit(ORPHANED)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run(
+    lifeline: Connection,
+    module: str,
+    arguments: list[str | _Passed],
+    environment: dict[str, str],
+    streams: list[_Passed],
+) -> None:
+    """Body of a fork: as if an interpreter had been started for the module."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream.take(), number)
+    words = [str(one.take()) if isinstance(one, _Passed) else one for one in arguments]
+    leave_with_the_starter(lifeline)
+    run_module(module, words, environment)
+
+
+def run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a module in this process as ``python -m`` does, on its standard streams, and end with its exit code.
+
+    Args:
+        module: see ``start_module``.
+        arguments: of the command line.
+        environment: what is left of this process's own is removed.
+    """
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:  # as the interpreter does; this process has no other caller
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)  # the interpreter's own end takes as long as some steps
