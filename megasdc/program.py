@@ -24,13 +24,10 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
 def start(module: str) -> None:
-    """Import a module and call its ``main``; Ctrl-C during the import ends the process at once."""
+    """Import a module and call its ``main``; Ctrl-C before and after its work ends the process at once, see ``run``."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets background jobs ignore it
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    main = import_module(module).main
-    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.SIG_DFL):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+        signal.signal(signal.SIGINT, _leave)
+    import_module(module).main()
 
 
 def run(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:
@@ -87,14 +84,30 @@ def _is_named_pipe(path: str) -> bool:
         return False
 
 
+def _leave(number: int, frame: Any) -> NoReturn:
+    """Handler of SIGINT where nothing is to be undone."""
+    os._exit(INTERRUPTED)
+
+
+def _interruptible(application: Callable[[], Any]) -> None:
+    """Call the application; Ctrl-C is a KeyboardInterrupt in it alone."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        application()
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        application()
+    finally:
+        signal.signal(signal.SIGINT, _leave)
+
+
 def _exit_code(application: Callable[[], Any], name: str) -> Any:
     try:
-        application()
+        _interruptible(application)
     except MegasdcError as error:
         _say(name, str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
     except SystemExit as ended:
         # typer and rich exit with 1 on a closed pipe, where 1 would otherwise be a verdict.

@@ -82,6 +82,19 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
         assert said == b""
 
 
+@pytest.mark.parametrize("moment", ["reconfigure", "flush"])
+def test_ctrl_c_before_and_after_the_work(tmp_path: Path, moment: str) -> None:
+    """While the streams are set up, and while the result is written out: 130 and not a word."""
+    (tmp_path / "work.py").write_text(
+        "import io, os, signal, sys\nfrom megasdc.program import run\nclass Stream(io.StringIO):\n"
+        f"    def reconfigure(self, **_): pass\n    def {moment}(self, **_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def main():\n    sys.stdout = Stream()\n    run(lambda: None, 'x')\n"
+    )
+    code = "from megasdc.program import start; start('work')"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize("module", ["megasdc.launcher.runner", "megasdc.launcher.node"])
 def test_ctrl_c_while_a_launch_imports_torch(module: str) -> None:
     """The processes between front and ranks end at once and without a word, for they have started nothing."""
