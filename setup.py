@@ -12,7 +12,6 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megasdc", "megasdc.*"]),
     package_data={
-        "megasdc.bench": ["*.c"],
         "megasdc.config": ["profiles/*.json"],
         "megasdc.experiments": ["papers/*.json"],
         "megasdc.report": ["templates/*.html"],

@@ -47,8 +47,8 @@ def verify(
         from rich.console import Console
 
         from megasdc.golden.node import verify_as_launched
-        from megasdc.golden.progress import run_progress
         from megasdc.golden.result import VerifyResult, render_result
+        from megasdc.progress import runs_bar
 
         console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with ExitStack() as bar:
@@ -64,7 +64,7 @@ def verify(
             timeout_s=timeout_s,
             faults=faults,
             on_result=show,
-            on_progress=bar.enter_context(run_progress(console, "verifying", minutes)),
+            on_progress=bar.enter_context(runs_bar(console, "verifying", minutes)),
         )
     raise typer.Exit(code)
 

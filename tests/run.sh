@@ -37,6 +37,7 @@ if [ $quick = 0 ]; then
     for page in configuration versions command-line; do
         megasdc config-table --check "docs/reference/$page.md"
     done
+    python -m tools.bench reference --check docs/reference/command-line.md
     NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
 fi
 echo "== tests"

@@ -19,7 +19,6 @@ from megasdc.checkpoint.checks import deleted_while_read
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.pieces import Copy, PieceError
-from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.verify import (
     CHECKED,
     CheckpointReport,
@@ -29,6 +28,7 @@ from megasdc.checkpoint.verify import (
 from megasdc.checkpoint.view import TENSOR_SLOTS, Entry, Slot, View
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import take_shard
+from megasdc.progress import bytes_bar
 from megasdc.tensors.bits import as_bits
 
 _BLOCK = 1 << 22

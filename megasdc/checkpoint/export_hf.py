@@ -18,12 +18,12 @@ from megasdc.checkpoint.export_tokenizer import PROBES, export_tokenizer
 from megasdc.checkpoint.files import commit_folder, remove_entry
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.logical import WeightSource, open_weights
-from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
 from megasdc.durable import TEMPORARY_PREFIX, write_durably
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
+from megasdc.progress import parts_bar
 
 DataType = Literal["fp32", "bf16", "as-saved"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -214,7 +214,7 @@ def export_hf(
     shards = divide({name: tensor for layer in plan for name, tensor in layer.items()}, limit)
     saved = next(iter(plan[0].values())).dtype
     with writing_folder(target) as folder:
-        with progress_bar("exporting", len(plan), progress) as advance:
+        with parts_bar("exporting", len(plan), quiet=not progress) as advance:
             _write_shards(folder, shards, _stream(weights, len(plan), dtype, advance))
         own = isinstance(weights, InitialWeights) and tokenizer is None
         note = None if own and words.kind == "huggingface" else export_tokenizer(words, folder)

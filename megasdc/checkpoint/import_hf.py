@@ -25,7 +25,6 @@ from megasdc.checkpoint.initial import (
     layer_file,
 )
 from megasdc.checkpoint.kinds import explain_folder
-from megasdc.checkpoint.progress import progress_bar
 from megasdc.checkpoint.tensor_files import DTYPES, locate_tensors, open_tensors, write_tensors
 from megasdc.config import ModelSection
 from megasdc.data.tokenizer import kind_of_files, load_tokenizer
@@ -33,6 +32,7 @@ from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
 from megasdc.program import why_unreadable
+from megasdc.progress import parts_bar
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
@@ -93,7 +93,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     files: dict[str, FileRecord] = {}
     parameters = 0
     with writing_folder(target) as work:
-        with progress_bar("importing", len(todo), progress) as advance:
+        with parts_bar("importing", len(todo), quiet=not progress) as advance:
             for index, found in todo.items():
                 layer = from_hf(model, index, shards.read([name for rule in found for name in rule.theirs]))
                 name = layer_file(index)

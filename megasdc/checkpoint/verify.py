@@ -13,9 +13,9 @@ from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
 from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import Standing, find_standing
-from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
+from megasdc.progress import bytes_bar
 
 CHECKED, NOT_ASKED = "checked", "not requested"
 

@@ -46,7 +46,7 @@ def _explain(error: OSError, places: list[tuple[Path, type[MegasdcError]]]) -> E
     return StorageError(text) if isinstance(error, PermissionError) else error
 
 
-class _Application(typer.Typer):
+class Application(typer.Typer):
     """Commands of this program; see ``_Command``."""
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
@@ -54,7 +54,7 @@ class _Application(typer.Typer):
         return super().command(name, cls=_Command, **options)
 
 
-app = _Application(
+app = Application(
     name="megasdc",
     help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
     epilog="Example: megasdc check-config configs/smoke.json --world-size 2",
@@ -64,21 +64,14 @@ app = _Application(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench_app = _Application(
-    help="Measure: each benchmark states its bar, its machine and its interval.",
-    epilog="Example: megasdc bench train --against plain --blocks 30",
-    no_args_is_help=True,
-)
-app.add_typer(bench_app, name="bench")
-
-golden_app = _Application(
+golden_app = Application(
     help="Golden traces: what trusted hardware computed, and whether this hardware computes the same.",
     epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden",
     no_args_is_help=True,
 )
 app.add_typer(golden_app, name="golden")
 
-dropcompute_app = _Application(
+dropcompute_app = Application(
     help="DropCompute: predict the gain from dropping late micro-batches, and see what a run waited for.",
     epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
     no_args_is_help=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -130,13 +131,28 @@ def config_table(
     In a file: the table of fields between the markers `config-table`, those of versions between `versions-table`, all
     commands between `command-line`.
     """
-    from megasdc.config.table import render_table, with_tables
+    from megasdc.config.table import render_table
     from megasdc.versions.tested import render_tables
 
-    tables = {"config-table": render_table, "versions-table": render_tables, "command-line": render_commands}
+    tables = {"config-table": render_table, "versions-table": render_tables, "command-line": _render_commands}
     if write is None and check is None:
         typer.echo(render_table(), nl=False)
-        return
+    update_tables(write, check, tables, "megasdc config-table")
+
+
+def update_tables(
+    write: Path | None, check: Path | None, tables: Mapping[str, Callable[[], str]], command: str
+) -> None:
+    """Write what is generated in a file, or exit with 1 if it is out of date.
+
+    Args:
+        write: the file to write; None: none.
+        check: the file to check; None: none.
+        tables: see ``with_tables``.
+        command: that writes it, for the message.
+    """
+    from megasdc.config.table import with_tables
+
     try:
         if write is not None:
             text, fresh = with_tables(write, tables)
@@ -144,28 +160,37 @@ def config_table(
                 write_whole(write, fresh)
             typer.echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
         if check is not None and len(set(with_tables(check, tables))) > 1:
-            typer.echo(f"{check}: table is out of date; run: megasdc config-table --write {check}", err=True)
+            typer.echo(f"{check}: table is out of date; run: {command} --write {check}", err=True)
             raise typer.Exit(1)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def render_commands() -> str:
+def _render_commands() -> str:
     """Markdown of every command with its options: those of ``megasdc`` and the scripts of ``tools/``."""
-    from typer.cli import get_docs_for_click
-
     from megasdc.report import checkpoint_command, trace_command
 
-    programs = {
-        "megasdc": app,
-        "python tools/compare_checkpoints.py": checkpoint_command.app,
-        "python tools/compare_traces.py": trace_command.app,
-    }
-    pages = []
-    for name, program in programs.items():
-        command = typer.main.get_command(program)
-        pages.append(get_docs_for_click(obj=command, ctx=typer.Context(command), indent=1, name=name).strip())
-    return "\n\n".join(pages) + "\n"
+    return "\n".join(
+        render_commands(program, name)
+        for name, program in {
+            "megasdc": app,
+            "python tools/compare_checkpoints.py": checkpoint_command.app,
+            "python tools/compare_traces.py": trace_command.app,
+        }.items()
+    )
+
+
+def render_commands(program: typer.Typer, name: str) -> str:
+    """Markdown of every command of a program with its options.
+
+    Args:
+        program: its application.
+        name: as people type it.
+    """
+    from typer.cli import get_docs_for_click
+
+    command = typer.main.get_command(program)
+    return get_docs_for_click(obj=command, ctx=typer.Context(command), indent=1, name=name).strip() + "\n"
 
 
 @app.command("schema", epilog="Example: megasdc schema --out megasdc.schema.json")

@@ -93,12 +93,10 @@ def simulate_drops(
 
     Planning only: what is drawn is compared with the closed forms of Giladi et al. (NeurIPS 2023, arXiv 2306.10598).
     """
-    from rich.console import Console
-
-    from megasdc.bench.render import progress_bar
     from megasdc.distributions import Environment, load_latencies, parse_delay
     from megasdc.dropcompute.search import Rule
     from megasdc.dropcompute.simulate import Simulation, SimulationResults, simulate
+    from megasdc.progress import progress_bars
     from megasdc.report.dropcompute_render import render_simulations, write_figure
 
     recorded = None
@@ -128,7 +126,7 @@ def simulate_drops(
         ]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+    with progress_bars(quiet=as_json) as on_progress:
         results = [simulate(simulation, environment, on_progress) for simulation in simulations]
     result = SimulationResults(environment, tuple(results))
     print_result(result, render_simulations, out=out, as_json=as_json)
@@ -196,12 +194,11 @@ def times_of_run(
 
 
 def _load(run: Path, first_step: int | None, last_step: int | None, quiet: bool) -> StepTimesOfRun:
-    from rich.console import Console
 
-    from megasdc.bench.render import progress_bar
+    from megasdc.progress import progress_bars
     from megasdc.report.step_times import load_step_times
 
-    with progress_bar(Console(stderr=True, quiet=quiet)) as on_progress:
+    with progress_bars(quiet=quiet) as on_progress:
         return load_step_times(run, first_step, last_step, on_progress)
 
 

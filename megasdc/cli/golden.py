@@ -51,10 +51,10 @@ def golden_record(
 
     with stdout_kept_clean():
         from megasdc.config import load_config
-        from megasdc.golden.progress import run_progress
         from megasdc.golden.record import record
+        from megasdc.progress import runs_bar
 
-        with run_progress(Console(stderr=True), "recording") as on_progress:
+        with runs_bar(Console(stderr=True), "recording") as on_progress:
             golden = record(
                 load_config(config, overrides or []),
                 out,
@@ -108,10 +108,10 @@ def golden_verify(
     with stdout_kept_clean():
         from megasdc.golden.drill import load_drill
         from megasdc.golden.library import choose_golden
-        from megasdc.golden.progress import run_progress
         from megasdc.golden.result import render_result
         from megasdc.golden.verify import verify_here
         from megasdc.parallel.local_ranks import count_accelerators
+        from megasdc.progress import runs_bar
         from megasdc.sdc.golden import load_header
 
         devices = None if local is None else local or count_accelerators() or 1
@@ -122,7 +122,7 @@ def golden_verify(
             typer.echo(f"{file} is for this machine", err=True)
         assert file is not None, "checked above"
         drill = None if faults is None else load_drill(faults, load_header(file))
-        with run_progress(Console(stderr=True), "verifying", minutes) as on_progress:
+        with runs_bar(Console(stderr=True), "verifying", minutes) as on_progress:
             result = verify_here(
                 file,
                 devices=devices,

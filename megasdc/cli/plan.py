@@ -66,15 +66,13 @@ def plan_audit(
     A rate is the probability that the bad rank computes at least one wrong result in one micro-batch. Audits see one
     micro-batch of every K-th step on all replicas, the check of every step one of each step, or all.
     """
-    from rich.console import Console
-
     with_rates = [_rate(text, "--rates") for text in rates.split(",")]
     if latency is not None:
         if interval is not None:
             raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
         interval = _interval_for(latency, _rate(str(at_rate), "--at-rate"))
 
-    from megasdc.bench.render import progress_bar
+    from megasdc.progress import progress_bars
     from megasdc.report.plan_render import render_plan
     from megasdc.sdc.plan import Plan, make_plan
 
@@ -83,7 +81,7 @@ def plan_audit(
         audit_share = shares[0] if audit_share is None else audit_share
         always_on_share = shares[1] if always_on_share is None else always_on_share
     plan = Plan(replicas, interval or 50, micro_batches, visible, audit_share, always_on_share)
-    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+    with progress_bars(quiet=as_json) as on_progress:
         result = make_plan(plan, with_rates, trials, seed, on_progress)
     print_result(result, render_plan, out=out, as_json=as_json)
 
@@ -143,8 +141,8 @@ def _interval_for(latency: float, rate: float) -> int:
 def _predicted_shares(hidden: int) -> tuple[float, float]:
     from dataclasses import replace
 
-    from megasdc.bench.trace import Accelerator
     from megasdc.config import AlwaysOnSection, AuditSection
+    from megasdc.sdc.cost import Accelerator
     from megasdc.sdc.plan import checksum_shares
 
     machine = Accelerator()

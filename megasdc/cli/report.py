@@ -70,13 +70,11 @@ def report(
     but PNG and SVG could not be drawn; 71: a path holds no run, study, sweep or result of DropCompute,
     or they do not go together; 77: the page cannot be written, or a sweep has no tables yet.
     """
-    from rich.console import Console
-
     with stdout_kept_clean():
         from megasdc.report.run_pages.command import render_report, write_report
-    from megasdc.bench.render import progress_bar
+    from megasdc.progress import progress_bars
 
-    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+    with progress_bars(quiet=as_json) as on_progress:
         written = write_report(paths, out, figures, title, healthy, on_progress)
     print_result(written, render_report, out=None, as_json=as_json)
     if written.problem:

@@ -159,14 +159,12 @@ def check_determinism(
     Exit code 0: no cause was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
     are equal, or were not made (--lint-only), but a cause was found that can make others differ.
     """
-    from rich.console import Console
-
-    from megasdc.bench.render import progress_bar
-    from megasdc.bench.repeat import check_determinism
     from megasdc.config import load_config
+    from megasdc.progress import progress_bars
+    from megasdc.repeat.check import check_determinism
 
     loaded = load_config(config, overrides or ())
-    with progress_bar(Console(stderr=True, quiet=as_json)) as on_progress:
+    with progress_bars(quiet=as_json) as on_progress:
         report = check_determinism(loaded, ranks=ranks, steps=steps, lint_only=lint_only, on_progress=on_progress)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
     raise typer.Exit(report.exit_code)

@@ -62,8 +62,8 @@ def stress(
     if resume and out is None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
     with stdout_kept_clean():
-        from megasdc.golden.progress import run_progress
         from megasdc.launcher.hosts import LOCAL_HOST, read_hostfile
+        from megasdc.progress import runs_bar
         from megasdc.stress.drill import read_drill
         from megasdc.stress.golden import GoldenFolder, load_folder
         from megasdc.stress.result import render_result
@@ -84,7 +84,7 @@ def stress(
             resume=resume,
             ssh_port=ssh_port,
         )
-        with run_progress(Console(stderr=True, quiet=as_json), "stress test", minutes, unit="rounds") as on_progress:
+        with runs_bar(Console(stderr=True, quiet=as_json), "stress test", minutes, unit="rounds") as on_progress:
             if record:
                 from megasdc.stress.record import record as record_golden
 

@@ -66,9 +66,9 @@ def sweep(
     if table:
         result = sweeps.gather(opened)
     else:
-        from megasdc.bench.render import progress_bar  # brings torch along: not before everything was checked
+        from megasdc.progress import progress_bars
 
-        with stdout_kept_clean(), progress_bar(console) as on_progress:
+        with stdout_kept_clean(), progress_bars(console=console) as on_progress:
             result = sweeps.run_sweep(
                 opened,
                 workers,

@@ -14,10 +14,10 @@ from rich.console import Console
 from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.checkpoint.extract_views import is_extract, open_extract_views
 from megasdc.checkpoint.open_view import open_view
-from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
 from megasdc.program import run
+from megasdc.progress import bytes_bar
 from megasdc.report.checkpoint_page import write_comparison
 from megasdc.report.checkpoint_render import render
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest

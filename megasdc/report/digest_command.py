@@ -13,7 +13,7 @@ from rich.console import Console
 from megasdc.checkpoint.compare_digests import compare_digests
 from megasdc.checkpoint.digest import Digest, count_bytes, digest_path, is_digest, read_digest
 from megasdc.checkpoint.extract import write_extracts
-from megasdc.checkpoint.progress import bytes_bar
+from megasdc.progress import bytes_bar
 from megasdc.report.digest_render import render_digests
 
 

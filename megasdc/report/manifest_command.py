@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from megasdc.checkpoint.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
-from megasdc.checkpoint.progress import bytes_bar
 from megasdc.checkpoint.records import record_text
 from megasdc.errors import StorageError
 from megasdc.program import write_whole
+from megasdc.progress import bytes_bar
 
 STANDARD_OUTPUT = "-"
 

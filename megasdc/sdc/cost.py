@@ -79,6 +79,41 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Accelerator:
+    """Speeds and work for which costs on an accelerator are predicted.
+
+    Args:
+        bytes_per_s: at which a checksum reads device memory. 0.8 of the 3.35 TB/s of an H100 SXM (NVIDIA's data sheet).
+        flop_per_s: that training reaches. 40 % of the same GPU's 989 TFLOP/s in bf16.
+        call_s: of launching one checksum.
+        tensor: tensor-parallel size.
+        data: replicas.
+        layers: of the rank's stage.
+        sequence: tokens of a sample.
+        accumulation: micro-batches of a step, one sample each.
+        vocab: entries of the vocabulary.
+    """
+
+    bytes_per_s: float = 0.8 * 3.35e12
+    flop_per_s: float = 0.4 * 989e12
+    call_s: float = 10e-6
+    tensor: int = 8
+    data: int = 64
+    layers: int = 8
+    sequence: int = 4096
+    accumulation: int = 16
+    vocab: int = 32000
+
+    def work(self, hidden: int) -> Work:
+        """What a rank computes in bf16, GPT style with an MLP of 4 h and heads of 128, with embedding and output."""
+        heads = hidden // 128
+        model = ModelSection(
+            num_layers=self.layers, hidden_size=hidden, num_attention_heads=heads, max_positions=self.sequence
+        )
+        return Work(model, self.vocab, self.sequence, 1, self.accumulation, self.tensor, self.data, width_bytes=2)
+
+
+@dataclass(frozen=True)
 class Reads:
     """Number of checksums and the bytes that they read.
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from megasdc.checkpoint.export_hf import find_tokenizer
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.logical import WeightSource, load_weights, open_weights
-from megasdc.checkpoint.progress import progress_bar
 from megasdc.config import DataSection, RunConfig, load_config, parse_config
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.dataset import TokenDataset, build_split
@@ -28,6 +27,7 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel
 from megasdc.parallel import groups
 from megasdc.program import why_unreadable
+from megasdc.progress import parts_bar
 
 USED_KEYS = (
     "megasdc.data",
@@ -155,7 +155,11 @@ def evaluate_weights(
     size = config.deepspeed.get("train_micro_batch_size_per_gpu") or 1
     batches = EvalLoader(stream, size, 0, 1, count)
     total = tokens = 0.0
-    with groups.single_process(), torch.inference_mode(), progress_bar("evaluating", len(batches), progress) as advance:
+    with (
+        groups.single_process(),
+        torch.inference_mode(),
+        parts_bar("evaluating", len(batches), quiet=not progress) as advance,
+    ):
         model = _build(weights, DTYPES[config.precision])
         device = next(model.parameters()).device
         padded = padded_vocab_size(weights.vocab_size, weights.model.vocab_multiple)
@@ -226,7 +230,11 @@ def generate(
     context = list(ids) or [words.end_of_document]
     added: list[int] = []
     generator = torch.Generator().manual_seed(seed)
-    with groups.single_process(), torch.inference_mode(), progress_bar("generating", max_tokens, progress) as advance:
+    with (
+        groups.single_process(),
+        torch.inference_mode(),
+        parts_bar("generating", max_tokens, quiet=not progress) as advance,
+    ):
         model = _build(weights, next(iter(weights.layer(0, "meta").values())).dtype)
         device = next(model.parameters()).device
         while len(added) < max_tokens and (not added or added[-1] != words.end_of_document):

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+MODULES = {"megasdc": "megasdc", "bench": "tools.bench"}
 PASSING = (1, 2)
 """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
 
@@ -37,7 +38,7 @@ class Command:
         source: what lies at ``{in}``, below ``{base}``; None: the command has no input under test.
         unread: the exit code if the input cannot be read or is no such thing.
         done: the exit code with healthy files.
-        program: a script of tools/ instead of ``megasdc``.
+        program: ``bench`` or a script of tools/ instead of ``megasdc``.
         prints: whether the result goes to standard output.
         sibling: an entry beside or in the input that the command does not need, and may not stumble over.
         unwritten: the exit code if the output cannot be written.
@@ -114,7 +115,9 @@ COMMANDS = (
     Command("dropcompute threshold {in}", "run", 71),
     Command("dropcompute threshold {base}/run --figure {out}"),
     Command("dropcompute times {in} --figure {out}", "run", 71),
-    Command("bench bound-training --steps 21 --seeds 1 --absolute 1e-3 --spike-aware 100 --data {in}", "data", 71),
+    Command(
+        "bound-training --steps 21 --seeds 1 --absolute 1e-3 --spike-aware 100 --data {in}", "data", 71, program="bench"
+    ),
     Command("{in} {base}/run/checkpoints/step_00000004", STEP, 2, program="compare_checkpoints"),
     Command("{in} {base}/exported", "exported", 2, program="compare_checkpoints"),
     Command("{in} {base}/a.manifest", "a.manifest", 2, program="compare_checkpoints"),
@@ -248,8 +251,8 @@ def _become(program: str, arguments: list[str]) -> None:
     tools = Path(__file__).parents[2] / "tools"
     code: Any = 0
     try:
-        if program == "megasdc":
-            runpy.run_module("megasdc", run_name="__main__")
+        if program in MODULES:
+            runpy.run_module(MODULES[program], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(tools / f"{program}.py"), run_name="__main__")
     except SystemExit as ended:

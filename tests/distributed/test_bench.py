@@ -1,4 +1,4 @@
-"""A sample of `megasdc bench train`: it runs, and its numbers are those of its blocks, however large they are."""
+"""A sample of `python -m tools.bench train`: it runs, and its numbers are those of its blocks, whatever their size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megasdc.bench.launch_time import COLD, COMMANDS, WARM, measure_launches
-from megasdc.bench.options import TrainBenchOptions
-from megasdc.bench.ranks import run_ranks
-from megasdc.bench.render import render
-from megasdc.bench.train import _Turns, bar_of, bench_train
-from megasdc.cli import app
 from megasdc.errors import ConfigError, MegasdcError
+from megasdc.parallel.run_ranks import run_ranks
+from tools.bench.commands import app
+from tools.bench.render import render
+from tools.bench.training.launch_time import COLD, COMMANDS, WARM, measure_launches
+from tools.bench.training.options import TrainBenchOptions
+from tools.bench.training.steps import _Turns, bar_of, bench_train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -61,7 +61,7 @@ def test_comparison(against):
 @pytest.mark.parametrize(("difference", "code"), [("rank 0: loss of step 3", 1), (None, 0)])
 def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
     """The exit code is the verdict: 1 when bits differ, whatever the times; the file holds every block."""
-    from megasdc.bench import train
+    from tools.bench.training import steps as train
 
     def answer(module, request, ranks, threads, folder, on_message, fresh):
         side = {"parameters": 5, "library_share": 0.5, "first_loss": 1.0, "last_loss": 1.0}
@@ -71,9 +71,7 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
 
     monkeypatch.setattr(train, "run_ranks", answer)
     out = tmp_path / "result.json"
-    done = CliRunner().invoke(
-        app, ["bench", "train", "--against", "plain", "--blocks", "1", "--json", "--out", str(out)]
-    )
+    done = CliRunner().invoke(app, ["train", "--against", "plain", "--blocks", "1", "--json", "--out", str(out)])
     assert done.exit_code == code, done.output
     written = json.loads(out.read_text())
     assert written["passed"] is (code == 0) and len(written["comparisons"][0]["costs"]) == 1
@@ -84,12 +82,12 @@ def test_a_failed_rank_is_reported(tmp_path):
     """A rank that fails ends the benchmark with the end of its output, and leaves no process waiting."""
     request = {"options": {"no_such_option": 1}, "against": "plain", "folder": str(tmp_path)}
     with pytest.raises(MegasdcError, match="no_such_option"):
-        run_ranks("megasdc.bench.train_rank", request, 2, 1, tmp_path, lambda message: None)
+        run_ranks("tools.bench.training.steps_rank", request, 2, 1, tmp_path, lambda message: None)
 
 
 def test_a_loop_that_fails_ends_the_loop_that_waits_for_it(monkeypatch):
     """Loops in ranks of their own: the error is that of the side that failed, and the other side is ended."""
-    monkeypatch.setattr("megasdc.bench.train.asdict", lambda options: {"no_such_option": 1})
+    monkeypatch.setattr("tools.bench.training.steps.asdict", lambda options: {"no_such_option": 1})
     with pytest.raises(MegasdcError, match="no_such_option"):
         bench_train(TrainBenchOptions(**SMALL), ("hf",))
 

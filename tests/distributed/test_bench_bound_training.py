@@ -1,4 +1,4 @@
-"""A sample of `megasdc bench bound-training`: faults get in, bounds act on them, and the table says so."""
+"""A sample of `python -m tools.bench bound-training`: faults get in, bounds act on them, and the table says so."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from whole_runs import prepare_text
 
-from megasdc.bench.bound_training import bench_bound_training
-from megasdc.bench.bound_training_render import render_bound_training
-from megasdc.bench.bound_training_setup import SHARES, BoundTrainOptions, Setting
+from tools.bench.bounds.training import bench_bound_training
+from tools.bench.bounds.training_render import render_bound_training
+from tools.bench.bounds.training_setup import SHARES, BoundTrainOptions, Setting
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

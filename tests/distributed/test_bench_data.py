@@ -1,4 +1,4 @@
-"""A sample of `megasdc bench data`: both sides write the same bytes, and its numbers are those of its runs."""
+"""A sample of `python -m tools.bench data`: both sides write the same bytes, and its numbers are those of its runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megasdc.bench import data as bench
-from megasdc.bench.render import render_data
-from megasdc.bench.statistics import Cost
-from megasdc.cli import app
 from megasdc.errors import ConfigError, MegasdcError
+from tools.bench.commands import app
+from tools.bench.render import render_data
+from tools.bench.statistics import Cost
+from tools.bench.training import data as bench
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -58,7 +58,7 @@ def fake_side(times, last_byte):
 def test_command_judges(monkeypatch, tmp_path, ours, byte, code):
     """Exit code 1 when the median misses the bar or bytes differ, else 0; the file holds every run."""
     monkeypatch.setattr(bench, "run_side", fake_side({"ours": ours, "megatron": 1.0}, {"ours": byte, "megatron": b"x"}))
-    arguments = ["bench", "data", "--tokenizer", "sentencepiece", "--blocks", "3", "--characters", "100000"]
+    arguments = ["data", "--tokenizer", "sentencepiece", "--blocks", "3", "--characters", "100000"]
     out = tmp_path / "bench.json"
     found = CliRunner().invoke(app, [*arguments, "--vocab", "500", "--json", "--out", str(out)])
     assert found.exit_code == code, found.output

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.bench.drop_setup import SmallGpt
-from megasdc.bench.drop_training_setup import DropTrainOptions, Setting, draw
-from megasdc.cli import app
+from tools.bench.commands import app
+from tools.bench.drops.setup import SmallGpt
+from tools.bench.drops.training_setup import DropTrainOptions, Setting, draw
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -19,7 +19,7 @@ def test_a_sample_of_the_cost(tmp_path: Path) -> None:
     """A decision costs the messages that the layout needs, every part is timed, and short micro-batches have no bar."""
     out = tmp_path / "cost.json"
     small = ["--steps", "2", "--delay", "0.02", "--micro-batches", "3", "--hidden", "64"]
-    done = CliRunner().invoke(app, ["bench", "dropcompute", *small, "--out", str(out)])
+    done = CliRunner().invoke(app, ["dropcompute", *small, "--out", str(out)])
     assert done.exit_code == 0, done.output
     alone, pipe = json.loads(out.read_text())["layouts"]
     assert (alone["layout"], pipe["layout"]) == ([1, 1, 2], [2, 2, 1])
@@ -39,7 +39,7 @@ def test_a_sample_of_the_speedup(tmp_path: Path) -> None:
     """A threshold is chosen for each share and by a run itself, and the exit code says whether the bar was missed."""
     out = tmp_path / "speedup.json"
     small = ["--steps", "3", "--replicas", "2", "--micro-batches", "3", "--drop-rates", "0.2", "--constant", "0.01"]
-    done = CliRunner().invoke(app, ["bench", "drop-speedup", *small, "--mean", "0.05", "--out", str(out)])
+    done = CliRunner().invoke(app, ["drop-speedup", *small, "--mean", "0.05", "--out", str(out)])
     assert out.exists(), (done.output, done.exception)
     found = json.loads(out.read_text())
     given, own = found["thresholds"]
@@ -59,7 +59,7 @@ def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     small = ["--steps", "6", "--seeds", "1", "--rates", "0.3", "--evaluations", "2", "--eval-samples", "4"]
     small += ["--hidden", "32", "--layers", "1", "--sequence", "16", "--micro-batches", "4", "--replicas", "2"]
     small += ["--log", str(log), "--out", str(out)]
-    done = CliRunner().invoke(app, ["bench", "drop-training", *small])
+    done = CliRunner().invoke(app, ["drop-training", *small])
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     gpt = SmallGpt(32, 1, 16, 1024, micro_batches=4)
@@ -78,7 +78,7 @@ def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def run_ranks(*_: object) -> None:
         raise AssertionError("nothing is left to run")
 
-    monkeypatch.setattr("megasdc.bench.drop_training.run_ranks", run_ranks)
-    again = CliRunner().invoke(app, ["bench", "drop-training", *small])
+    monkeypatch.setattr("tools.bench.drops.training.run_ranks", run_ranks)
+    again = CliRunner().invoke(app, ["drop-training", *small])
     assert again.exit_code == 0, again.output
     assert json.loads(out.read_text())["runs"] == found["runs"]

@@ -1,4 +1,4 @@
-"""Does `megasdc bench detection-overhead` run every kind of check, and do these read what the model says they read?"""
+"""`python -m tools.bench detection-overhead` runs every kind of check, and these read what the model says they read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from harness import run_distributed
 from torch import Tensor
 from typer.testing import CliRunner
 
-from megasdc.bench.options import TrainBenchOptions
-from megasdc.bench.overhead import ACCELERATOR_SIZES, work_of
-from megasdc.bench.overhead_model import (
+from megasdc.sdc import finite
+from megasdc.tensors.checksum import Xxh3
+from tools.bench.commands import app
+from tools.bench.detection.overhead import ACCELERATOR_SIZES, work_of
+from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
     ALWAYS_ON_ALL,
     AMORTISED,
@@ -27,10 +29,8 @@ from megasdc.bench.overhead_model import (
     TOLERANCED,
     asked_by,
 )
-from megasdc.bench.overhead_rank import OverheadRank
-from megasdc.cli import app
-from megasdc.sdc import finite
-from megasdc.tensors.checksum import Xxh3
+from tools.bench.detection.overhead_rank import OverheadRank
+from tools.bench.training.options import TrainBenchOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -56,7 +56,7 @@ class Tags(HTMLParser):
 def test_a_sample(tmp_path: Path) -> None:
     """Every kind of check costs time in the calls that make it up; the exit code says whether the bars are met."""
     out, page = tmp_path / "result.json", tmp_path / "figure.html"
-    done = CliRunner().invoke(app, ["bench", "detection-overhead", *SMALL, "--out", str(out), "--figure", str(page)])
+    done = CliRunner().invoke(app, ["detection-overhead", *SMALL, "--out", str(out), "--figure", str(page)])
     found = json.loads(out.read_text())
     assert done.exit_code == int(not found["passed"]), done.output
     assert [model["hidden"] for model in found["models"]] == [128, 64]

@@ -1,4 +1,4 @@
-"""A sample of `megasdc bench trace`: it runs, and what it prints follows from what it measured."""
+"""A sample of `python -m tools.bench trace`: it runs, and what it prints follows from what it measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.bench.options import TrainBenchOptions, run_config
-from megasdc.bench.trace import HIDDEN_SIZES, Accelerator, bench_trace, extrapolate
-from megasdc.cli import app
 from megasdc.model.kinds import GRANULARITIES
 from megasdc.sdc.cost import Work, reads_of_step, total
+from tools.bench.commands import app
+from tools.bench.detection.trace import HIDDEN_SIZES, Accelerator, bench_trace, extrapolate
+from tools.bench.training.options import TrainBenchOptions, run_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -23,7 +23,7 @@ SMALL = ["--blocks", "2", "--hidden", "64", "--layers", "1", "--sequence", "32",
 def test_a_sample(tmp_path: Path) -> None:
     """The rank records as many checksums as the model counts; the prediction is bytes and calls over the step."""
     out = tmp_path / "result.json"
-    done = CliRunner().invoke(app, ["bench", "trace", *SMALL, "--call-us", "7", "--out", str(out)])
+    done = CliRunner().invoke(app, ["trace", *SMALL, "--call-us", "7", "--out", str(out)])
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     assert list(found["costs"]) == list(GRANULARITIES)
@@ -50,7 +50,7 @@ def test_the_rank_is_one_whatever_was_asked_for(monkeypatch: pytest.MonkeyPatch)
         seen.update(request["options"], ranks_started=ranks)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr("megasdc.bench.trace.run_ranks", run_ranks)
+    monkeypatch.setattr("tools.bench.detection.trace.run_ranks", run_ranks)
     with pytest.raises(RuntimeError, match="enough"):
         bench_trace(TrainBenchOptions(ranks=2, steps_per_block=10), Accelerator(), lambda *_: None)
     assert (seen["ranks"], seen["steps_per_block"], seen["ranks_started"]) == (1, 1, 1)

@@ -41,14 +41,14 @@ def _config(folder: Path, tensor: int, **sections: Any) -> Path:
     return path
 
 
-def _megasdc(*arguments: str, program: bool = False, **environ: str | None) -> tuple[int, dict[str, Any], str]:
+def _megasdc(*arguments: str, program: str | None = None, **environ: str | None) -> tuple[int, dict[str, Any], str]:
     """Exit code, result and standard error of a command; a variable that is None is not set for it.
 
-    As a program where the interpreter's start matters, else as a fork.
+    As the module ``program`` where the interpreter's start matters, else ``megasdc`` as a fork.
     """
-    if program:
+    if program is not None:
         settings = {name: value for name, value in {**os.environ, **environ}.items() if value is not None}
-        command = [sys.executable, "-m", "megasdc", *arguments, "--json"]
+        command = [sys.executable, "-m", program, *arguments, "--json"]
         done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
     else:
         done = run_command(*arguments, "--json", env=environ)
@@ -315,7 +315,7 @@ def test_what_does_not_repeat_is_not_recorded(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NOISE)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = ("golden", "record", "--config", str(_config(tmp_path, 1)), "--out", str(tmp_path / "x.golden"))
-    code, _, error = _megasdc(*arguments, program=True, PYTHONPATH=path)
+    code, _, error = _megasdc(*arguments, program="megasdc", PYTHONPATH=path)
     assert code == 80
     assert "does not repeat" in error and "core_attention (output) on rank 0" in error
     assert not (tmp_path / "x.golden").exists()
@@ -333,7 +333,7 @@ def test_a_sample_of_the_campaign(tmp_path: Path) -> None:
     """Random faults in two layouts are all detected and named; clean runs raise nothing; the counts add up."""
     out = tmp_path / "detection.json"
     arguments = ("--faults", "40", "--clean", "8", "--layouts", "1x1x2,2x1x1", "--out", str(out), *["--fuse"] * fused())
-    code, said, error = _megasdc("bench", "detection", *arguments, program=True, DS_ACCELERATOR=None)
+    code, said, error = _megasdc("detection", *arguments, program="tools.bench", DS_ACCELERATOR=None)
     assert code == 0, error
     assert "Setting accelerator to CPU" in error, "DeepSpeed's lines are no part of the JSON"
     total = {name: sum(group.get(name, 0) for group in said["by_phase"].values()) for name in ("injected", "harmful")}

@@ -1,4 +1,4 @@
-"""A sample of `megasdc bench detection --live`: the checks of runs under way against what was injected."""
+"""A sample of `python -m tools.bench detection --live`: the checks of runs under way against what was injected."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from fused_switch import fused
 from typer.testing import CliRunner
 
-from megasdc.bench.live import LiveOptions, bench_live
-from megasdc.bench.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM
-from megasdc.bench.live_tolerance_trial import ANY, COVERED
-from megasdc.bench.live_trial import UNSEEN
-from megasdc.cli import app
 from megasdc.train.toleranced import REDUCTION, UNITS, UPDATE
+from tools.bench.commands import app
+from tools.bench.detection.live import LiveOptions, bench_live
+from tools.bench.detection.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM
+from tools.bench.detection.live_tolerance_trial import ANY, COVERED
+from tools.bench.detection.live_trial import UNSEEN
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -67,20 +67,20 @@ def test_a_sample_of_toleranced_checks() -> None:
 @pytest.mark.parametrize("arguments", [["--live", "--faults", "0", "--toleranced", "0"], ["--faults", "0"]])
 def test_a_campaign_of_nothing_is_refused(arguments: list[str]) -> None:
     """Without any fault there is nothing to score."""
-    done = CliRunner().invoke(app, ["bench", "detection", *arguments])
+    done = CliRunner().invoke(app, ["detection", *arguments])
     assert done.exit_code != 0
     assert "--faults" in done.output + str(done.exception)
 
 
 def test_toleranced_faults_need_a_run_under_way() -> None:
     """A golden trace afterwards has no such checks."""
-    done = CliRunner().invoke(app, ["bench", "detection", "--toleranced", "5"])
+    done = CliRunner().invoke(app, ["detection", "--toleranced", "5"])
     assert done.exit_code == 2
     assert "--toleranced needs --live" in done.output
 
 
 def test_a_layout_without_replicas_is_refused() -> None:
     """One replica has nothing to compare an audit with."""
-    done = CliRunner().invoke(app, ["bench", "detection", "--live", "--layouts", "2x1x1"])
+    done = CliRunner().invoke(app, ["detection", "--live", "--layouts", "2x1x1"])
     assert done.exit_code != 0
     assert "2x1x1 has one replica" in done.output + str(done.exception)

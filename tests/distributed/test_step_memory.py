@@ -8,10 +8,10 @@ import pytest
 import torch
 from harness import run_distributed
 
-from megasdc.bench.memory import BAR, BF16, CASES, FOUR, FUSED, LLAMA, MemoryCase, compare_memory
 from megasdc.config import check_layout, ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 from megasdc.train.memory_step import _Stage
+from tools.bench.training.memory import BAR, BF16, CASES, FOUR, FUSED, LLAMA, MemoryCase, compare_memory
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +23,7 @@ SHORT = {
 
 
 def _peak(case: MemoryCase) -> tuple[int, float]:
-    from megasdc.bench.memory_rank import measure_peak
+    from tools.bench.training.memory_rank import measure_peak
 
     return measure_peak(case.config(), case.vocab)
 

@@ -10,7 +10,6 @@ import torch
 from harness import run_distributed
 
 from megasdc.addresses import WEIGHT_GRAD, Address
-from megasdc.bench.detection_rank import Campaign, campaign_config
 from megasdc.config import parse_config
 from megasdc.config.fault_sections import OPTIMIZER_STATE
 from megasdc.engine.hooks import EngineHook
@@ -19,6 +18,7 @@ from megasdc.parallel import groups
 from megasdc.sdc.verdict import Finding, judge
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.workload import Workload, workload_cases, workload_config
+from tools.bench.detection.golden_rank import Campaign, campaign_config
 
 pytestmark = pytest.mark.distributed
 

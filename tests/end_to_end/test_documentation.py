@@ -20,6 +20,7 @@ import typer.main
 
 from megasdc.cli import app
 from megasdc.report import checkpoint_command, trace_command
+from tools.bench import commands as bench_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -29,7 +30,12 @@ GUIDES = (
     *("studies", "sweeps", "reports", "gpu"),
 )
 """In an order in which a page uses only what those before it make."""
-TOOLS = {"tools/compare_checkpoints.py": checkpoint_command.app, "tools/compare_traces.py": trace_command.app}
+TOOLS = {
+    "tools/compare_checkpoints.py": checkpoint_command.app,
+    "tools/compare_traces.py": trace_command.app,
+    "tools.bench": bench_command.app,
+}
+BENCH = ["python", "-m", "tools.bench"]
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(2400)]
 
 HOSTS, DROPS, PAGE = "tests/end_to_end", "tests/distributed/test_bench_dropcompute.py", "tests/unit/report"
@@ -49,8 +55,8 @@ RUN_ELSEWHERE = {
     "megasdc stress --hostfile hosts --minutes": f"{HOSTS}/test_stress_hosts.py::test_a_healthy_pair_passes",
     "megasdc stress --hostfile hosts --drill": f"{HOSTS}/test_stress_hosts.py::test_the_harmed_host_is_named",
     "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
-    "for n in 2 4 8; do megasdc bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
-    "megasdc bench drop-training": f"{DROPS}::test_a_sample_of_training",
+    "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
+    "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",
     "megasdc report scaling.json": f"{PAGE}/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
     "python tools/compare_checkpoints.py node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
     "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000800 node2.manifest": TRAVEL,
@@ -133,6 +139,7 @@ def _invocations(command: str) -> Iterator[list[str]]:
     """The words of each ``megasdc`` or ``tools`` call in a command, those of a loop's body too."""
     for part in re.split(r";\s*(?:do\s+)?", command):
         words = shlex.split(part)
+        words = [word for word in words if word != "-m"] if words[:2] == ["python", "-m"] else words
         if words[:1] == ["megasdc"] or (words[:1] == ["python"] and words[1] in TOOLS):
             yield words[1:]
 
@@ -165,10 +172,11 @@ def test_what_runs_elsewhere_does(start: str, place: str) -> None:
 def telling_words(command: str) -> set[str]:
     """Subcommands, the script's name and options of a command, as a test writes them."""
     words = shlex.split(command.rpartition("; do ")[2].removesuffix("; done"))
-    found = {word.partition("=")[0] for word in words[1:] if word.startswith("-")}
+    found = {word.partition("=")[0] for word in words[1:] if word.startswith("-")} - {"-m"}
     found |= {Path(word).name for word in words if word.endswith((".sh", ".py")) and word not in TOOLS}
-    if words[0] == "megasdc":
-        found |= set(itertools.takewhile(re.compile(r"[a-z]+(-[a-z]+)*").fullmatch, words[1:3]))
+    if words[0] == "megasdc" or words[:3] == BENCH:
+        named = words[1:3] if words[0] == "megasdc" else words[3:4]
+        found |= set(itertools.takewhile(re.compile(r"[a-z]+(-[a-z]+)*").fullmatch, named))
     return {WRITTEN_THERE.get(word, word) for word in found}
 
 

@@ -68,11 +68,12 @@ def profile_job(bench: Bench, name: str, options: dict[str, Any], section: dict[
 
 def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> Any:
     """Our loop as benchmarks run it, on samples in memory; ``model`` are further fields of the model."""
-    from megasdc.bench.loops import MegasdcLoop, MemoryStream
-    from megasdc.bench.options import TrainBenchOptions, run_config
     from megasdc.config import check_layout, parse_config
+    from megasdc.data.memory_stream import MemoryStream
     from megasdc.parallel import groups
     from megasdc.train.build import prepare_cpu, prepare_run_folder
+    from tools.bench.training.loops import MegasdcLoop
+    from tools.bench.training.options import TrainBenchOptions, run_config
 
     chosen = TrainBenchOptions(ranks=1, **options)
     raw = run_config(chosen, prepare_run_folder(folder)).resolved()

@@ -16,6 +16,7 @@ LAYERS = {
     "durable": 0,
     "imports": 0,
     "program": 1,
+    "progress": 1,
     "events": 1,
     "run_lock": 1,
     "versions": 1,
@@ -37,8 +38,8 @@ LAYERS = {
     "launcher": 5,
     "train": 5,
     "golden": 6,
+    "repeat": 7,
     "stress": 7,
-    "bench": 7,
     "experiments": 7,
     "report": 8,
     "cli": 9,
@@ -118,7 +119,7 @@ def test_lowest_layers_name_no_torch(file):
         "megasdc.launcher.records",
         "megasdc.train.main",
         "megasdc.versions.private_names",
-        "megasdc.bench.repeat_rank",
+        "megasdc.repeat.rank",
     ],
 )
 def test_importing_brings_no_torch(module):
@@ -149,5 +150,5 @@ def test_only_the_stated_parts_see_the_whole_configuration():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and whole & {alias.name for alias in node.names}
     }
-    allowed = ("config/", "cli/", "bench/", "experiments/", "golden/", "launcher/", "report/", "train/")
+    allowed = ("config/", "cli/", "experiments/", "golden/", "launcher/", "repeat/", "report/", "train/")
     assert [file for file in sorted(seen) if not file.startswith(allowed)] == []

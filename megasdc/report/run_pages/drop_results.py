@@ -1,7 +1,7 @@
 """Results of DropCompute's commands, read from the JSON files that they wrote with ``--out``.
 
-The commands are ``megasdc dropcompute simulate``, ``megasdc bench drop-speedup`` and ``megasdc bench drop-training``; a
-file's keys tell which one wrote it.
+The commands are ``megasdc dropcompute simulate``, ``drop-speedup`` and ``drop-training`` of ``python -m tools.bench``.
+A file's keys tell which one wrote it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _KEYS = {
     TRAINING: {"verdict", "scores", "runs"},
 }
 _COMMANDS = (
-    "megasdc dropcompute simulate --out FILE.json, megasdc bench drop-speedup --out FILE.json or "
-    "megasdc bench drop-training --out FILE.json"
+    "megasdc dropcompute simulate --out FILE.json, python -m tools.bench drop-speedup --out FILE.json or "
+    "python -m tools.bench drop-training --out FILE.json"
 )
 
 

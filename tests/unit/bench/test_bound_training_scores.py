@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.bench.bound_training_scores import BoundRun, score
-from megasdc.bench.bound_training_setup import BoundTrainOptions, Setting, fault_specs, parse_thetas
-from megasdc.bench.bound_training_verdict import verdict
-from megasdc.bench.gradient_sizes import SizeHistogram
 from megasdc.errors import ConfigError
+from tools.bench.bounds.gradient_sizes import SizeHistogram
+from tools.bench.bounds.training_scores import BoundRun, score
+from tools.bench.bounds.training_setup import BoundTrainOptions, Setting, fault_specs, parse_thetas
+from tools.bench.bounds.training_verdict import verdict
 
 ENTROPY = 5.0
 NONE, TIGHT, LOOSE = Setting(), Setting("absolute", 1e-3, "tight"), Setting("spike_aware", 1e4, "loose")

@@ -10,15 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from megasdc.bench import bounds, bounds_others
-from megasdc.bench.bounds import BAR, MILLION, BoundsBenchOptions, Shard, bench_bounds
-from megasdc.bench.bounds_others import LIMITS, others
-from megasdc.bench.bounds_render import render_bounds
-from megasdc.bench.result import SLACK
-from megasdc.bench.statistics import estimate_median
 from megasdc.errors import ConfigError
 from megasdc.tensors import bound
 from megasdc.tensors.bound import COMPILED
+from tools.bench.bounds import cost as bounds
+from tools.bench.bounds import cost_others as bounds_others
+from tools.bench.bounds.cost import BAR, MILLION, BoundsBenchOptions, Shard, bench_bounds
+from tools.bench.bounds.cost_others import LIMITS, others
+from tools.bench.bounds.cost_render import render_bounds
+from tools.bench.result import SLACK
+from tools.bench.statistics import estimate_median
 
 ADAM = "compiled elsewhere"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from megasdc.bench.checksum import BAR, SLACK, ChecksumBenchOptions, bench_checksum
-from megasdc.bench.render import render_checksum
-from megasdc.bench.statistics import estimate_median
 from megasdc.errors import ConfigError
+from tools.bench.detection.checksum import BAR, SLACK, ChecksumBenchOptions, bench_checksum
+from tools.bench.render import render_checksum
+from tools.bench.statistics import estimate_median
 
 
 @pytest.fixture(scope="module")

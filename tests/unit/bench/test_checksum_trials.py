@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.bench.checksum_trials import BLIND_TO, DTYPES, FAULTS, NUM_ELEMENTS, PACKED, XOR, run_trials
 from megasdc.tensors import checksum as checksums
 from megasdc.tensors.checksum import ALGORITHMS
+from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, NUM_ELEMENTS, PACKED, XOR, run_trials
 
 CHANGED = {
     "single flip": {1},

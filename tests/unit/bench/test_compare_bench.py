@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from megasdc.bench.compare import BAR, MEMORY_SLACK_MIB, CompareBenchOptions, bench_compare, write_checkpoint
-from megasdc.bench.compare_render import render_compare
-from megasdc.bench.statistics import estimate_median
 from megasdc.errors import ConfigError
+from tools.bench.checkpoints.compare import BAR, MEMORY_SLACK_MIB, CompareBenchOptions, bench_compare, write_checkpoint
+from tools.bench.checkpoints.compare_render import render_compare
+from tools.bench.statistics import estimate_median
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.bench import compare_manifests
-from megasdc.bench.compare_manifests import CompareManifestsOptions, made_up_digest
 from megasdc.checkpoint.compare_digests import compare_digests
-from megasdc.cli import app
 from megasdc.errors import ConfigError
+from tools.bench.checkpoints import compare_manifests
+from tools.bench.checkpoints.compare_manifests import CompareManifestsOptions, made_up_digest
+from tools.bench.commands import app
 
 
 def test_a_small_one_is_found_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one block is found; a bar that is missed gives exit code 1."""
     monkeypatch.setattr(compare_manifests, "BAR_S", 0.0)
-    arguments = ["bench", "compare-manifests", "--size-gb", "2", "--ranks", "16", "--runs", "1", "--json"]
+    arguments = ["compare-manifests", "--size-gb", "2", "--ranks", "16", "--runs", "1", "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1
     found = json.loads(done.stdout)

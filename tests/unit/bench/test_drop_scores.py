@@ -9,14 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megasdc.bench.drop_cost import BAR, LayoutCost, StepCost
-from megasdc.bench.drop_cost_rank import TimedGate
-from megasdc.bench.drop_setup import SmallGpt
-from megasdc.bench.drop_speedup import DropSpeedupOptions
-from megasdc.bench.drop_speedup_scores import Segment, choose_thresholds, compare, recorded_steps, sleep_share
-from megasdc.bench.drop_training import DropTrainResult, RunLog
-from megasdc.bench.drop_training_scores import DropRun
-from megasdc.bench.drop_training_setup import (
+from megasdc.distributions import Environment
+from megasdc.distributions.kinds import BoundedLogNormal
+from megasdc.dropcompute.decisions import StepDecisions, read_decisions
+from megasdc.errors import ConfigError, StorageError
+from megasdc.parallel.dims import ParallelDims
+from tools.bench.drops.cost import BAR, LayoutCost, StepCost
+from tools.bench.drops.cost_rank import TimedGate
+from tools.bench.drops.setup import SmallGpt
+from tools.bench.drops.speedup import DropSpeedupOptions
+from tools.bench.drops.speedup_scores import Segment, choose_thresholds, compare, recorded_steps, sleep_share
+from tools.bench.drops.training import DropTrainResult, RunLog
+from tools.bench.drops.training_scores import DropRun
+from tools.bench.drops.training_setup import (
     COMMUNICATION_S,
     LATENCY_S,
     MEAN_DELAY_S,
@@ -24,11 +29,6 @@ from megasdc.bench.drop_training_setup import (
     Setting,
     draw,
 )
-from megasdc.distributions import Environment
-from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.dropcompute.decisions import StepDecisions, read_decisions
-from megasdc.errors import ConfigError, StorageError
-from megasdc.parallel.dims import ParallelDims
 
 FIRST, SECOND = Segment(1, 41), Segment(41, 81)
 FAST_S, SLOW_S, REST_S = 1.0, 3.0, 0.5

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megasdc.bench.launch_time import slowest_start
 from megasdc.train.startup import StartClock, StartReport, process_start_boot_s
+from tools.bench.training.launch_time import slowest_start
 
 
 def test_slowest_rank_counts():

@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
-from megasdc.bench.detection_rank import KINDS, campaign_config
-from megasdc.bench.live import LiveOptions
-from megasdc.bench.live_cases import (
+from megasdc.config import parse_config
+from megasdc.config.fault_sections import TOKENS
+from megasdc.faults.injector import Firing
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.replay import MAJORITY as RELATIVE
+from megasdc.sdc.trace import Trace
+from tools.bench.detection.golden_rank import KINDS, campaign_config
+from tools.bench.detection.live import LiveOptions
+from tools.bench.detection.live_cases import (
     ALONE,
     CLEAN,
     EVERYTHING,
@@ -30,16 +36,10 @@ from megasdc.bench.live_cases import (
     deal_rows,
     weights_of_rows,
 )
-from megasdc.bench.live_rank import differs_from_repeat, is_read
-from megasdc.bench.live_setup import detecting, live_config
-from megasdc.bench.live_today import compare_with_today
-from megasdc.bench.live_trial import LiveTrial, Named
-from megasdc.config import parse_config
-from megasdc.config.fault_sections import TOKENS
-from megasdc.faults.injector import Firing
-from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import MAJORITY as RELATIVE
-from megasdc.sdc.trace import Trace
+from tools.bench.detection.live_rank import differs_from_repeat, is_read
+from tools.bench.detection.live_setup import detecting, live_config
+from tools.bench.detection.live_today import compare_with_today
+from tools.bench.detection.live_trial import LiveTrial, Named
 
 PLACE = "step 4, micro-batch 0, forward of 2.layer.mlp (output)"
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.bench.live_cases import CLEAN, LASTING, OTHER, SHARD, STATE, STEPPED, SUM, TOLERANCED_ROWS
-from megasdc.bench.live_tolerance_sizes import Seen, feature_sizes
-from megasdc.bench.live_tolerance_trial import (
+from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, UPDATE
+from tools.bench.detection.live_cases import CLEAN, LASTING, OTHER, SHARD, STATE, STEPPED, SUM, TOLERANCED_ROWS
+from tools.bench.detection.live_tolerance_sizes import Seen, feature_sizes
+from tools.bench.detection.live_tolerance_trial import (
     COVERED,
     UNCOVERED,
     ToleranceResult,
@@ -21,7 +22,6 @@ from megasdc.bench.live_tolerance_trial import (
     read_tolerance_trial,
     size_class,
 )
-from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, UPDATE
 
 STEP = 7
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megasdc.bench.loops import DeterministicLoop, MegasdcLoop
 from megasdc.config import DeterminismSection
+from tools.bench.training.loops import DeterministicLoop, MegasdcLoop
 
 
 def test_the_mode_is_on_during_a_block_alone(monkeypatch):

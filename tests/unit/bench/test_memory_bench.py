@@ -13,20 +13,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from typer.testing import CliRunner
 
-from megasdc.bench import memory, memory_rank
-from megasdc.bench.memory import CASES, FOUR, MemoryCase, MemoryResult, bench_memory, default_cases
-from megasdc.cli import app
 from megasdc.config import check_layout
 from megasdc.errors import ConfigError
 from megasdc.parallel import groups, local_ranks
 from megasdc.train.memory_step import predict_step_memory
+from tools.bench.commands import app
+from tools.bench.training import memory, memory_rank
+from tools.bench.training.memory import CASES, FOUR, MemoryCase, MemoryResult, bench_memory, default_cases
 
 TWO_STAGES = MemoryCase(2, deepspeed=FOUR, parallel={"pipeline": 2})
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, case: MemoryCase, peaks: list[tuple[int, float]]) -> MemoryResult:
     def answer(module: str, request: dict[str, Any], ranks: int, threads: int, folder: Any, on_message: Any) -> None:
-        assert (module, ranks, request["vocab"]) == ("megasdc.bench.memory_rank", case.ranks, case.vocab)
+        assert (module, ranks, request["vocab"]) == ("tools.bench.training.memory_rank", case.ranks, case.vocab)
         on_message({"peaks": peaks, "on_gpu": False})
 
     monkeypatch.setattr(memory, "run_ranks", answer)
@@ -117,10 +117,10 @@ def test_the_command_takes_vocabulary_and_devices(monkeypatch: pytest.MonkeyPatc
     smoke = str(ROOT / "configs" / "smoke.json")
     own: list[str] = ["--config", smoke]
     for arguments in (own, [*own, "--ranks", "2", "--vocab-size", "50257"], []):
-        assert isinstance(CliRunner().invoke(app, ["bench", "memory", *arguments]).exception, Reached)
+        assert isinstance(CliRunner().invoke(app, ["memory", *arguments]).exception, Reached)
     (first, second, built_in) = taken
     assert [size for _, *sizes in first.values() for size in sizes] == [1, 4096]  # of the file
     assert [size for _, *sizes in second.values() for size in sizes] == [2, 50257]
     assert built_in["2 x 2 x 2"][0].megasdc.parallel.share_devices
-    refused = CliRunner().invoke(app, ["bench", "memory", "--ranks", "2", "--vocab-size", "50257"]).exception
+    refused = CliRunner().invoke(app, ["memory", "--ranks", "2", "--vocab-size", "50257"]).exception
     assert isinstance(refused, ConfigError) and len(refused.problems) == 2

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.bench.options import TrainBenchOptions
-from megasdc.bench.overhead import ModelCost, OverheadOptions, OverheadResult, extrapolate, judge, work_of
-from megasdc.bench.overhead_model import (
+from megasdc.config import ffn_width
+from megasdc.sdc.check_cost import Rates, median_rates
+from tools.bench.detection.overhead import ModelCost, OverheadOptions, OverheadResult, extrapolate, judge, work_of
+from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
     ALWAYS_ON_ALL,
     AMORTISED,
@@ -19,8 +20,7 @@ from megasdc.bench.overhead_model import (
     asked_by,
     predict,
 )
-from megasdc.config import ffn_width
-from megasdc.sdc.check_cost import Rates, median_rates
+from tools.bench.training.options import TrainBenchOptions
 
 SIZES = TrainBenchOptions(
     blocks=6, hidden=128, layers=2, sequence=64, vocab=500, micro_batch=1, accumulation=4, ranks=2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megasdc.bench.statistics import Cost, Estimate, estimate_median, interval_coverage, ratios, run_alternating
+from tools.bench.statistics import Cost, Estimate, estimate_median, interval_coverage, ratios, run_alternating
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 30, 31])

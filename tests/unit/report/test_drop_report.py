@@ -14,16 +14,16 @@ from browser import Browser, needs_browser
 from run_folder import data_of
 from typer.testing import CliRunner
 
-from megasdc.bench.drop_speedup import DropSpeedupOptions, DropSpeedupResult
-from megasdc.bench.drop_speedup_scores import Comparison
-from megasdc.bench.drop_training import DropTrainResult
-from megasdc.bench.drop_training_scores import DropRun
-from megasdc.bench.drop_training_setup import DropTrainOptions
 from megasdc.cli import app
 from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.simulate import Simulation, SimulationResults, simulate
 from megasdc.errors import DataError
+from tools.bench.drops.speedup import DropSpeedupOptions, DropSpeedupResult
+from tools.bench.drops.speedup_scores import Comparison
+from tools.bench.drops.training import DropTrainResult
+from tools.bench.drops.training_scores import DropRun
+from tools.bench.drops.training_setup import DropTrainOptions
 
 REPLICAS, MICRO_BATCHES, REST_S = (2, 16), 6, 0.5
 

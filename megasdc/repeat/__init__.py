@@ -1,0 +1,1 @@
+"""Repeatability of a configuration: known causes of differences, and two runs compared bit by bit."""

@@ -1,0 +1,1 @@
+"""Scripts over files, and benchmarks; not installed."""

@@ -1,0 +1,6 @@
+"""``python -m tools.bench``, from the repository's folder."""
+
+from megasdc.program import start
+
+if __name__ == "__main__":
+    start("tools.bench.commands")

@@ -1,0 +1,1 @@
+"""Gradient bounds: their cost, and their effect on training under injected faults."""

@@ -1,0 +1,1 @@
+"""Comparison of checkpoints and of manifests: speed and memory."""

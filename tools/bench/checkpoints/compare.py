@@ -1,0 +1,254 @@
+"""Speed of comparing checkpoints against ``cat``, in bounded memory: ``python -m tools.bench compare``.
+
+Two files of equal tensors lie in the page cache. Ours is ``open_view`` and ``compare_checkpoints`` in a process that
+runs already; the other side is ``cat A B`` with its output thrown away, and ``cmp A B``. The bar is 0.8 of the rate of
+``cat``, that is 1.25 of its time; ``cmp`` has none. Memory: how much the most that a fresh process holds (VmHWM, all of
+its resident pages) grows while it compares, at two sizes, of equal files and of files that differ everywhere. The bar
+is that four times the size takes at most 16 MiB more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasdc.checkpoint.compare import compare_checkpoints
+from megasdc.checkpoint.open_view import open_view
+from megasdc.errors import ConfigError
+from tools.bench.machine import describe_machine
+from tools.bench.result import BenchResult, Comparison, Progress
+from tools.bench.statistics import Block, Cost, estimate_median, run_alternating
+
+BAR = 1.25
+"""Largest median of our time over that of ``cat``."""
+MEMORY_SLACK_MIB = 16.0
+"""How much more the larger size may take than the smaller one."""
+M_ARENA_MAX = -8
+"""glibc's name for the number of heaps, mallopt(3)."""
+_PROCESSES = 5
+"""Most processes in which the larger size is compared; all must exceed the bar for it to be missed."""
+_MIB = 1 << 20
+_TENSOR_MIB = 16
+_SMALL = 4
+"""Small tensors of a file, such as norms, beside each large one."""
+
+
+@dataclass(frozen=True)
+class CompareBenchOptions:
+    """Sizes of a measurement.
+
+    Args:
+        blocks: blocks of each side, that is pairs; one pair before them does not count.
+        size_mib: of each of the two files, MiB.
+        jobs: threads of the comparison; None: as many as there are cores.
+        folder: where the files are written; they are removed in the end.
+    """
+
+    blocks: int = 15
+    size_mib: int = 1024
+    jobs: int | None = None
+    folder: Path = Path("/dev/shm")
+
+    def __post_init__(self) -> None:
+        values = [("blocks", self.blocks, 1), ("size", self.size_mib, 4 * _TENSOR_MIB)]
+        problems = [f"--{name}: {value} must be at least {least}" for name, value, least in values if value < least]
+        if not self.folder.is_dir():
+            problems.append(f"--folder: {self.folder} is no folder")
+        elif (free := shutil.disk_usage(self.folder).free // _MIB) < 4 * self.size_mib:
+            problems.append(f"--folder: {self.folder} has {free} MiB free, needed are {4 * self.size_mib}")
+        if problems:
+            raise ConfigError(problems, source="the benchmark's options")
+
+
+@dataclass(frozen=True)
+class CompareComparison(Comparison):
+    """The comparison against another program over the same two files; ``difference`` says if it found one.
+
+    Args:
+        against: the other program.
+        bytes_per_s: of both files together, median over blocks, ours and the other's.
+    """
+
+    against: str
+    bytes_per_s: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """How much a comparison adds to what its process holds.
+
+    Args:
+        content: equal or different.
+        size_mib: of each file, the smaller and the larger.
+        growth_mib: by size.
+    """
+
+    content: str
+    size_mib: tuple[int, int]
+    growth_mib: tuple[float, float]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the larger size takes hardly more."""
+        return self.growth_mib[1] <= self.growth_mib[0] + MEMORY_SLACK_MIB
+
+
+@dataclass(frozen=True)
+class CompareBenchResult(BenchResult):
+    """Everything that was measured.
+
+    Args:
+        comparisons: one a program.
+        memory: one a kind of content.
+    """
+
+    comparisons: Sequence[CompareComparison]
+    memory: list[PeakMemory]
+
+    @property
+    def passed(self) -> bool:
+        """Whether rate and memory passed."""
+        return super().passed and all(one.passed for one in self.memory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON holds it, with verdicts."""
+        found = super().as_dict()
+        found["options"]["folder"] = str(self.options.folder)
+        return {**found, "memory": [{"passed": one.passed, **vars(one)} for one in self.memory]}
+
+
+def bench_compare(
+    options: CompareBenchOptions, on_progress: Progress = lambda what, done, total: None
+) -> CompareBenchResult:
+    """Measure on this machine.
+
+    Args:
+        options: sizes.
+        on_progress: told what is measured, how much is done, and of how much.
+
+    Raises:
+        ConfigError: ``cat`` or ``cmp`` is not installed.
+    """
+    if lacking := [name for name in ("cat", "cmp") if shutil.which(name) is None]:
+        raise ConfigError([f"{name} is not installed" for name in lacking], source="this machine")
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="megasdc_bench_", dir=options.folder) as folder:
+        files = [write_checkpoint(Path(folder) / "one.pt", options.size_mib), Path(folder) / "other.pt"]
+        shutil.copyfile(*files)  # torch.save puts a file's name into it
+        found = [_compare(options, files, program, on_progress) for program in ("cat", "cmp")]
+        on_progress("memory", 0, 4)
+        memory = [
+            _peak_memory(options, Path(folder), files[0], content, lambda done: on_progress("memory", done, 4))
+            for content in ("equal", "different")
+        ]
+    return CompareBenchResult(machine, options, found, memory)
+
+
+def write_checkpoint(path: Path, size_mib: int, *, flipped: bool = False) -> Path:
+    """Write a file of tensors: large ones, small ones beside each, the same values in every call.
+
+    Args:
+        path: the file.
+        size_mib: of the large ones together.
+        flipped: flip a bit of every element.
+    """
+    draw = torch.Generator().manual_seed(7)
+    state: dict[str, torch.Tensor] = {}
+    for number in range(size_mib // _TENSOR_MIB):
+        state[f"{number}.weight"] = torch.randn(_TENSOR_MIB << 8, 1024, generator=draw)
+        state |= {f"{number}.norm{one}": torch.randn(4096, generator=draw) for one in range(_SMALL)}
+    for tensor in state.values() if flipped else ():
+        tensor.view(torch.int32).bitwise_xor_(1 << 20)
+    torch.save(state, path)
+    return path
+
+
+def _compare(options: CompareBenchOptions, files: list[Path], program: str, on_progress: Progress) -> CompareComparison:
+    """Run ours and another program in turn over two files."""
+    differences: list[str] = []
+
+    def ours() -> None:
+        report = compare_checkpoints([open_view(file) for file in files], jobs=options.jobs)
+        if not report.same or report.problems:
+            differences.append("; ".join(report.problems) or f"{len(report.findings)} findings in equal files")
+
+    def theirs() -> None:
+        subprocess.run([program, *map(str, files)], stdout=subprocess.DEVNULL, check=True)
+
+    on_progress(program, 0, options.blocks)
+    run_alternating(ours, theirs, 1, _measure)
+    costs = run_alternating(
+        ours, theirs, options.blocks, _measure, lambda done: on_progress(program, done, options.blocks)
+    )
+    num_bytes = sum(file.stat().st_size for file in files)
+    rates = [num_bytes / estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    return CompareComparison(
+        bar=BAR if program == "cat" else None,
+        ratios={"wall": estimate_median([ours.wall_s / other.wall_s for ours, other in costs])},
+        difference=differences[0] if differences else None,
+        costs=costs,
+        against=program,
+        bytes_per_s=(rates[0], rates[1]),
+    )
+
+
+def _measure(run: Block) -> Cost:
+    """Time a block; processor time with that of programs it ran."""
+    wall, before = time.perf_counter(), os.times()
+    run()
+    wall, after = time.perf_counter() - wall, os.times()
+    return Cost(wall, sum(after[:4]) - sum(before[:4]))
+
+
+def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, content: str, on_progress: Any) -> PeakMemory:
+    """Compare at a quarter of the size and at the whole, each in fresh processes of which the least counts.
+
+    One process in eight holds up to 18 MiB more than the others, at either size; memory that grows does so in each.
+    """
+    sizes = (options.size_mib // 4, options.size_mib)
+    growth: list[float] = []
+    for number, size in enumerate(sizes):
+        one = large if size == options.size_mib else write_checkpoint(folder / "small.pt", size)
+        other = one if content == "equal" else write_checkpoint(folder / "flipped.pt", size, flipped=True)
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            found: list[float] = []
+            while len(found) < 2 or (growth and len(found) < _PROCESSES and min(found) > growth[0] + MEMORY_SLACK_MIB):
+                found.append(pool.apply(_peak_growth, (one, other, options.jobs, content)))
+            growth.append(min(found))
+        on_progress(number + 1 + 2 * (content == "different"))
+    return PeakMemory(content, sizes, (growth[0], growth[1]))
+
+
+def _peak_growth(one: Path, other: Path, jobs: int | None, content: str) -> float:
+    """MiB by which the most that this process holds exceeds what it holds before; tensors' files are not mapped.
+
+    All threads share one heap: what heaps of their own happen to keep differs by up to 20 MiB between processes that do
+    the same, whatever the size.
+    """
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    views = [open_view(file) for file in (one, other)]
+    compare_checkpoints([open_view(one)] * 2, jobs=jobs)  # loads what is loaded at the first use
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew, proc(5)
+    before = _status_mib("VmRSS")
+    report = compare_checkpoints(views, jobs=jobs)
+    assert report.same == (content == "equal"), f"{len(report.findings)} findings in {content} files"
+    return max(0.0, _status_mib("VmHWM") - before)  # the kernel counts pages of threads a little later
+
+
+def _status_mib(name: str) -> float:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found is not None, f"/proc/self/status has no {name}"
+    return int(found[1]) / 1024

@@ -1,0 +1,235 @@
+"""Time and memory of comparing two nodes' manifests of a checkpoint of 1 TB.
+
+The manifests are made up, without data: 4,096 ranks with a shard each, layers of tensor ranks, states of ranks. One
+block of one shard differs. The command that a user calls is run on them in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
+from megasdc.checkpoint.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
+from megasdc.checkpoint.records import record_text
+from megasdc.errors import ConfigError
+from tools.bench.machine import describe_machine
+from tools.bench.result import Progress
+from tools.bench.statistics import Estimate, estimate_median
+
+BAR_S = 30.0
+BAR_BYTES = 1 << 30
+_COMMAND = "from megasdc.report.checkpoint_command import main; main()"
+_MOMENTS = "optimizer_state_dict/base_optimizer_state/state/0"
+_MASTER = "optimizer_state_dict/single_partition_of_fp32_groups/0"
+_TENSOR_RANKS, _LAYERS = 8, 80
+_LAYER_TENSORS = (
+    "layer.input_layernorm.weight",
+    "layer.self_attention.linear_qkv.weight",
+    "layer.self_attention.linear_proj.weight",
+    "layer.pre_mlp_layernorm.weight",
+    "layer.mlp.linear_fc1.weight",
+    "layer.mlp.linear_fc2.weight",
+)
+
+
+@dataclass(frozen=True)
+class CompareManifestsOptions:
+    """Size of the measurement.
+
+    Args:
+        size_gb: bytes of the checkpoint, in units of 10^9.
+        ranks: that wrote a shard each; a multiple of 8.
+        runs: of the command.
+    """
+
+    size_gb: int = 1000
+    ranks: int = 4096
+    runs: int = 3
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')}: {value} must be at least 1" for name, value in vars(self).items() if value < 1
+        ]
+        if self.ranks % _TENSOR_RANKS:
+            problems.append(f"--ranks: {self.ranks} must be a multiple of {_TENSOR_RANKS}")
+        if problems:
+            raise ConfigError(problems, source="the benchmark's options")
+
+
+@dataclass(frozen=True)
+class CompareManifestsResult:
+    """What was measured.
+
+    Args:
+        machine: date, processor, versions.
+        options: sizes.
+        num_files: of the checkpoint.
+        num_blocks: of all its tensors.
+        manifest_bytes: of one manifest.
+        wall_s: of the command, from its start to its end; the median of the runs.
+        peak_bytes: most memory that it held, over the runs.
+        found: whether each run named the one block that differs, and nothing else.
+    """
+
+    machine: dict[str, Any]
+    options: CompareManifestsOptions
+    num_files: int
+    num_blocks: int
+    manifest_bytes: int
+    wall_s: Estimate
+    peak_bytes: int
+    found: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether time and memory are within their bars and the answer was right."""
+        return self.found and self.wall_s.median <= BAR_S and self.peak_bytes <= BAR_BYTES
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON holds it, with bars and verdict."""
+        return {"passed": self.passed, "bar_s": BAR_S, "bar_bytes": BAR_BYTES, **asdict(self)}
+
+
+def bench_compare_manifests(
+    options: CompareManifestsOptions, on_progress: Progress = lambda what, done, total: None
+) -> CompareManifestsResult:
+    """Measure on this machine.
+
+    Args:
+        options: sizes.
+        on_progress: told what is measured, how much is done, and of how much.
+    """
+    machine = describe_machine()
+    harmed = options.ranks // 2
+    with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
+        paths = []
+        for host, rank in (("node1", None), ("node2", harmed)):
+            digest = made_up_digest(host, options, rank)
+            paths.append(Path(scratch) / f"{host}.manifest")
+            paths[-1].write_text(record_text(digest, indent=None), encoding="utf-8")
+        num_files = len(digest.files)
+        num_blocks = sum(len(one.blocks) for file in digest.files if file.content for one in file.content.tensors)
+        walls, peaks, found = [], [], True
+        for run in range(options.runs):
+            on_progress("comparing", run, options.runs)
+            wall_s, peak, answer = _run(paths)
+            walls.append(wall_s)
+            peaks.append(peak)
+            found = found and _is_right(answer, harmed)
+        size = paths[0].stat().st_size
+    return CompareManifestsResult(
+        machine, options, num_files, num_blocks // DIGEST_DIGITS, size, estimate_median(walls), max(peaks), found
+    )
+
+
+def _run(paths: list[Path]) -> tuple[float, int, dict[str, Any]]:
+    """Seconds, peak bytes, and what the command printed."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen([sys.executable, "-c", _COMMAND, *map(str, paths), "--json"], stdout=out)
+        _, _, usage = os.wait4(process.pid, 0)
+        wall_s = time.monotonic() - started
+        out.seek(0)
+        answer = json.load(out)
+    return wall_s, usage.ru_maxrss * 1024, answer
+
+
+def _is_right(answer: dict[str, Any], rank: int) -> bool:
+    found = [(one["what"], one["num_blocks"], one["rank"], one["name"]) for one in answer["differences"]]
+    return found == [("blocks", 1, rank, f"{_MOMENTS}/exp_avg")]
+
+
+def made_up_digest(host: str, options: CompareManifestsOptions, harmed: int | None) -> Digest:
+    """A manifest of random digests, the same for the same sizes.
+
+    Args:
+        host: the node.
+        options: sizes; 12 of 14 bytes are the optimizer's, as with bf16 weights.
+        harmed: rank of whose shard one block differs; None: none.
+    """
+    draw = random.Random(1)
+    total = options.size_gb * 10**9
+    files = [*_layers(draw, total // 7), *_shards(draw, total * 6 // 7, options.ranks, harmed)]
+    files += [_file(draw, f"rank_{rank:05d}_state.pt", rank, [], {}, []) for rank in range(options.ranks)]
+    files.sort(key=lambda file: file.name)
+    one = CheckpointContent(name="", step=1000, save_id="made-up", per_node=False, files=files)
+    return Digest(
+        format_version=DIGEST_VERSION,
+        host=host,
+        path="/made/up/step_00001000",
+        time=0.0,
+        as_saved=False,
+        checkpoints=[one],
+    )
+
+
+def _layers(draw: random.Random, total: int) -> Iterator[FileContent]:
+    size = total // (_LAYERS * _TENSOR_RANKS * len(_LAYER_TENSORS)) // 2
+    for layer in range(_LAYERS):
+        for tp_rank in range(_TENSOR_RANKS):
+            tensors = [(name, f"bfloat16[{size}]", 2 * size) for name in _LAYER_TENSORS]
+            name = f"layer_{layer + 2:02d}-model_{tp_rank:02d}-model_states.pt"
+            yield _file(draw, name, tp_rank, tensors, {}, [])
+
+
+def _shards(draw: random.Random, total: int, ranks: int, harmed: int | None) -> Iterator[FileContent]:
+    numel = total // ranks // 12
+    for rank in range(ranks):
+        dp_rank, stage = divmod(rank, _TENSOR_RANKS)
+        fragments = [
+            {
+                f"{2 + dp_rank % _LAYERS}.{name}": f"{numel * at // 6}+{numel // 6}"
+                for at, name in enumerate(_LAYER_TENSORS)
+            }
+        ]
+        names = (_MASTER, f"{_MOMENTS}/exp_avg", f"{_MOMENTS}/exp_avg_sq")
+        tensors = [(name, f"float32[{numel}]", 4 * numel) for name in names]
+        name = f"bf16_zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
+        file = _file(draw, name, rank, tensors, {f"{_MOMENTS}/step": "1000.0"}, fragments)
+        yield _with_one_block_changed(file) if rank == harmed else file
+
+
+def _with_one_block_changed(file: FileContent) -> FileContent:
+    assert file.content is not None, "made up with content"
+    master, moment, rest = file.content.tensors
+    last = "0" if moment.blocks[-1] != "0" else "1"
+    changed = moment.model_copy(update={"blocks": moment.blocks[:-1] + last})
+    content = file.content.model_copy(update={"tensors": [master, changed, rest]})
+    return file.model_copy(update={"content": content, "xxh3_128": file.xxh3_128[::-1]})
+
+
+def _file(
+    draw: random.Random,
+    name: str,
+    rank: int,
+    tensors: list[tuple[str, str, int]],
+    values: dict[str, str],
+    fragments: list[dict[str, str]],
+) -> FileContent:
+    found, place = [], 1024
+    for tensor, kind, size in tensors:
+        blocks = draw.randbytes(DIGEST_DIGITS // 2 * -(-size // BLOCK_BYTES)).hex()
+        found.append(TensorContent(name=tensor, type=kind, offset=place, size_bytes=size, blocks=blocks))
+        place += size
+    digests = [draw.randbytes(DIGEST_DIGITS // 2).hex() for _ in range(2)]
+    content = Content(block_bytes=BLOCK_BYTES, tensors=found, values=values, rest=digests[0], fragments=fragments)
+    return FileContent(
+        name=name,
+        size_bytes=place,
+        xxh3_128=digests[1],
+        saved=digests[1],
+        rank=rank,
+        node=f"node{rank // 8}",
+        content=content,
+        problem=None,
+    )

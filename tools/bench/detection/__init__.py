@@ -1,0 +1,1 @@
+"""Detection of injected faults, and the cost of traces, checksums and checks."""

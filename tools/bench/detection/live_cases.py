@@ -1,0 +1,317 @@
+"""Faults of the live campaign: cases drawn by a seed, the same on every rank.
+
+Each row asks another question: how many ranks are wrong, how often a fault comes again, and where it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megasdc.addresses import (
+    BACKWARD,
+    FORWARD,
+    PARAMETER,
+    RECOMPUTE,
+    REDUCED_GRAD,
+    UPDATE,
+    WEIGHT_GRAD,
+    Address,
+)
+from megasdc.config import FaultSpec
+from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.faults.schedule import Draws
+from megasdc.parallel.dims import ParallelDims
+
+CLEAN = "clean"
+ALONE, PAIR, PAIR_GOLDEN = "one wrong of three or more", "one wrong of two", "one wrong of two, golden trace"
+TWO_WRONG = "two wrong of three or more, different places"
+MAJORITY, MAJORITY_GOLDEN = "wrong majority, no golden trace", "wrong majority, golden trace"
+RECOMPUTED = "recompute check, no audit, not persistent"
+SHARED_TOKENS, PARAMETERS = "tokens of the audited micro-batch", "parameters after the all-gather"
+OTHER_FORWARD = "another micro-batch, forward, recomputed"
+OTHER, SUM, SHARD, STEPPED, STATE = (
+    "another micro-batch",
+    "gradient given to the sum",
+    "reduced gradient",
+    "update",
+    "optimizer state",
+)
+ONCE, ALWAYS, SOMETIMES = "transient", "persistent", "intermittent"
+PERSISTENCE: dict[str, dict[str, Any]] = {
+    ONCE: {"once": True},
+    ALWAYS: {"same_elements": True},
+    SOMETIMES: {"probability": 0.5},
+}
+"""How often a fault comes again, each a part of a spec."""
+LASTING = "update, in every step"
+TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
+"""How often each row comes that is scored for the toleranced checks."""
+AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
+TOLERANCED = "toleranced"
+"""What detects in a case."""
+MODES = {
+    CLEAN: EVERYTHING,
+    ALONE: AUDITED,
+    PAIR: AUDITED,
+    PAIR_GOLDEN: GOLDEN,
+    TWO_WRONG: AUDITED,
+    MAJORITY: AUDITED,
+    MAJORITY_GOLDEN: GOLDEN,
+    RECOMPUTED: CHECKED,
+}
+"""By row; the others have everything."""
+FIRST_STEPS = range(2, 51)
+"""Steps with which cases begin; the golden workload's step is 1, so that its firings can be told from others."""
+LONG = 3
+"""Steps of a case that looks at what comes after the fault, and of a clean one; the fault comes in the second."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One fault of a case.
+
+    Args:
+        rank: that is harmed.
+        address: what is harmed.
+        shows: address where it shows first; None: it shows elsewhere, or nowhere.
+        kind: name of the kind.
+        spec: for the injector.
+    """
+
+    rank: int
+    address: Address
+    shows: Address | None
+    kind: str
+    spec: FaultSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is injected in one trial.
+
+    Args:
+        row: which question it belongs to.
+        first_step: the trial's first.
+        steps: how many it takes.
+        persistence: of its faults; empty in a clean one.
+        targets: its faults.
+        consumed: samples that each replica has taken before.
+        completed: micro-batches that each replica starts in each step; empty: all.
+    """
+
+    row: str
+    first_step: int
+    steps: int
+    persistence: str
+    targets: tuple[Target, ...]
+    consumed: tuple[int, ...]
+    completed: tuple[int, ...] = ()
+
+    @property
+    def uneven(self) -> bool:
+        """Whether replicas complete different numbers of micro-batches."""
+        return len(set(self.completed)) > 1
+
+    @property
+    def mode(self) -> str:
+        """What detects."""
+        return MODES.get(self.row, EVERYTHING)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that are harmed."""
+        return tuple(sorted(target.rank for target in self.targets))
+
+
+def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
+    """How often each row comes in a layout.
+
+    Args:
+        replicas: number of replicas, at least 2.
+        recompute: whether activations are recomputed.
+    """
+    if replicas > 2:
+        weights = {ALONE: 56, TWO_WRONG: 5, MAJORITY: 2} | ({MAJORITY_GOLDEN: 3} if replicas == 3 else {})
+    else:
+        weights = {PAIR: 52, PAIR_GOLDEN: 9}
+    weights |= {SHARED_TOKENS: 3, PARAMETERS: 4, OTHER: 4, SUM: 3, SHARD: 3, STEPPED: 3, STATE: 3}
+    return weights | ({RECOMPUTED: 14, OTHER_FORWARD: 2} if recompute else {})
+
+
+def deal_rows(weights: Mapping[str, int], count: int, draw: random.Random) -> list[str]:
+    """Rows of ``count`` cases in random order, each as often as its weight says, by largest remainders."""
+    total = sum(weights.values())
+    shares = {row: divmod(weight * count, total) for row, weight in weights.items()}
+    left = count - sum(whole for whole, _ in shares.values())
+    more = sorted(shares, key=lambda row: -shares[row][1])[:left]
+    rows = [row for row, (whole, _) in shares.items() for _ in range(whole + (row in more))]
+    draw.shuffle(rows)
+    return rows
+
+
+class Cases:
+    """Draws cases for one layout and type.
+
+    Args:
+        addresses: what each rank computes in a step, by global rank; of any step.
+        dims: sizes of the layout.
+        kinds: kinds of faults by name, each a part of a spec.
+        precision: fp32 or bf16.
+        draw: seeded equally on all ranks.
+        micro_batches: of a step.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Sequence[Address]],
+        dims: ParallelDims,
+        kinds: Mapping[str, Mapping[str, Any]],
+        precision: str,
+        draw: random.Random,
+        micro_batches: int,
+    ) -> None:
+        self._addresses = addresses
+        self._dims = dims
+        self._kinds = kinds
+        self._precision = precision
+        self._draw = draw
+        self._micro_batches = micro_batches
+        self._recompute = any(one.phase == RECOMPUTE for one in addresses[0])
+
+    def case(self, row: str) -> Case:
+        """Draw a case of a row."""
+        first = self._draw.choice(FIRST_STEPS)
+        consumed = tuple(2 * first + self._draw.randrange(4) for _ in range(self._dims.data))
+        if row == CLEAN:
+            completed = tuple(self._draw.randint(1, self._micro_batches) for _ in range(self._dims.data))
+            return Case(row, first, LONG, "", (), consumed, completed)
+        short = row in (ALONE, PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY, MAJORITY_GOLDEN, RECOMPUTED)
+        step = first if short else first + 1
+        persistence, targets = self._targets(row, step)
+        return Case(row, first, 1 if short else LONG, persistence, tuple(targets), consumed)
+
+    def _targets(self, row: str, step: int) -> tuple[str, list[Target]]:
+        draw, rank = self._draw, self._draw.randrange(self._dims.world_size)
+        if row in (ALONE, PAIR):
+            persistence = draw.choice(list(PERSISTENCE))
+            return persistence, [self._target(rank, step, 0, self._phases(), persistence)]
+        if row == PAIR_GOLDEN:
+            return ALWAYS, [self._target(rank, step, 0, self._phases(), ALWAYS)]
+        if row == TWO_WRONG:
+            persistence = draw.choice([ONCE, ALWAYS])
+            ranks = [self._of_replica(one) for one in draw.sample(range(self._dims.data), 2)]
+            first = self._target(ranks[0], step, 0, self._phases(), persistence)
+            second = first
+            while _same_place(first.address, second.address):
+                second = self._target(ranks[1], step, 0, self._phases(), persistence)
+            return persistence, [first, second]
+        if row in (MAJORITY, MAJORITY_GOLDEN):
+            return ALWAYS, self._equal(rank, step)
+        if row == RECOMPUTED:
+            persistence = draw.choice([ONCE, SOMETIMES])
+            micro_batch = draw.randrange(self._micro_batches)
+            return persistence, [self._target(rank, step, micro_batch, [FORWARD], persistence, recomputed=True)]
+        return ONCE, [self._elsewhere(row, rank, step)]
+
+    def _elsewhere(self, row: str, rank: int, step: int) -> Target:
+        """A transient fault of what no audited micro-batch computes."""
+        if row == SHARED_TOKENS:
+            ends = [one for one in range(self._dims.world_size) if self._tokens_of(one)]
+            return self._tokens(self._draw.choice(ends), step)
+        if row == OTHER_FORWARD:
+            return self._target(rank, step, 1, [FORWARD], ONCE, recomputed=True)
+        if row == OTHER:
+            phases = [BACKWARD, WEIGHT_GRAD] if self._recompute else [FORWARD, BACKWARD, WEIGHT_GRAD]
+            return replace(self._target(rank, step, 1, phases, ONCE), shows=None)
+        phase = {PARAMETERS: PARAMETER, SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STATE: OPTIMIZER_STATE}
+        found = self._target(rank, step, None, [phase.get(row, UPDATE)], ONCE)
+        shows = replace(found.address, step=step + 1) if row == PARAMETERS else None
+        return replace(found, shows=shows)
+
+    def _phases(self) -> list[str]:
+        """Phases of a micro-batch that can be harmed, each as likely."""
+        return [FORWARD, BACKWARD, WEIGHT_GRAD] + ([RECOMPUTE] if self._recompute else [])
+
+    def _target(
+        self,
+        rank: int,
+        step: int,
+        micro_batch: int | None,
+        phases: Sequence[str],
+        persistence: str,
+        *,
+        recomputed: bool = False,
+    ) -> Target:
+        phase = self._draw.choice(phases)
+        listed = {OPTIMIZER_STATE: UPDATE, COLLECTIVE: WEIGHT_GRAD}.get(phase, phase)
+        fitting = [one for one in self._addresses[rank] if one.phase == listed and one.micro_batch in (micro_batch, 0)]
+        fitting = fitting or [one for one in self._addresses[rank] if one.phase == listed]
+        if recomputed:
+            again = {(one.fqn, one.slot) for one in self._addresses[rank] if one.phase == RECOMPUTE}
+            fitting = [one for one in fitting if (one.fqn, one.slot) in again]
+        chosen = self._draw.choice(fitting)
+        name = self._draw.choice(list(self._fitting_kinds(phase)))
+        address = Address(step, micro_batch, phase, chosen.fqn, chosen.slot)
+        return Target(rank, address, address, name, self._spec(rank, address, persistence, self._kinds[name]))
+
+    def _fitting_kinds(self, phase: str) -> Iterator[str]:
+        """BF16_Optimizer computes the norm of each replica by itself: one whose shard alone is not finite skips the
+        step while the others wait for it in the all-gather, and the run hangs (DeepSpeed 0.19.8).
+        """
+        for name, kind in self._kinds.items():
+            may_be_huge = kind.get("value") is not None or (
+                kind["kind"] in ("bit_flip", "stuck_at_1") and kind.get("bits") not in ("sign", "mantissa")
+            )
+            if not (phase == REDUCED_GRAD and self._precision == "bf16" and may_be_huge):
+                yield name
+
+    def _spec(self, rank: int, address: Address, persistence: str, kind: Mapping[str, Any]) -> FaultSpec:
+        """A spec that fires at the address when it comes first; persistent ones in the golden workload too."""
+        while True:
+            place: dict[str, Any] = {
+                "rank": rank,
+                "submodule": address.fqn,
+                "phase": address.phase,
+                "slot": address.slot,
+                "steps": [1 if persistence == ALWAYS else address.step, address.step],
+                "micro_batches": None if address.micro_batch is None else [address.micro_batch],
+                "seed": self._draw.randrange(1 << 30),
+            }
+            spec = FaultSpec(**{**place, **kind, **PERSISTENCE[persistence]})
+            draws = Draws(spec, 0, rank)
+            if draws.fires(address.step, address.micro_batch, f"{address.fqn} {address.slot}", 0):
+                return spec
+
+    def _equal(self, healthy: int, step: int) -> list[Target]:
+        """The same wrong value on all replicas but one, at one place."""
+        own = ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, healthy)
+        others = [healthy + (replica - own.dp_rank) * self._dims.tensor for replica in range(self._dims.data)]
+        model = self._target(healthy, step, 0, self._phases(), ALWAYS)
+        kind = {"kind": "bit_flip", "pattern": "indices", "indices": [self._draw.randrange(16)]}
+        kind["bits"] = [self._draw.randrange(8, 14)]
+        return [
+            Target(rank, model.address, model.address, "equal bit", self._spec(rank, model.address, ALWAYS, kind))
+            for rank in others
+            if rank != healthy
+        ]
+
+    def _tokens_of(self, rank: int) -> list[str]:
+        place = ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, rank)
+        return (["tokens"] if place.is_first_stage else []) + (["labels"] if place.is_last_stage else [])
+
+    def _tokens(self, rank: int, step: int) -> Target:
+        address = Address(step, 0, TOKENS, TOKENS, self._draw.choice(self._tokens_of(rank)))
+        kind = {"kind": "bit_flip", "bits": [self._draw.randrange(7)], "submodule": "*"}
+        return Target(rank, address, None, "one bit of an id", self._spec(rank, address, ONCE, kind))
+
+    def _of_replica(self, replica: int) -> int:
+        """A random rank of a replica."""
+        ranks = range(self._dims.world_size)
+        return self._draw.choice([rank for rank in ranks if rank // self._dims.tensor % self._dims.data == replica])
+
+
+def _same_place(first: Address, second: Address) -> bool:
+    return (first.phase, first.fqn, first.slot) == (second.phase, second.fqn, second.slot)

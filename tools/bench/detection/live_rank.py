@@ -1,0 +1,333 @@
+"""One rank of the live campaign.
+
+Each trial is a short run of the real loop with the real checks, from the same weights. All ranks draw the same cases;
+the first writes what was found. The first argument is the request as JSON, the second, on rank 0 alone, the file
+descriptor that messages go to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.addresses import WEIGHT_GRAD, Address
+from megasdc.config import RunConfig, TraceSection, parse_config
+from megasdc.config.fault_sections import TOKENS
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.data.position import Position
+from megasdc.data.step_batches import StepBatches
+from megasdc.dropcompute.decisions import ReplayedDecisions, StepDecisions
+from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
+from megasdc.engine.engine import StepResult
+from megasdc.events import Event, EventLog
+from megasdc.faults.injector import Firing
+from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.parallel import groups
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.run_ranks import Messages
+from megasdc.sdc.golden import Golden, save_golden
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.tracer import Tracer
+from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.build import prepare_cpu
+from megasdc.train.build_detection import build_detection, watches_of
+from megasdc.train.coverage import plan_checks
+from megasdc.train.disputes import EVENT_KIND
+from megasdc.train.faults import build_injector
+from megasdc.train.golden_key import golden_key
+from megasdc.train.main import set_up_logging
+from megasdc.train.observe import Observation, Watch, watch_for_faults
+from megasdc.train.run import Run, StepHook, train
+from megasdc.train.signals import StopSignals
+from megasdc.train.workload import Workload, workload_cases, workload_config
+from tools.bench.detection.golden_rank import KINDS
+from tools.bench.detection.live_cases import (
+    AUDITED,
+    CHECKED,
+    CLEAN,
+    EVERYTHING,
+    GOLDEN,
+    TOLERANCED,
+    Case,
+    Cases,
+    deal_rows,
+    weights_of_rows,
+)
+from tools.bench.detection.live_setup import MICRO_BATCHES, VOCABULARY, RandomTokens, detecting, live_config
+from tools.bench.detection.live_trial import LiveTrial, Named
+
+
+class KeptEvents(EventLog):
+    """An event log that also keeps what it wrote.
+
+    Args:
+        folder: of the run.
+        rank: global rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, rank)
+        self.kept: list[Event] = []
+
+    def emit(self, kind: str, name: str, **fields: Any) -> Event:
+        """Write and keep one event."""
+        event = super().emit(kind, name, **fields)
+        self.kept.append(event)
+        return event
+
+
+class KeptResults(StepHook):
+    """Keeps the result of each step."""
+
+    def __init__(self) -> None:
+        self.kept: list[StepResult] = []
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Keep it."""
+        self.kept.append(result)
+
+
+class LiveCampaign:
+    """The engine of one rank, and trials with it.
+
+    Args:
+        request: see ``tools.bench.detection.live``.
+        kinds: of faults by name, each a part of a spec.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(self, request: dict[str, Any], kinds: Mapping[str, Mapping[str, Any]] = KINDS) -> None:
+        self._request = request
+        raw = live_config(request)
+        config = workload_config(parse_config(raw))
+        prepare_cpu(1)
+        groups.init_process_group(300.0)
+        tensor, pipeline, _ = request["layout"]
+        self.dims = groups.init_model_parallel(tensor, pipeline, 300.0)
+        self._folder = Path(request["folder"])
+        self._workload = Workload(config, self.dims)
+        self._engine = self._workload.engine
+        self._algorithm = default_algorithm(self._engine.device)
+        golden = self._folder / "campaign.golden"
+        addresses = self._record(config, golden)
+        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED)
+        self._configs = {name: detecting(raw, name, golden) for name in modes}
+        self._stream = RandomTokens(request["seed"], 100_000)
+        self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
+        self._events = KeptEvents(self._folder, self.dims.rank)
+        self._signals = StopSignals()
+        self.draw = random.Random(request["seed"])
+        layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
+        self._decisions = ReplayedDecisions(self.dims.dp_rank)
+        group = new_replica_group(self.dims)
+        self._gate = ReplicaGate(self.dims, group, self._decisions.decide, self._decisions.time_left_s, 1)
+        self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES)
+
+    def _record(self, config: RunConfig, file: Path) -> list[list[Address]]:
+        """Save a golden trace of these ranks; the addresses of each."""
+        case = workload_cases(config)[0]
+        traces = gather_objects(self._workload.trace(case, self._algorithm.name))
+        layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
+        if self.dims.rank == 0:
+            key = golden_key(config, layout, self._algorithm.name)
+            kept = {(0, rank): trace for rank, trace in enumerate(traces)}
+            save_golden(file, Golden(key, config.resolved(), layout, self._algorithm.name, (case,), 1, {}, kept))
+        dist.barrier()
+        return [trace.addresses for trace in traces]
+
+    # --- one trial ----------------------------------------------------------------------------------------------
+
+    def run(self, case: Case) -> list[LiveTrial]:
+        """Train a few steps with a case's faults; a clean case gives one trial a step."""
+        config = self._configs[case.mode]
+        sections = config.megasdc.model_copy(update={"faults": [target.spec for target in case.targets]})
+        run, kept = self._prepare(case)
+        hooks_before = list(self._engine.hooks)
+        injector = build_injector(sections, run)
+        gradients = Tracer(self._algorithm, TraceSection(phases=[WEIGHT_GRAD], micro_batches=[0]))
+        results = KeptResults()
+        plan = plan_checks(config, self._engine, VOCABULARY)
+        detection = build_detection(config, run, kept, self._signals, injector, plan)
+        watches = [] if injector is None else [watch_for_faults(injector, self._engine)]
+        if case.mode in (AUDITED, GOLDEN):
+            watches.append(Watch(gradients, detection.audited_submodules))
+        observation = Observation(self._engine, [*watches, *watches_of(detection)])
+        run.hooks = [observation, detection, results]
+        self._events.kept.clear()
+        if case.completed:
+            self._decisions.begin(StepDecisions(MICRO_BATCHES, case.completed))
+            self._engine.gate = self._gate
+        try:
+            train(run)
+        finally:
+            self._engine.hooks[:] = hooks_before
+            self._engine.gate = None
+        self._gate.finish()
+        firings: list[Firing] = [
+            one for of_rank in gather_objects(injector.firings if injector else []) for one in of_rank
+        ]
+        replayed = any(gather_objects(differs_from_repeat(gradients.take())))
+        if case.row == CLEAN:
+            return [self._clean(result, case.uneven) for result in results.kept]
+        return [self._harmed(case, firings, results.kept, replayed)]
+
+    def _prepare(self, case: Case) -> tuple[Run, StepBatches]:
+        self._workload.reset()
+        self._engine.global_steps = case.first_step - 1
+        self._engine.reset_activation_shape()
+        loader = MicroBatchLoader(
+            self._stream, 1, self.dims.dp_rank, self.dims.data, Position(case.consumed[self.dims.dp_rank])
+        )
+        kept = StepBatches(loader, loader)
+        last = case.first_step + case.steps - 1
+        group = dist.group.WORLD
+        run = Run(self._folder, self.dims, self._engine, loader, kept, self._events, last, group, case.first_step - 1)
+        return run, kept
+
+    def _named(self, step: int | None = None) -> tuple[tuple[Named, ...], bool]:
+        """Verdicts of a step, or of all, and whether anything was found."""
+        found = [one for one in self._events.kept if one.kind == EVENT_KIND and (step is None or one.step == step)]
+        named = tuple(
+            Named(
+                **{name: one.fields[name] for name in ("tier", "rank", "verdict", "basis")},
+                address=one.fields["address"] or "",
+            )
+            for one in found
+            if one.name == "verdict"
+        )
+        return named, any(one.name in ("verdict", "finding") for one in found)
+
+    def _cell(self) -> dict[str, Any]:
+        return {
+            "layout": "x".join(map(str, (self.dims.tensor, self.dims.pipeline, self.dims.data))),
+            "precision": self._request["precision"],
+            "recompute": self._request["recompute"],
+            "dropout": bool(self._request["dropout"]),
+        }
+
+    def _clean(self, result: StepResult, uneven: bool) -> LiveTrial:
+        named, found = self._named(result.step)
+        return LiveTrial(
+            **self._cell(),
+            uneven=uneven,
+            row=CLEAN,
+            persistence="",
+            kinds=(),
+            ranks=(),
+            addresses=(),
+            harmed=(),
+            shows=(),
+            reproduced=False,
+            golden_harmed=False,
+            detected=found,
+            named=named,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            replayed=False,
+        )
+
+    def _harmed(
+        self, case: Case, firings: Sequence[Firing], results: Sequence[StepResult], replayed: bool
+    ) -> LiveTrial:
+        named, found = self._named()
+        repeats = self._configs[case.mode].megasdc.sdc.repeats
+        step = case.targets[0].address.step
+        live = {rank: [one for one in firings if (one.rank, one.address.step) == (rank, step)] for rank in case.ranks}
+        harmed = tuple(
+            rank
+            for rank, of_rank in live.items()
+            if of_rank and of_rank[0].changed and is_read(of_rank[0], self.dims.tensor, self._padded)
+        )
+        alike = [len(live[rank]) == 1 + repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
+        golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
+        result = next(one for one in results if one.step == step)
+        return LiveTrial(
+            **self._cell(),
+            uneven=case.uneven,
+            row=case.row,
+            persistence=case.persistence,
+            kinds=tuple(target.kind for target in case.targets),
+            ranks=case.ranks,
+            addresses=tuple(str(target.address) for target in case.targets),
+            harmed=harmed,
+            shows=tuple(str(one.shows) for one in case.targets if one.shows is not None and one.rank in harmed),
+            reproduced=bool(alike) and all(alike),
+            golden_harmed=bool(golden) and all(golden),
+            detected=found,
+            named=named,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            replayed=replayed,
+        )
+
+    def close(self) -> None:
+        """Give back signal handlers and files."""
+        self._signals.close()
+        self._events.close()
+
+
+def _done(firing: Firing) -> tuple[Any, ...]:
+    return firing.indices, firing.bits_before, firing.bits_after
+
+
+def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
+    """Whether a rank computes anything with what was harmed; of ids it reads those of its part of the vocabulary.
+
+    Args:
+        firing: what was done.
+        tensor: tensor-parallel size.
+        padded_vocab: entries of the vocabulary over all tensor ranks.
+    """
+    if firing.address.phase != TOKENS:
+        return True
+    part = padded_vocab // tensor
+    first = part * (firing.rank % tensor)
+    return any(first <= one < first + part for one in (*firing.before, *firing.after))
+
+
+def differs_from_repeat(trace: Trace) -> bool:
+    """Whether a rank's gradients of a micro-batch differ from those of its first repeat; false if none was repeated.
+
+    Args:
+        trace: of the micro-batch and its repeats, one after the other.
+    """
+    if not trace:
+        return False
+    again = next((place for place, one in enumerate(trace.addresses) if place and one == trace.addresses[0]), 0)
+    return bool(again) and trace.checksums[:again] != trace.checksums[again : 2 * again]
+
+
+def main() -> None:
+    """Run as a rank."""
+    request = json.loads(sys.argv[1])
+    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    set_up_logging(int(os.environ["RANK"]))
+    campaign = LiveCampaign(request)
+    weights = weights_of_rows(campaign.dims.data, recompute=request["recompute"])
+    rows = deal_rows(weights, request["faults"], campaign.draw)
+    for place in range(request["clean_runs"]):
+        rows.insert(place * len(rows) // request["clean_runs"], CLEAN)
+    trials: list[LiveTrial] = []
+    for number, row in enumerate(rows, 1):
+        trials += campaign.run(campaign.cases.case(row))
+        messages.send(done=number)
+    if campaign.dims.rank == 0:
+        text = "".join(json.dumps(asdict(trial)) + "\n" for trial in trials)
+        (Path(request["folder"]) / "trials.jsonl").write_text(text, encoding="utf-8")
+    dist.barrier()
+    campaign.close()
+    groups.shutdown()
+
+
+if __name__ == "__main__":
+    main()

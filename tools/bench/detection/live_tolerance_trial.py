@@ -1,0 +1,205 @@
+"""What the toleranced checks reported of one fault, against what its size lets one expect.
+
+A check is blind below its threshold. A fault adds to what rounding or chance make of a clean step, which is at most the
+threshold; so one of up to twice the threshold may be hidden, and a larger one may not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, UNITS, UPDATE
+from tools.bench.detection.live_cases import CLEAN, LASTING, OTHER, SHARD, STATE, STEPPED, SUM
+
+COVERED = {
+    SUM: (REDUCTION,),
+    SHARD: (REDUCTION,),
+    STEPPED: (UPDATE,),
+    LASTING: (UPDATE,),
+    OTHER: (REPLICAS, PAST),
+    STATE: (),
+}
+"""Which checks may see the faults of a row."""
+UNCOVERED = {STATE: "not detectable, because the update is computed again from what the optimizer gets"}
+CERTAIN = 2.0
+"""Thresholds above which a fault cannot be hidden."""
+ANY = "any"
+
+
+@dataclass(frozen=True)
+class ToleranceTrial:
+    """One short run with a fault, or a clean one.
+
+    Args:
+        layout: tensor x pipeline x data.
+        precision: type of the parameters.
+        recompute: whether activations were recomputed.
+        dropout: whether there was dropout.
+        row: see ``tools.bench.detection.live_cases``.
+        kind: of the fault; empty in a clean run.
+        address: what was harmed first; empty likewise.
+        ranks: that were to be harmed.
+        steps: that the run took.
+        fault_step: the first that was to be harmed; 0 in a clean run.
+        harmed: whether a bit was changed.
+        skipped: whether the optimizer skipped the harmed step, which no toleranced check judges then.
+        covered: whether the checks of this row looked at what was harmed.
+        sizes: how far the fault moved the value of each check that may see it, in thresholds of that step.
+        thresholds: of each check before the first step, in its unit.
+        warnings: (step, check) of each, in the order in which they came.
+        audit: whether an audit was called.
+        accused: ranks that were named.
+    """
+
+    layout: str
+    precision: str
+    recompute: bool
+    dropout: bool
+    row: str
+    kind: str
+    address: str
+    ranks: tuple[int, ...]
+    steps: int
+    fault_step: int
+    harmed: bool
+    skipped: bool
+    covered: bool
+    sizes: dict[str, float]
+    thresholds: dict[str, float]
+    warnings: tuple[tuple[int, str], ...]
+    audit: bool
+    accused: tuple[int, ...]
+
+    @property
+    def false_warnings(self) -> int:
+        """Warnings that no fault came before."""
+        return sum(not self.harmed or step < self.fault_step for step, _ in self.warnings)
+
+    def detected(self, check: str) -> bool:
+        """Whether a check warned of the harmed step, or of one of the harmed steps."""
+        return any(
+            name == check and step >= self.fault_step and (step == self.fault_step or self.row == LASTING)
+            for step, name in self.warnings
+        )
+
+    def was_first(self, check: str) -> bool:
+        """Whether no check warned in an earlier step than this one."""
+        return bool(self.warnings) and (self.warnings[0][0], check) in self.warnings
+
+    @property
+    def met(self) -> bool:
+        """Whether the checks said what they have to say."""
+        if self.false_warnings or not set(self.accused) <= set(self.ranks):
+            return False
+        if not self.harmed or self.skipped:
+            return True
+        if self.row == LASTING and not self.covered:
+            return False
+        called = self.audit or not any(self.detected(check) for check in UNITS)
+        return called and all(self.detected(check) for check, size in self.sizes.items() if size > CERTAIN)
+
+
+def size_class(size: float) -> str:
+    """How large a fault is.
+
+    Args:
+        size: in thresholds.
+    """
+    return "smaller" if size <= 1 else "up to twice" if size <= CERTAIN else "larger"
+
+
+def count_tolerance(trials: Iterable[ToleranceTrial]) -> dict[str, Counter[str]]:
+    """Counts of the trials with faults, by row and check that may see them."""
+    groups: dict[str, Counter[str]] = {}
+    for trial in trials:
+        if trial.row == CLEAN:
+            continue
+        for check in COVERED[trial.row] or (ANY,):
+            count = groups.setdefault(f"{trial.row}: {check}", Counter())
+            count["injected"] += 1
+            count["no bit changed"] += not trial.harmed
+            count["step skipped"] += trial.skipped
+            count["wrong accusations"] += not set(trial.accused) <= set(trial.ranks)
+            if trial.harmed and not trial.skipped:
+                count["first"] += trial.was_first(check)
+                count["audits"] += trial.audit
+                _count_found(count, trial, check)
+    return groups
+
+
+def _count_found(count: Counter[str], trial: ToleranceTrial, check: str) -> None:
+    if check in trial.sizes:
+        name = size_class(trial.sizes[check])
+        count[name] += 1
+        count[f"{name}, found"] += trial.detected(check)
+    else:
+        count["not looked at"] += 1
+        count["not looked at, found"] += any(trial.detected(one) for one in UNITS)
+
+
+@dataclass(frozen=True)
+class ToleranceResult:
+    """All trials of the toleranced checks.
+
+    Args:
+        trials: with faults and clean.
+    """
+
+    trials: Sequence[ToleranceTrial] = field(repr=False)
+
+    @property
+    def clean_steps(self) -> int:
+        """Steps of clean runs."""
+        return sum(trial.steps for trial in self.trials if trial.row == CLEAN)
+
+    @property
+    def false_warnings(self) -> int:
+        """Warnings that no fault came before."""
+        return sum(trial.false_warnings for trial in self.trials)
+
+    @property
+    def missed(self) -> list[ToleranceTrial]:
+        """Trials in which the checks did not say what they have to say."""
+        return [trial for trial in self.trials if not trial.met]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all trials were as they have to be, and faults that cannot be hidden were among them."""
+        return not self.missed and any(size > CERTAIN for trial in self.trials for size in trial.sizes.values())
+
+    def counts(self) -> dict[str, Counter[str]]:
+        """Counts of the trials with faults, by row and check that may see them."""
+        return count_tolerance(self.trials)
+
+    def thresholds(self) -> dict[str, tuple[float, float]]:
+        """Least and largest threshold of each check after the warm-up of each layout and type, in its unit."""
+        of = {name: [trial.thresholds[name] for trial in self.trials] for name in UNITS} if self.trials else {}
+        return {name: (min(values), max(values)) for name, values in of.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON holds it."""
+        return {
+            "passed": self.passed,
+            "by_row": self.counts(),
+            "thresholds": self.thresholds(),
+            "not_detectable": UNCOVERED,
+            "clean_steps": self.clean_steps,
+            "false_warnings": self.false_warnings,
+            "trials": [_plain(trial) for trial in self.trials],
+        }
+
+
+def read_tolerance_trial(found: Mapping[str, Any]) -> ToleranceTrial:
+    """A trial of its JSON."""
+    lists = {name: tuple(found[name]) for name in ("ranks", "accused")}
+    return ToleranceTrial(**{**found, **lists, "warnings": tuple((step, check) for step, check in found["warnings"])})
+
+
+def _plain(trial: ToleranceTrial) -> dict[str, Any]:
+    """A trial for JSON, which has no infinity: such sizes as text."""
+    sizes = {name: size if math.isfinite(size) else str(size) for name, size in trial.sizes.items()}
+    return asdict(trial) | {"sizes": sizes}

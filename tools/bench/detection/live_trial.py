@@ -1,0 +1,150 @@
+"""Outcome of one fault in a running training, against what it has to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megasdc.sdc.replay import MAJORITY as RELATIVE
+from tools.bench.detection.live_cases import (
+    ALONE,
+    MAJORITY,
+    MAJORITY_GOLDEN,
+    OTHER,
+    PAIR,
+    PAIR_GOLDEN,
+    SHARD,
+    STATE,
+    STEPPED,
+    SUM,
+    TWO_WRONG,
+)
+
+UNSEEN = {
+    OTHER: "not detectable, because only the audited micro-batch is the same on all replicas, and without "
+    "recompute, or in a backward pass, nothing is computed twice",
+    SUM: "not detectable, because the evidence was compared before, and every replica receives the same wrong sum",
+    SHARD: "not detectable, because one rank alone holds this shard",
+    STEPPED: "not detectable, because one rank alone computes this update, and all replicas receive it",
+    STATE: "not detectable, because one rank alone holds this state, and all replicas receive what follows from it",
+}
+"""Rows in which no check can see the fault, with the reason."""
+REPLAYED = (PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY_GOLDEN)
+"""Rows in which a fault is inconclusive where every repeat gives the same wrong value and no golden trace shows it."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """One verdict of a trial.
+
+    Args:
+        tier: check that found it.
+        rank: that was named; None: none could be.
+        verdict: see ``megasdc.sdc.replay``.
+        basis: what it is based on, likewise.
+        address: of its first wrong result.
+    """
+
+    tier: str
+    rank: int | None
+    verdict: str
+    basis: str
+    address: str
+
+
+@dataclass(frozen=True)
+class LiveTrial:
+    """One short run with faults, or one clean step.
+
+    Args:
+        layout: tensor x pipeline x data.
+        precision: type of the parameters.
+        recompute: whether activations were recomputed.
+        dropout: whether there was dropout.
+        uneven: whether replicas completed different numbers of micro-batches.
+        row: see ``tools.bench.detection.live_cases``.
+        persistence: how often the fault came again.
+        kinds: of the faults.
+        ranks: that were to be harmed.
+        addresses: what was to be harmed.
+        harmed: ranks on which a bit that they read was changed when it was computed first.
+        shows: where that is to show first; empty where it shows elsewhere or nowhere.
+        reproduced: whether every repeat was harmed in exactly the same way.
+        golden_harmed: whether the golden workload was harmed on each of these ranks.
+        detected: whether anything was found.
+        named: verdicts.
+        loss: of the harmed step, nats.
+        grad_norm: of the harmed step.
+        replayed: whether some rank's gradients of the first micro-batch differ from those of its own first repeat.
+    """
+
+    layout: str
+    precision: str
+    recompute: bool
+    dropout: bool
+    uneven: bool
+    row: str
+    persistence: str
+    kinds: tuple[str, ...]
+    ranks: tuple[int, ...]
+    addresses: tuple[str, ...]
+    harmed: tuple[int, ...]
+    shows: tuple[str, ...]
+    reproduced: bool
+    golden_harmed: bool
+    detected: bool
+    named: tuple[Named, ...]
+    loss: float
+    grad_norm: float
+    replayed: bool
+
+    @property
+    def accused(self) -> set[int]:
+        """Ranks that were named."""
+        return {one.rank for one in self.named if one.rank is not None}
+
+    @property
+    def wrongly(self) -> set[int]:
+        """Healthy ranks that were named."""
+        return self.accused - set(self.harmed)
+
+    @property
+    def rank_right(self) -> bool:
+        """Whether exactly the harmed ranks were named."""
+        return self.accused == set(self.harmed) and self.detected
+
+    @property
+    def place_right(self) -> bool:
+        """Whether every fault that shows at a known address was named there."""
+        return self.rank_right and set(self.shows) <= {one.address for one in self.named if one.rank is not None}
+
+    @property
+    def inconclusive(self) -> bool:
+        """Whether no rank could be named somewhere."""
+        return any(one.rank is None for one in self.named)
+
+    @property
+    def met(self) -> bool:
+        """Whether the checks said what they have to say."""
+        if not self.harmed:
+            return not self.detected
+        if self.row == MAJORITY:  # without a golden trace verdicts are relative to the majority
+            return self.detected and all(one.basis == RELATIVE for one in self.named)
+        if self.wrongly:
+            return False
+        if self.row in UNSEEN or self.place_right:
+            return True
+        if self.row not in REPLAYED or not (self.reproduced and self.detected and self.inconclusive):
+            return False
+        if self.row == TWO_WRONG:  # the one that is wrong first has a majority against it
+            return bool(self.accused)
+        return not self.golden_harmed or self.row not in (PAIR_GOLDEN, MAJORITY_GOLDEN)
+
+
+def row_of(trial: LiveTrial) -> str:
+    """The row of a trial in the table."""
+    return f"{trial.row}, {trial.persistence}" if trial.row in (ALONE, PAIR, TWO_WRONG) else trial.row
+
+
+def kind_of(trial: LiveTrial) -> str:
+    """The kind of a trial's fault in the table."""
+    return trial.kinds[0] if len(trial.kinds) == 1 else "several"

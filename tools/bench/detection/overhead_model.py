@@ -1,0 +1,69 @@
+"""Predicted cost of each check: bytes read, results recorded and reductions against a step's arithmetic."""
+
+from __future__ import annotations
+
+from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, RECOMPUTE
+from megasdc.config import AlwaysOnSection, AuditSection
+from megasdc.sdc.check_cost import Asked, Rates
+from megasdc.sdc.cost import Reads, Work, reads_of_step
+
+OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"
+AUDIT, BETWEEN, AMORTISED = "audited step", "step between audits", "audit"
+TOLERANCED = "toleranced checks"
+STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, TOLERANCED)
+"""Kinds of steps that are measured; the cost of audits is that of one audited step and those up to the next."""
+_ALL_PARAMETERS = "gemm"
+"""Granularity whose submodules hold every parameter."""
+
+
+def asked_by(work: Work, step: str) -> Asked:
+    """What a kind of step asks for, each section at its default.
+
+    Args:
+        work: of the rank, with recompute.
+        step: one of ``STEPS``.
+
+    Raises:
+        ValueError: toleranced checks, which read gradients in float64 and have no such model.
+    """
+    nothing = Reads(0, 0)
+    parameters = reads_of_step(work, _ALL_PARAMETERS)[PARAMETER]
+    if step in (ALWAYS_ON, ALWAYS_ON_ALL):
+        phases = reads_of_step(work, AlwaysOnSection.model_fields["granularity"].default)
+        part = 1 if step == ALWAYS_ON_ALL else 1 / work.accumulation
+        checked = (phases[FORWARD] + phases[RECOMPUTE]) * part
+        return Asked(checked + parameters, (phases[FORWARD] + phases[BACKWARD]) * part, 1)
+    if step == AUDIT:
+        phases = reads_of_step(work, AuditSection.model_fields["granularity"].default)
+        audited = sum((phases[phase] for phase in MICRO_BATCH_PHASES), nothing) * (1 / work.accumulation)
+        return Asked(audited + parameters, nothing, 3)  # whose samples, do all agree, is an audit asked for
+    if step == BETWEEN:
+        return Asked(nothing, nothing, 1)
+    if step == OFF:
+        return Asked(nothing, nothing, 0)
+    raise ValueError(f"{step!r} has no model")
+
+
+def amortised(audited: float, between: float, interval: int) -> float:
+    """The mean over the steps from one audit to the next.
+
+    Args:
+        audited: of the audited step.
+        between: of each other step.
+        interval: K, steps from one audit to the next.
+    """
+    return (audited + (interval - 1) * between) / interval
+
+
+def predict(work: Work, rates: Rates, flop_per_s: float, interval: int) -> dict[str, float]:
+    """Time of the checks over the time of a step without them, by kind of step and for audits as a whole.
+
+    Args:
+        work: of the rank, with recompute.
+        rates: of the rank.
+        flop_per_s: that the step reaches, recomputation counted.
+        interval: K, steps from one audit to the next.
+    """
+    step_s = work.flops / flop_per_s
+    shares = {step: asked_by(work, step).seconds(rates) / step_s for step in (ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN)}
+    return shares | {AMORTISED: amortised(shares[AUDIT], shares[BETWEEN], interval)}

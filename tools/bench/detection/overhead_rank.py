@@ -1,0 +1,303 @@
+"""One rank of the overhead benchmark.
+
+Every step has one kind of check or none. What is ours: the listeners with the observer that calls them, everything that
+``Detection`` does between and in steps, reductions over the ranks included, and for an audit attaching the observer and
+taking it away again, which in other steps stays where it is. Before the comparison the ranks meet, in steps without
+checks too: else the reduction would be charged with waiting for a slower rank, which the sum of gradients right after
+it would have to do as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.addresses import Address
+from megasdc.config import AuditSection, DeterminismSection, RunConfig, SdcSection, check_layout
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.data.memory_stream import MemoryStream
+from megasdc.data.step_batches import StepBatches
+from megasdc.determinism import set_deterministic
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import EngineHook
+from megasdc.events import EventLog
+from megasdc.model.submodules import list_submodules
+from megasdc.parallel import groups
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.run_ranks import Messages
+from megasdc.train.build import prepare_cpu
+from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
+from megasdc.train.build_engine import build_training_engine
+from megasdc.train.check_rates import measure_rates
+from megasdc.train.coverage import plan_checks
+from megasdc.train.detection import Detection
+from megasdc.train.main import set_up_logging
+from megasdc.train.observe import Observation
+from megasdc.train.run import Run
+from megasdc.train.signals import StopSignals
+from megasdc.train.startup import StartClock
+from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
+from tools.bench.detection.trace_rank import TimedObserver
+from tools.bench.training.loops import DISTINCT_STEPS
+from tools.bench.training.options import TrainBenchOptions, run_config
+
+NEVER = 1 << 40
+"""Interval of audits that comes to none."""
+SECTIONS: dict[str, dict[str, Any]] = {
+    ALWAYS_ON: {"sdc": {"always_on": {"enabled": True, "coverage": "one"}}},
+    ALWAYS_ON_ALL: {"sdc": {"always_on": {"enabled": True, "coverage": "all"}}},
+    AUDIT: {"audit": {"enabled": True, "interval": 1}},
+    BETWEEN: {"audit": {"enabled": True, "interval": NEVER}},
+    TOLERANCED: {"sdc": {"always_on": {"enabled": True, "toleranced": True}}},
+}
+"""What each kind of step switches on; of the last the toleranced checks alone are made."""
+
+
+class Clock:
+    """Adds up the time of calls, by part."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+
+    def timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call it, and count its time."""
+        began = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - began
+
+
+class PhaseObserver(TimedObserver):
+    """Also says how much of that time the results of each phase took."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._clock = Clock()
+        super().__init__(*arguments)
+
+    def _emit(self, address: Address, result: Tensor) -> Tensor | None:
+        return self._clock.timed(address.phase, super()._emit, address, result)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Time of listening by phase, and of the observer itself."""
+        return {**self._clock.parts, "observer": self.own_s - sum(self._clock.parts.values())}
+
+
+class Timed:
+    """Stands for a hook, and adds up the time inside its methods.
+
+    Args:
+        inner: the hook.
+        clock: told the time of each method.
+    """
+
+    def __init__(self, inner: Any, clock: Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._clock.timed, name, getattr(self._inner, name))
+
+
+class Meeting(EngineHook):
+    """Has the ranks wait for each other when they have computed their gradients."""
+
+    def after_micro_batches(self, engine: TrainingEngine) -> None:
+        """Wait."""
+        dist.barrier()
+
+
+class OverheadRank:
+    """The engine of a rank, and steps with each kind of check.
+
+    Args:
+        options: sizes; a block is one step of each kind.
+        folder: where events are written.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(self, options: TrainBenchOptions, folder: Path) -> None:
+        plain = run_config(options, folder)
+        recomputing = {**plain.deepspeed, "pipeline": {"activation_checkpoint_interval": 1}}
+        self._config = replace(plain, deepspeed=recomputing)
+        sections = self._config.megasdc
+        layout = check_layout(self._config, options.ranks)
+        prepare_cpu(options.threads)
+        set_deterministic(DeterminismSection.model_validate({"enabled": True}))  # replicas are to agree bit for bit
+        groups.init_process_group(sections.parallel.timeout_s)
+        self.dims = groups.init_model_parallel(1, 1, sections.parallel.timeout_s)
+        self.engine = build_training_engine(
+            self._config, layout, self.dims, options.vocab, StartClock(time.monotonic())
+        )
+        self._submodules = list_submodules(self.engine.module)
+        steps = (options.blocks + 1) * len(STEPS)
+        stream = MemoryStream(
+            options.vocab, options.sequence, DISTINCT_STEPS * layout.train_batch_size, steps * layout.train_batch_size
+        )
+        loader = MicroBatchLoader(stream, options.micro_batch, self.dims.dp_rank, self.dims.data)
+        self._batches = StepBatches(loader, loader)
+        self._signals = StopSignals()
+        events = EventLog(folder, self.dims.rank)
+        group = dist.group.WORLD
+        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
+        self._hooks = list(self.engine.hooks)
+        self._detections = {name: self._build(self._changed(name)) for name in SECTIONS if name != TOLERANCED}
+        toleranced = build_toleranced(self._changed(TOLERANCED).megasdc, self._run, self._signals)
+        assert toleranced is not None, "the section asks for it"
+        self._toleranced = toleranced
+
+    def _changed(self, name: str) -> RunConfig:
+        sections = SECTIONS[name]
+        update = {
+            "sdc": SdcSection.model_validate(sections.get("sdc", {})),
+            "audit": AuditSection.model_validate(sections.get("audit", {})),
+        }
+        return replace(self._config, megasdc=self._config.megasdc.model_copy(update=update))
+
+    def _build(self, config: RunConfig) -> Detection:
+        plan = plan_checks(config, self.engine, self._run.loader.dataset.vocab_size)
+        detection = build_detection(config, self._run, self._batches, self._signals, None, plan)
+        always_on = config.megasdc.sdc.always_on
+        detection.search = build_search(always_on, detection, self._run, Observation(self.engine, []))
+        detection.on_start(self._run)
+        return detection
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def step(self, name: str) -> dict[str, Any]:
+        """Take one step of a kind.
+
+        Returns:
+            Wall time and the time inside our calls by part, of the rank on which the latter is the larger share.
+
+        Collective: all ranks of the world.
+        """
+        self.engine.hooks[:] = [*self._hooks, Meeting()]
+        self._batches.begin(None)
+        clock = Clock()
+        if name == TOLERANCED:
+            with self._tolerance(clock) as checks:
+                wall_s = self._wall(checks)
+        elif name in self._detections:
+            wall_s = self._detecting_step(name, clock)
+        else:
+            wall_s = self._wall(None)
+        found = gather_objects((wall_s, clock.parts))
+        wall_s, parts = max(found, key=lambda one: sum(one[1].values()) / one[0])
+        return {"wall_s": wall_s, "parts": parts}
+
+    def _detecting_step(self, name: str, clock: Clock) -> float:
+        detection = self._detections[name]
+        hook: Any = Timed(detection, clock)
+        self.engine.hooks.append(hook)
+        attaching = Clock()
+        observer = attaching.timed("attach", self._observe, detection)
+        wall_s = self._wall(hook)
+        if observer is not None:
+            attaching.timed("attach", observer.close)
+            clock.parts |= observer.parts
+        if name != AUDIT:
+            return wall_s
+        clock.parts |= attaching.parts
+        return wall_s + attaching.parts["attach"]
+
+    def _wall(self, hook: Any) -> float:
+        """Seconds of a step, from before it is decided what is checked until it is judged."""
+        dist.barrier()
+        began = time.perf_counter()
+        if hook is not None:
+            hook.before_step(self._run)
+        result = self.engine.train_step(self._batches)
+        self._run.step = result.step
+        if hook is not None:
+            hook.after_step(self._run, result)
+        return time.perf_counter() - began
+
+    def _observe(self, detection: Detection) -> PhaseObserver | None:
+        """Attach what this step needs, as ``Observation`` does."""
+        step = self.engine.step_number
+        wanting = [watch for watch in watches_of(detection) if watch.wanted(step)]
+        names = {name for watch in wanting for name in watch.wanted(step)}
+        if not names:
+            return None
+        chosen = [one for one in self._submodules if one.fqn in names]
+        gradients = any(watch.gradients for watch in wanting)
+        return PhaseObserver(self.engine, chosen, [watch.listener for watch in wanting], gradients)
+
+    @contextmanager
+    def _tolerance(self, clock: Clock) -> Iterator[Any]:
+        """The toleranced checks for one step; their hook in the optimizer runs between two of ours."""
+        inner, began = self.engine.optimizer.optimizer, [0.0]
+        shards: EngineHook = self._toleranced.shards
+        timed_shards: Any = Timed(shards, clock)
+
+        def start(*_: Any) -> None:
+            began[0] = time.perf_counter()
+
+        def stop(*_: Any) -> None:
+            clock.parts["update"] = time.perf_counter() - began[0]
+
+        before = inner.register_step_pre_hook(start)
+        self._toleranced.shards = timed_shards
+        self._toleranced.on_start(self._run)
+        after = inner.register_step_pre_hook(stop)
+        hook: Any = Timed(self._toleranced, clock)
+        self.engine.hooks[self.engine.hooks.index(self._toleranced)] = hook
+        try:
+            yield hook
+        finally:
+            self._toleranced.close()
+            self._toleranced.shards = shards
+            before.remove()
+            after.remove()
+
+    def close(self) -> None:
+        """Give back signal handlers and files."""
+        self._signals.close()
+        self._run.events.close()
+
+
+def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> None:
+    """Take steps of each kind in turn and report what each took, and after each block the rates.
+
+    Args:
+        options: sizes.
+        folder: where events are written.
+        messages: where to report.
+    """
+    rank = OverheadRank(options, folder)
+    for name in STEPS:  # not counted: the first of each is slower
+        rank.step(name)
+    for block in range(options.blocks):
+        first = block % len(STEPS)
+        names = (*STEPS[first:], *STEPS[:first])
+        for name in reversed(names) if block % 2 else names:  # none always follows the same other
+            messages.send(kind="step", name=name, **rank.step(name))
+        messages.send(kind="rates", **asdict(measure_rates(rank.engine.device, rank.dims)))
+    rank.close()
+    groups.shutdown()
+
+
+def main() -> None:
+    """Run the request of the command line."""
+    request = json.loads(sys.argv[1])
+    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    set_up_logging(int(os.environ["RANK"]))
+    measure(TrainBenchOptions(**request["options"]), Path(request["folder"]), messages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Several runs with DropCompute trained by the ranks of a benchmark in the same processes.
+
+Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, watching for skipped steps and
+evaluation as a run of the training program has them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.config import check_layout, parse_config
+from megasdc.data.dataset import TokenDataset, build_datasets
+from megasdc.data.loader import EvalLoader, MicroBatchLoader
+from megasdc.data.manifest import Manifest
+from megasdc.data.memory_stream import MemoryStream
+from megasdc.events import EventLog
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel import groups
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.build import prepare_cpu, prepare_run_folder
+from megasdc.train.build_engine import build_training_engine
+from megasdc.train.delays import DelayReport
+from megasdc.train.drop_compute import DropCompute
+from megasdc.train.evaluate import Evaluator
+from megasdc.train.run import Run, StepHook, take_step
+from megasdc.train.startup import StartClock
+from megasdc.train.stop import SkipWatch
+from tools.bench.training.loops import DISTINCT_STEPS
+
+TIMEOUT_S = 600.0
+
+
+def start_rank(tensor: int = 1, pipeline: int = 1) -> ParallelDims:
+    """Make the groups of this process.
+
+    Collective: all ranks of the world.
+    """
+    prepare_cpu(1)
+    groups.init_process_group(TIMEOUT_S)
+    return groups.init_model_parallel(tensor, pipeline, TIMEOUT_S)
+
+
+def end_rank() -> None:
+    """Give the groups back once all ranks have come here.
+
+    Collective: all ranks of the world.
+    """
+    dist.barrier()
+    groups.shutdown()
+
+
+def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None) -> Run:
+    """Build one run; its first hook is ``DropCompute``.
+
+    Args:
+        raw: from ``tools.bench.drops.setup.drop_config``.
+        dims: place of this rank.
+        vocab: entries of the vocabulary of random tokens in memory; None: the data are prepared.
+
+    Collective: all ranks of the world.
+    """
+    config = parse_config(raw, source="the benchmark's options")
+    sections = config.megasdc
+    layout = check_layout(config, dims.world_size)
+    folder = prepare_run_folder(Path(sections.logging.run_dir))
+    steps, samples = sections.training.steps, sections.training.eval_samples if sections.training.eval_interval else 0
+    size = steps * layout.train_batch_size
+    training: Any
+    validation = epoch = None
+    if vocab is None:
+        vocab = Manifest.load(sections.data.path).tokenizer.vocab_size
+        training, validation = build_datasets(sections.data, vocab, size, samples)
+        epoch = training.samples_per_epoch if isinstance(training, TokenDataset) else None
+    else:
+        distinct = min(DISTINCT_STEPS, steps) * layout.train_batch_size
+        training = MemoryStream(vocab, sections.data.sequence_length, distinct, size)
+    engine = build_training_engine(config, layout, dims, vocab, StartClock(0.0))
+    loader = MicroBatchLoader(training, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
+    run = Run(folder, dims, engine, loader, loader, EventLog(folder, dims.rank), steps, dist.group.WORLD)
+    writer = MetricsWriter(folder) if dims.rank == 0 else None
+    delays = [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else []
+    run.hooks = [
+        DropCompute(sections.drop_compute, run, writer, sections.logging.interval),
+        SkipWatch(sections.training.max_skipped_steps),
+    ]
+    if validation is not None:
+        eval_loader = EvalLoader(validation, layout.micro_batch_size, dims.dp_rank, dims.data, samples)
+        run.hooks.append(Evaluator(eval_loader, sections.training.eval_interval, writer))
+    run.hooks += [*delays, _Files(writer)]
+    return run
+
+
+class _Files(StepHook):
+    """Closes the writer with the run."""
+
+    def __init__(self, writer: MetricsWriter | None) -> None:
+        self._writer = writer
+
+    def close(self) -> None:
+        """Close it."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def train_in_turn(runs: Sequence[Run], after_step: Callable[[], None] = lambda: None) -> list[list[float]]:
+    """Train runs to their ends, one step of each in turn, so that a machine that changes meanwhile touches all alike.
+
+    Args:
+        runs: as built.
+        after_step: called after each step of any.
+
+    Returns:
+        Seconds of each step of each run, with what its hooks do. The files of the runs are whole.
+
+    Collective: all ranks of the world.
+    """
+    seconds: list[list[float]] = [[] for _ in runs]
+    try:
+        for run in runs:
+            for hook in run.hooks:
+                hook.on_start(run)
+        while not all(run.is_last_step for run in runs):
+            for run, walls in zip(runs, seconds, strict=True):
+                if run.is_last_step:
+                    continue
+                began = time.perf_counter()
+                take_step(run)
+                walls.append(time.perf_counter() - began)
+                after_step()
+    finally:
+        for run in runs:
+            for hook in run.hooks:
+                hook.close()
+            run.events.close()
+    dist.barrier()
+    gc.collect()  # an engine and its hooks hold each other
+    return seconds

@@ -1,0 +1,200 @@
+"""Predicted and measured speed-up, from the step times of runs without a threshold and with one.
+
+A speed-up is micro-batches completed per second over those without a threshold, whole steps, whatever is done between
+them included.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasdc.config import DelaySpec
+from megasdc.dropcompute.decisions import DECISIONS_FILE, read_decisions
+from megasdc.dropcompute.search import Curve, Rule, search_recorded, search_threshold
+from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
+from megasdc.dropcompute.tuning import RecordedSteps
+from megasdc.faults.delay import draw_delays
+
+RESAMPLED = 20
+"""How often each recorded micro-batch is dealt out anew, so that the slowest replica is not one of few."""
+TimedRun = tuple[Path, Sequence[float]]
+"""Run folder, and seconds of each step."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps of a run.
+
+    Args:
+        start: steps before them.
+        stop: the last of them.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def steps(self) -> range:
+        """Their numbers."""
+        return range(self.start + 1, self.stop + 1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One threshold.
+
+    Args:
+        tau_s: the threshold; None: none was better than any.
+        own: whether the run chose it.
+        predicted_rate: share of micro-batches left out, from the steps that predict.
+        rate: of the measured ones.
+        predicted: speed-up, from the steps that predict, their micro-batches dealt out anew.
+        predicted_same: from the recording of the measured steps themselves, without a threshold: what is wrong there is
+            no chance.
+        speedup: measured.
+    """
+
+    tau_s: float | None
+    own: bool
+    predicted_rate: float
+    rate: float
+    predicted: float
+    predicted_same: float
+    speedup: float
+
+    @property
+    def difference(self) -> float:
+        """Of the measured speed-up from the predicted one, over the latter."""
+        return self.speedup / self.predicted - 1
+
+
+def recorded_steps(run_dir: Path, segment: Segment) -> RecordedSteps:
+    """Times of the first stage of each replica, in steps in which nothing was left out.
+
+    Args:
+        run_dir: of a run that recorded its times.
+        segment: which steps.
+    """
+    files = [path.read_text(encoding="utf-8").splitlines() for path in (run_dir / STEP_TIMES_FOLDER).iterdir()]
+    replicas: dict[int, list[dict[str, Any]]] = {}
+    for layout, *lines in ([json.loads(line) for line in lines] for lines in files):
+        if layout["pp_rank"] == 0:
+            replicas[layout["dp_rank"]] = [line for line in lines if line["step"] in segment.steps]
+    table = [replicas[replica] for replica in sorted(replicas)]
+    names = ("start_s", "end_s", "compute_s", "step_s")
+    return RecordedSteps(*(np.array([[line[name] for line in lines] for lines in table]) for name in names))
+
+
+def resampled_curve(steps: RecordedSteps) -> Curve:
+    """What each threshold comes to where micro-batches last as long as recorded ones, in any order on any replica.
+
+    Args:
+        steps: recorded, of one stage, with micro-batches that depend on neither replica nor step.
+    """
+    latencies = np.diff(steps.end_s, axis=-1, prepend=0.0)
+    replicas, _, micro_batches = latencies.shape
+    dealt = np.random.default_rng(0).permutation(np.tile(latencies.ravel(), RESAMPLED))
+    return search_threshold(
+        dealt.reshape(replicas, -1, micro_batches), steps.communication_s, rule=Rule(finish=True)
+    ).curve
+
+
+def choose_thresholds(steps: RecordedSteps, rates: Sequence[float], sigmas: float | None) -> list[float]:
+    """Thresholds that leave out about these shares, as the steps predict.
+
+    Args:
+        steps: recorded.
+        rates: of micro-batches.
+        sigmas: see ``expected_s``.
+    """
+    curve = resampled_curve(steps)
+    dropped = 1 - curve.completed_share[:-1]
+    starts = [float(curve.thresholds_s[int(np.abs(dropped - rate).argmin())]) for rate in rates]
+    return [start + expected_s(steps, sigmas) for start in starts]
+
+
+def expected_s(steps: RecordedSteps, sigmas: float | None) -> float:
+    """So long before the threshold the last micro-batch is started: mean over replicas that are alike.
+
+    Args:
+        steps: recorded.
+        sigmas: of the rule "predictive"; None: the other rule, which starts them before it.
+    """
+    return float(steps.expected_s(sigmas).mean())
+
+
+def compare(
+    tau_s: float | None,
+    plain: TimedRun,
+    dropping: TimedRun,
+    measured: Segment,
+    predicting: Path,
+    others: Segment,
+    sigmas: float | None = None,
+) -> Comparison:
+    """Compare what a run with a threshold measured with what was predicted for it.
+
+    Args:
+        tau_s: its threshold; None: the run chose none.
+        plain: run without a threshold.
+        dropping: run with it.
+        measured: steps of both that are compared.
+        predicting: folder of the run whose steps predict, and in them left nothing out.
+        others: these of its steps, whose delays are not those compared.
+        sigmas: of the rule "predictive"; None: the other rule.
+    """
+    tau = math.inf if tau_s is None else tau_s
+    known = recorded_steps(predicting, others)
+    predicted, predicted_rate = _at(resampled_curve(known), tau - expected_s(known, sigmas))
+    same = recorded_steps(plain[0], measured)
+    searched = search_recorded(same.start_s, same.end_s, same.communication_s, expected_s=same.expected_s(sigmas))
+    predicted_same, _ = _at(searched.curve, tau)
+    replicas, _, micro_batches = same.start_s.shape
+    counts = read_decisions(dropping[0] / DECISIONS_FILE, replicas, micro_batches)
+    completed = sum(sum(counts[step].completed) for step in measured.steps)
+    planned = replicas * micro_batches * len(measured.steps)
+    seconds, plain_s = (math.fsum(run[1][measured.start : measured.stop]) for run in (dropping, plain))
+    return Comparison(
+        tau_s=tau_s,
+        own=predicting == dropping[0],
+        predicted_rate=predicted_rate,
+        rate=1 - completed / planned,
+        predicted=predicted,
+        predicted_same=predicted_same,
+        speedup=(completed / seconds) / (planned / plain_s),
+    )
+
+
+def _at(curve: Curve, tau_s: float) -> tuple[float, float]:
+    """Speed-up and share left out at a threshold, between those that were looked at in a straight line."""
+    return (
+        float(np.interp(tau_s, curve.thresholds_s, curve.throughput)),
+        float(np.interp(tau_s, curve.thresholds_s, 1 - curve.completed_share)),
+    )
+
+
+def sleep_share(steps: RecordedSteps, segment: Segment, delay: Sequence[dict[str, Any]]) -> float:
+    """Share of the time of micro-batches that they slept.
+
+    Args:
+        steps: recorded, of one stage.
+        segment: their numbers.
+        delay: entries of `delay` for all ranks.
+    """
+    replicas, _, micro_batches = steps.start_s.shape
+    slept = 0.0
+    for index, entry in enumerate(delay):
+        spec = DelaySpec.model_validate(entry)
+        for step in segment.steps:
+            for replica in range(replicas):
+                drawn: NDArray[np.float64] = draw_delays(spec, index, step, replica, micro_batches, 1)
+                slept += float(drawn.sum())
+    return slept / float(steps.end_s[:, :, -1].sum())

@@ -1,0 +1,129 @@
+"""Statistics of noisy timings: alternating blocks, ratios of pairs, the median and an exact interval of it.
+
+Two loops run in turn on the same machine, and the order changes from pair to pair (AB BA AB ...), so that a machine
+that becomes slower or faster meanwhile touches both alike. The interval of the median comes from order statistics: it
+needs no assumption about the distribution and no random numbers.
+
+Source: Conover 1999, Practical Nonparametric Statistics, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Block = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one block took.
+
+    Args:
+        wall_s: seconds on the clock.
+        cpu_s: seconds of processor time, all threads of all ranks.
+    """
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and the interval that holds the true one.
+
+    Args:
+        median: of the values.
+        low: lower end of the interval.
+        high: upper end.
+        coverage: probability that such an interval holds the true median; under 0.95 only with fewer than six values.
+        count: number of values.
+    """
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+    count: int
+
+    def passes(self, bar: float, slack: float) -> bool:
+        """Whether the median is within the bar, and the upper end within the bar and some slack."""
+        return self.median <= bar and self.high <= bar + slack
+
+
+def estimate_median(values: Sequence[float], coverage: float = 0.95) -> Estimate:
+    """The median of independent values and its narrowest symmetric interval by order statistics.
+
+    Args:
+        values: at least one.
+        coverage: wanted probability, in (0, 1).
+
+    Returns:
+        The estimate; with too few values for the wanted coverage the interval is from the smallest to the largest.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("a median needs at least one value, got none")
+    ordered = sorted(values)
+    n = len(ordered)
+    below = 0  # values left out at each end
+    while 2 * (below + 1) < n and interval_coverage(n, below + 1) >= coverage:
+        below += 1
+    middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
+    return Estimate(middle, ordered[below], ordered[n - 1 - below], interval_coverage(n, below), n)
+
+
+def interval_coverage(count: int, left_out: int) -> float:
+    """Probability that the median lies between order statistics.
+
+    Args:
+        count: number of values n.
+        left_out: values left out at each end k; the interval is from the (k+1)-th smallest to the (k+1)-th largest.
+
+    Returns:
+        1 - 2 P(Binomial(n, 1/2) <= k).
+    """
+    return 1.0 - 2.0 * sum(math.comb(count, i) for i in range(left_out + 1)) / 2.0**count
+
+
+def run_alternating(
+    first: Block,
+    second: Block,
+    pairs: int,
+    measure: Callable[[Block], Cost],
+    after_pair: Callable[[int], None] = lambda done: None,
+) -> list[tuple[Cost, Cost]]:
+    """Run two blocks in turn, the order changing from pair to pair.
+
+    Args:
+        first: one block of the first loop.
+        second: one block of the second loop.
+        pairs: how many of each.
+        measure: runs a block and says what it took.
+        after_pair: told how many pairs are done.
+
+    Returns:
+        (cost of first, cost of second) of each pair, whichever ran before the other.
+    """
+    costs = []
+    for pair in range(pairs):
+        if pair % 2 == 0:
+            ours = measure(first)
+            other = measure(second)
+        else:
+            other = measure(second)
+            ours = measure(first)
+        costs.append((ours, other))
+        after_pair(pair + 1)
+    return costs
+
+
+def ratios(costs: Sequence[tuple[Cost, Cost]]) -> dict[str, Estimate]:
+    """First over second of each pair, as estimates by quantity: ``wall`` and ``cpu``."""
+    return {
+        "wall": estimate_median([ours.wall_s / other.wall_s for ours, other in costs]),
+        "cpu": estimate_median([ours.cpu_s / other.cpu_s for ours, other in costs]),
+    }

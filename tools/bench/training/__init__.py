@@ -1,0 +1,1 @@
+"""Speed of training, starting and preparing data; memory of a step."""

@@ -1,0 +1,240 @@
+"""Speed of preparing data, ``python -m tools.bench data``: against Megatron's own way, on the same text.
+
+Both sides read one JSONL file of the standard library's text with the same number of processes and the same tokenizer,
+which is given, and must write the same bytes. What each side does is said in `tools.bench.training.data_side`.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megasdc
+from megasdc.config import SourceSection
+from megasdc.data.sources import iterate_documents, sample_documents
+from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
+from megasdc.errors import ConfigError, MegasdcError
+from tools.bench.machine import describe_machine
+from tools.bench.result import BenchResult, Comparison, Progress
+from tools.bench.statistics import Block, Cost, estimate_median, ratios, run_alternating
+
+KINDS = ("sentencepiece", "huggingface")
+BAR = 1.0
+"""Largest median of our time over Megatron's."""
+TRAIN_CHARACTERS = 1_000_000
+"""Text that the tokenizers are trained on, before anything is measured."""
+TIMEOUT_S = 3600.0
+_PACKAGES = ("sentencepiece", "tokenizers", "datasets")
+
+
+@dataclass(frozen=True)
+class DataBenchOptions:
+    """Sizes of a measurement.
+
+    Args:
+        workers: tokenizing processes of each side; 0: one for each core that this process may use.
+        blocks: runs of each side that count, that is pairs; one pair before them does not.
+        characters: of text; the whole library has about 30 million.
+        vocab: entries of the vocabulary.
+    """
+
+    workers: int = 0
+    blocks: int = 10
+    characters: int = 24_000_000
+    vocab: int = 4096
+
+    def __post_init__(self) -> None:
+        least = {"workers": 0, "blocks": 1, "characters": 1, "vocab": 400}
+        problems = [
+            f"--{name}: {value} must be at least {least[name]}"
+            for name, value in vars(self).items()
+            if value < least[name]
+        ]
+        if problems:
+            raise ConfigError(problems, source="the benchmark's options")
+        if self.workers == 0:
+            object.__setattr__(self, "workers", len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class DataComparison(Comparison):
+    """Our preparation against Megatron's with one kind of tokenizer.
+
+    Args:
+        tokenizer: ``sentencepiece`` or ``huggingface``.
+        characters_per_s: median over blocks, ours and Megatron's, all processes together.
+        num_tokens: in the files, end-of-document tokens included.
+    """
+
+    tokenizer: str
+    characters_per_s: tuple[float, float]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class DataBenchResult(BenchResult):
+    """Everything that was measured.
+
+    Args:
+        num_documents: documents of the text.
+        num_characters: characters of the text.
+    """
+
+    comparisons: list[DataComparison]
+    num_documents: int
+    num_characters: int
+
+
+def bench_data(
+    options: DataBenchOptions,
+    kinds: tuple[str, ...] = KINDS,
+    on_progress: Progress = lambda what, done, total: None,
+) -> DataBenchResult:
+    """Measure on this machine.
+
+    Args:
+        options: sizes.
+        kinds: some of ``sentencepiece`` and ``huggingface``.
+        on_progress: told what is measured, how much is done, and of how much.
+
+    Raises:
+        MegasdcError: a side failed; the message ends with what it said.
+    """
+    machine = describe_machine()
+    machine["versions"] |= {name: importlib.metadata.version(name) for name in _PACKAGES}
+    with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
+        folder = Path(scratch)
+        on_progress("text and tokenizers", 0, 1)
+        texts = _write_text(folder / "text.jsonl", options.characters)
+        num_characters = sum(map(len, texts))
+        sample, _ = sample_documents(texts, TRAIN_CHARACTERS)
+        trainers = {"sentencepiece": _train_sentencepiece, "huggingface": _train_huggingface}
+        for kind in kinds:
+            trainers[kind](sample, folder / kind, options.vocab)
+        on_progress("text and tokenizers", 1, 1)
+        found = [_compare(options, kind, num_characters, folder, on_progress) for kind in kinds]
+    return DataBenchResult(machine, options, found, len(texts), num_characters)
+
+
+def _compare(
+    options: DataBenchOptions, kind: str, num_characters: int, folder: Path, on_progress: Progress
+) -> DataComparison:
+    """Run both sides in turn, each time in a new process and into a new folder, and compare their files."""
+    last: list[Cost] = []
+    differences: list[str] = []
+    outs = {side: folder / f"out_{side}" for side in ("ours", "megatron")}
+
+    def block(side: str) -> Block:
+        def run() -> None:
+            shutil.rmtree(outs[side], ignore_errors=True)
+            request = {
+                "text": str(folder / "text.jsonl"),
+                "out": str(outs[side]),
+                "kind": kind,
+                "tokenizer": str(folder / kind),
+                "workers": options.workers,
+            }
+            last[:] = [run_side(side, request)]
+
+        return run
+
+    def measure(run: Block) -> Cost:
+        run()
+        return last[0]
+
+    def after_pair(done: int) -> None:
+        differences.extend(
+            name
+            for name in ("train.bin", "train.idx")
+            if not filecmp.cmp(outs["ours"] / name, outs["megatron"] / name, shallow=False)
+        )
+        on_progress(kind, done, options.blocks)
+
+    on_progress(kind, 0, options.blocks)
+    run_alternating(block("ours"), block("megatron"), 1, measure, lambda done: None)  # fills caches of files
+    costs = run_alternating(block("ours"), block("megatron"), options.blocks, measure, after_pair)
+    manifest = json.loads((outs["ours"] / "manifest.json").read_text(encoding="utf-8"))
+    walls = [estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    return DataComparison(
+        tokenizer=kind,
+        bar=BAR,
+        ratios=ratios(costs),
+        characters_per_s=(num_characters / walls[0], num_characters / walls[1]),
+        num_tokens=manifest["splits"]["train"]["num_tokens"],
+        difference=differences[0] if differences else None,
+        costs=costs,
+    )
+
+
+def run_side(side: str, request: dict[str, Any]) -> Cost:
+    """Run one side in a process of its own.
+
+    Args:
+        side: ``ours`` or ``megatron``.
+        request: see `tools.bench.training.data_side.run_megatron`.
+
+    Returns:
+        What it took after its imports, all processes together.
+
+    Raises:
+        MegasdcError: it failed.
+    """
+    environment = dict(os.environ, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
+    package = str(Path(megasdc.__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench.training.data_side", side, json.dumps(request)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode:
+        raise MegasdcError(f"the {side} side of the benchmark ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return Cost(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _write_text(path: Path, num_characters: int) -> list[str]:
+    """Write documents of the standard library as JSONL until there are enough; returns them."""
+    texts, held = [], 0
+    with open(path, "w", encoding="utf-8") as file:
+        for text in iterate_documents(SourceSection.model_validate({})):
+            file.write(json.dumps({"text": text}) + "\n")
+            texts.append(text)
+            held += len(text)
+            if held >= num_characters:
+                break
+    return texts
+
+
+def _train_sentencepiece(texts: list[str], folder: Path, vocab_size: int) -> None:
+    train_sentencepiece(texts, folder / SENTENCEPIECE_FILE, vocab_size)
+
+
+def _train_huggingface(texts: list[str], folder: Path, vocab_size: int) -> None:
+    """Train a byte-level BPE as GPT-2's and write it as `transformers` does."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    fast: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|endoftext|>")
+    fast.save_pretrained(str(folder))

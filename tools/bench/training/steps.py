@@ -1,0 +1,263 @@
+"""Speed of our training loop against others, ``python -m tools.bench train``: comparisons, bars and a verdict.
+
+``plain``: our engine and loop with everything a default run has around them, against DeepSpeed's ``PipelineEngine`` in
+a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
+DeepSpeed ZeRO-1, in processes of its own, where DeepSpeed, PyTorch and the allocator have their defaults.
+``hf-compiled``: against the same model under ``torch.compile``, with a bar for fused modules only.
+``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
+GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
+``bounds``: our loop with gradient bounds against without; the bar is for 8 or more micro-batches a step.
+``launch``: seconds from the launcher's command to the first step, with ``fuse`` by what is compiled; it has no bar.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import MegasdcError
+from megasdc.parallel.run_ranks import run_ranks
+from tools.bench.machine import describe_machine
+from tools.bench.result import BenchResult, Comparison, Progress
+from tools.bench.statistics import Cost, estimate_median, ratios
+from tools.bench.training.launch_time import COMMANDS, FUSED_COMMANDS, measure_launches
+from tools.bench.training.options import TrainBenchOptions
+
+RANK = "tools.bench.training.steps_rank"
+AGAINST = ("plain", "hf", "hf-compiled", "determinism", "bounds", "launch")
+APART = ("hf", "hf-compiled")
+"""Those that run in ranks of their own, as their users run them: what ours sets in its process is not theirs."""
+BARS = {"plain": 1.01, "hf": 1.0, "bounds": 1.01}
+"""Largest median of our time over the other loop's; without one, no time is too long."""
+FUSED_BARS = {**BARS, "hf": 0.9, "hf-compiled": 1.0}
+"""The same with fused modules."""
+LEAST_MICRO_BATCHES = {"bounds": 8}
+"""Micro-batches of a step below which a bar does not hold."""
+
+
+@dataclass(frozen=True)
+class TrainComparison(Comparison):
+    """Our loop against another one.
+
+    Args:
+        against: one of ``AGAINST`` but ``launch``.
+        tokens_per_s: median over blocks of our loop and of the other, all ranks.
+        step_s: median seconds of a step of our loop and of the other.
+        library_shares: parts of a profiled step in matrix products and attention, ours and the other's.
+        parameters: of each model.
+        first_losses: ours and the other's, nats.
+        last_losses: the same after all steps.
+    """
+
+    against: str
+    tokens_per_s: tuple[float, float]
+    step_s: tuple[float, float]
+    library_shares: tuple[float, float]
+    parameters: int
+    first_losses: tuple[float, float]
+    last_losses: tuple[float, float]
+
+    @property
+    def outside_library(self) -> float:
+        """Our seconds of a step outside matrix products and attention over the other's."""
+        ours, other = (step * (1 - share) for step, share in zip(self.step_s, self.library_shares, strict=True))
+        return ours / other
+
+
+@dataclass(frozen=True)
+class TrainBenchResult(BenchResult):
+    """Everything that was measured.
+
+    Args:
+        launch: seconds to the first step by command; None if not asked for.
+    """
+
+    comparisons: list[TrainComparison]
+    launch: dict[str, Any] | None
+
+
+def bench_train(
+    options: TrainBenchOptions,
+    against: tuple[str, ...] = AGAINST,
+    launches: int = 5,
+    on_progress: Progress = lambda what, done, total: None,
+) -> TrainBenchResult:
+    """Measure, with all ranks on this machine.
+
+    Args:
+        options: sizes.
+        against: some of ``AGAINST``.
+        launches: launches that count, of each command.
+        on_progress: told what is measured, how much is done, and of how much.
+
+    Raises:
+        MegasdcError: a rank or a launch failed, or the models do not have the same number of parameters.
+    """
+    machine = describe_machine()
+    comparisons = []
+    launch = None
+    commands = FUSED_COMMANDS if options.fuse else COMMANDS
+    num_launches = (launches + 1) * len(commands)
+    for what in against:
+        with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
+            folder = Path(scratch)
+            if what == "launch":
+                on_progress("launch", 0, num_launches)
+                launch = measure_launches(
+                    commands,
+                    launches,
+                    options.ranks,
+                    options.threads,
+                    folder,
+                    lambda done: on_progress("launch", done, num_launches),
+                )
+            else:
+                comparisons.append(_compare(options, what, folder, on_progress))
+    return TrainBenchResult(machine, options, comparisons, launch)
+
+
+def bar_of(against: str, options: TrainBenchOptions) -> float | None:
+    """The bar of a comparison at these sizes; None: there is none.
+
+    Args:
+        against: some of ``AGAINST``.
+        options: sizes.
+    """
+    bars = FUSED_BARS if options.fuse else BARS
+    return bars.get(against) if options.accumulation >= LEAST_MICRO_BATCHES.get(against, 1) else None
+
+
+def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> TrainComparison:
+    """Run one comparison in ranks of its own."""
+
+    def told(done: int) -> None:
+        on_progress(f"against {against}", done, options.blocks)
+
+    told(0)
+    run = _run_apart if against in APART else _run_together
+    (ours, other), difference = run(options, against, folder, told)
+    if ours["parameters"] != other["parameters"]:
+        raise MegasdcError(
+            f"the compared models have {ours['parameters']:,} and {other['parameters']:,} parameters; "
+            "they must be equal"
+        )
+    costs = [(Cost(**mine), Cost(**theirs)) for mine, theirs in zip(ours["costs"], other["costs"], strict=True)]
+    walls = [estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    tokens = options.steps_per_block * options.tokens_per_step
+    return TrainComparison(
+        against=against,
+        bar=bar_of(against, options),
+        ratios=ratios(costs),
+        tokens_per_s=(tokens / walls[0], tokens / walls[1]),
+        step_s=(walls[0] / options.steps_per_block, walls[1] / options.steps_per_block),
+        library_shares=(ours["library_share"], other["library_share"]),
+        parameters=ours["parameters"],
+        first_losses=(ours["first_loss"], other["first_loss"]),
+        last_losses=(ours["last_loss"], other["last_loss"]),
+        difference=difference,
+        costs=costs,
+    )
+
+
+Sides = tuple[list[dict[str, Any]], str | None]
+"""What rank 0 told of our loop and of the other, and the first thing whose bits differ."""
+
+
+def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_progress: Callable[[int], None]) -> Sides:
+    """Run both loops in the same ranks."""
+    found: dict[str, Any] = {}
+
+    def take(message: dict[str, Any]) -> None:
+        if message["kind"] == "progress":
+            on_progress(message["done"])
+        else:
+            found.update(message)
+
+    request = {"options": asdict(options), "against": against, "folder": str(folder)}
+    run_ranks(RANK, request, options.ranks, options.threads, folder, take, fresh=True)
+    return found["sides"], found["difference"]
+
+
+class _Turns:
+    """Whose block may run: of two sides in turn, the order changing from pair to pair.
+
+    Args:
+        pairs: blocks of each side.
+        on_progress: told how many pairs are done.
+    """
+
+    def __init__(self, pairs: int, on_progress: Callable[[int], None]) -> None:
+        self._order = [side for pair in range(pairs) for side in ((0, 1) if pair % 2 == 0 else (1, 0))]
+        self._done = 0
+        self._running: int | None = None
+        self._failed = False
+        self._changed = threading.Condition()
+        self._on_progress = on_progress
+
+    def take(self, side: int) -> None:
+        """Wait until it is a side's turn; its turn before is over with that.
+
+        Raises:
+            MegasdcError: the other side failed.
+        """
+        self.leave(side)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or (self._running is None and self._order[self._done] == side))
+            if self._failed:
+                raise MegasdcError("the other loop failed")
+            self._running = side
+
+    def leave(self, side: int) -> None:
+        """End a side's turn, if it has one."""
+        with self._changed:
+            if self._running == side:
+                self._running = None
+                self._done += 1
+                self._on_progress(self._done // 2)
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        """End what waits."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progress: Callable[[int], None]) -> Sides:
+    """Run either loop in ranks of its own, which are idle while the other's block runs."""
+    turns = _Turns(options.blocks + 1, lambda done: on_progress(min(done, options.blocks)))  # one more is profiled
+
+    def run(side: int, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def take(message: dict[str, Any]) -> None:
+            if message["kind"] == "turn":
+                turns.take(side)
+            else:
+                turns.leave(side)
+                found.update(message)
+
+        place = folder / name
+        place.mkdir()
+        request = {"options": asdict(options), "loop": name, "folder": str(place)}
+        try:
+            run_ranks(RANK, request, options.ranks, options.threads, place, take, fresh=True)
+        except BaseException:
+            turns.fail()
+            raise
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, side, name) for side, name in enumerate(("ours", against))]
+        try:
+            for one in as_completed(runs):
+                one.result()  # of a failed side before that of the side which waits for it
+        except BaseException:
+            turns.fail()
+            raise
+        return [one.result() for one in runs], None
