@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, rank_state_file
+from megasdc.checkpoint.formats.allowlist import check_pickle
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.errors import CheckpointError, MegasdcError
 from megasdc.parallel.dims import ParallelDims

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from megasdc.checkpoint.content import BLOCK_BYTES, Content, TensorContent
-from megasdc.checkpoint.file_structure import Span, Structure, read_structure
+from megasdc.checkpoint.formats.file_structure import Span, Structure, read_structure
 from megasdc.errors import CheckpointError
 
 _CHUNK_BYTES = 1 << 22

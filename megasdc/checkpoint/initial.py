@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
+from megasdc.checkpoint.formats.tensor_files import open_tensors
 from megasdc.checkpoint.kinds import explain_folder
-from megasdc.checkpoint.tensor_files import open_tensors
 from megasdc.config import ModelSection, ffn_width, head_width, query_groups
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer

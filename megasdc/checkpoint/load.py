@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path, rank_state_file
+from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.places import Place, Problem, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import describe_engine

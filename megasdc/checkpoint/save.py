@@ -19,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import (
     LATEST_FILE,
     SHARED_STATE_FILE,
@@ -28,6 +27,7 @@ from megasdc.checkpoint.files import (
     rank_state_file,
     step_folder,
 )
+from megasdc.checkpoint.formats.allowlist import check_pickle
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
     FileRecord,

@@ -34,7 +34,7 @@ def verify_checkpoint(
     no NaN, no infinity; equal counts of steps.
     """
     from megasdc.checkpoint import verify
-    from megasdc.checkpoint.contents import verify_contents
+    from megasdc.checkpoint.views.contents import verify_contents
 
     check = verify_contents if contents else verify.verify_checkpoint
     folders = verify.find_folders(folder, universal=True)
@@ -62,7 +62,7 @@ def inspect_checkpoint(
 
     Exit code 0; 72 if it is not a checkpoint or something in it cannot be read.
     """
-    from megasdc.checkpoint import inspect
+    from megasdc.checkpoint.views import inspect
     from megasdc.report.inspection_render import render_inspection
 
     found = [inspect.inspect_checkpoint(path) for path in inspect.find_inspectable(folder)]
@@ -120,7 +120,7 @@ def convert_checkpoint(
     Set megasdc.checkpoint.universal of the new run to the result.
     """
     with stdout_kept_clean():
-        from megasdc.checkpoint.convert import convert_to_universal
+        from megasdc.interchange.convert import convert_to_universal
         from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():

@@ -45,7 +45,7 @@ def export_hf(
     are refused. Needs no GPU, and memory for two layers.
     """
     with stdout_kept_clean():
-        from megasdc.checkpoint.export_hf import export_hf
+        from megasdc.interchange.export_hf import export_hf
         from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():
@@ -70,7 +70,7 @@ def import_hf(
 ) -> None:
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
     with stdout_kept_clean():
-        from megasdc.checkpoint.import_hf import import_hf
+        from megasdc.interchange.import_hf import import_hf
         from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megasdc.checkpoint.compare import Options, Report, compare_checkpoints, tensors_to_compare
-from megasdc.checkpoint.extract_views import is_extract, open_extract_views
-from megasdc.checkpoint.open_view import open_view
-from megasdc.checkpoint.view import View, with_derived_weights
+from megasdc.checkpoint.compare.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
+from megasdc.checkpoint.compare.extract_views import is_extract, open_extract_views
+from megasdc.checkpoint.views.open import open_view
+from megasdc.checkpoint.views.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
 from megasdc.program import run
 from megasdc.progress import bytes_bar

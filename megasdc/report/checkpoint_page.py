@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.compare_report import Finding, Report
-from megasdc.checkpoint.view import Slot
+from megasdc.checkpoint.compare.report import Finding, Report
+from megasdc.checkpoint.views.view import Slot
 from megasdc.report.pages import write_page
 from megasdc.tensors.bits import bit_layout
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megasdc.checkpoint.compare import Finding, Report
-from megasdc.checkpoint.damage import MEANINGS
+from megasdc.checkpoint.compare.checkpoints import Finding, Report
+from megasdc.checkpoint.compare.damage import MEANINGS
 
 
 def render(report: Report, console: Console, limit: int) -> None:

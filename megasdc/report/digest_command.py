@@ -10,9 +10,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from megasdc.checkpoint.compare_digests import compare_digests
-from megasdc.checkpoint.digest import Digest, count_bytes, digest_path, is_digest, read_digest
-from megasdc.checkpoint.extract import write_extracts
+from megasdc.checkpoint.compare.digest import Digest, count_bytes, digest_path, is_digest, read_digest
+from megasdc.checkpoint.compare.digests import compare_digests
+from megasdc.checkpoint.compare.extract import write_extracts
 from megasdc.progress import bytes_bar
 from megasdc.report.digest_render import render_digests
 

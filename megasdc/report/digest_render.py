@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megasdc.checkpoint.digest_report import WHATS, Difference, DigestReport
+from megasdc.checkpoint.compare.digest_report import WHATS, Difference, DigestReport
 
 
 def render_digests(report: DigestReport, console: Console, limit: int) -> None:

@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TotalFileSizeColumn
 from rich.table import Table
 
-from megasdc.checkpoint.compare_report import Options
-from megasdc.checkpoint.drift import measure_drift
-from megasdc.checkpoint.drift_report import DriftReport, StepDrift, divergent
+from megasdc.checkpoint.compare.drift import measure_drift
+from megasdc.checkpoint.compare.drift_report import DriftReport, StepDrift, divergent
+from megasdc.checkpoint.compare.report import Options
 from megasdc.errors import MegasdcError
 from megasdc.report.pages import write_page
 from megasdc.tensors.distance import Distance

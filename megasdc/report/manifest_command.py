@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from megasdc.checkpoint.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
+from megasdc.checkpoint.compare.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
 from megasdc.checkpoint.records import record_text
 from megasdc.errors import StorageError
 from megasdc.program import write_whole

@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.export_hf import find_tokenizer
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
-from megasdc.checkpoint.logical import WeightSource, load_weights, open_weights
+from megasdc.checkpoint.views.logical import WeightSource, load_weights, open_weights
 from megasdc.config import DataSection, RunConfig, load_config, parse_config
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.dataset import TokenDataset, build_split
@@ -22,6 +21,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.data.verify import unchecked
 from megasdc.errors import ConfigError, DataError
+from megasdc.interchange.export_hf import find_tokenizer
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel

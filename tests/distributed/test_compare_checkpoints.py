@@ -17,17 +17,17 @@ from harness import run_distributed
 from typer.testing import CliRunner
 from whole_runs import MODELS, prepare_text, pretrain_rank, train_run, write_config
 
-from megasdc.checkpoint.compare import Options, Report, compare_checkpoints
-from megasdc.checkpoint.contents import verify_contents
-from megasdc.checkpoint.convert import convert_to_universal
-from megasdc.checkpoint.drift import measure_drift
-from megasdc.checkpoint.export_hf import export_hf
+from megasdc.checkpoint.compare.checkpoints import Options, Report, compare_checkpoints
+from megasdc.checkpoint.compare.drift import measure_drift
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
-from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.verify import CHECKED
-from megasdc.checkpoint.view import View
+from megasdc.checkpoint.views.contents import verify_contents
+from megasdc.checkpoint.views.open import open_view
+from megasdc.checkpoint.views.view import View
 from megasdc.cli import app as cli
 from megasdc.errors import CheckpointError
+from megasdc.interchange.convert import convert_to_universal
+from megasdc.interchange.export_hf import export_hf
 from megasdc.report.checkpoint_command import app
 
 pytestmark = pytest.mark.distributed

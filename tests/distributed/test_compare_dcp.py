@@ -15,10 +15,10 @@ from harness import run_distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megasdc.checkpoint.compare import Finding, compare_checkpoints
-from megasdc.checkpoint.open_view import open_view
-from megasdc.checkpoint.view import View
-from megasdc.checkpoint.view_dcp import Blocks, place_of
+from megasdc.checkpoint.compare.checkpoints import Finding, compare_checkpoints
+from megasdc.checkpoint.views.dcp import Blocks, place_of
+from megasdc.checkpoint.views.open import open_view
+from megasdc.checkpoint.views.view import View
 from megasdc.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed

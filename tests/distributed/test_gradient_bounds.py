@@ -10,7 +10,7 @@ import torch
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.checkpoint.convert import convert_to_universal
+from megasdc.interchange.convert import convert_to_universal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

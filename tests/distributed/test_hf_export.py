@@ -15,15 +15,15 @@ import torch
 from tiny import LLAMA_STYLE
 from whole_runs import metrics_of, prepare_text, train_run, write_config
 
-from megasdc.checkpoint.export_hf import divide, export_hf, parse_size
-from megasdc.checkpoint.import_hf import import_hf
-from megasdc.checkpoint.logical import load_weights, open_weights
+from megasdc.checkpoint.views.logical import load_weights, open_weights
 from megasdc.cli import main
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
 from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
+from megasdc.interchange.export_hf import divide, export_hf, parse_size
+from megasdc.interchange.import_hf import import_hf
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import run_distributed
 from tiny import GPT, LLAMA, SEQUENCE, make_engine, tokens_of_step
 
-from megasdc.checkpoint.logical import load_weights
+from megasdc.checkpoint.views.logical import load_weights
 from megasdc.config import ModelSection
 from megasdc.model.hf import from_hf, hf_class, hf_config, num_pipeline_layers
 

@@ -19,8 +19,8 @@ import torch
 from whole_runs import MODELS, events_of, metrics_of, prepare_text, train_run, write_config
 
 from megasdc.checkpoint import convert, export_hf, import_hf, logical
-from megasdc.checkpoint.logical import CheckpointWeights
 from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.cli import main
 from megasdc.errors import CheckpointError, ConfigError
 from megasdc.train.signals import exiting_on_signals
@@ -301,8 +301,8 @@ _LAYERS, _HIDDEN, _FFN = 24, 512, 1408
 _MEASURE = """
 import sys
 from pathlib import Path
-from megasdc.checkpoint.export_hf import export_hf
-from megasdc.checkpoint.import_hf import import_hf
+from megasdc.interchange.export_hf import export_hf
+from megasdc.interchange.import_hf import import_hf
 import deepspeed, transformers
 
 def status(key):
@@ -322,7 +322,7 @@ print(peak(lambda: import_hf(model, weights)), peak(lambda: export_hf(weights, o
 
 def test_export_and_import_hold_a_layer_and_not_the_model(tmp_path: Path, data: Path) -> None:
     """Above what the interpreter needs, a model of 310 MB takes less than a quarter of that at its peak."""
-    from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
+    from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
     from megasdc.config import ModelSection
     from megasdc.model.hf import hf_config, hf_shapes
 

@@ -31,6 +31,7 @@ LAYERS = {
     "optim": 3,
     "checkpoint": 3,
     "engine": 3,
+    "interchange": 4,
     "dropcompute": 4,
     "faults": 4,
     "sdc": 4,

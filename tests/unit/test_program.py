@@ -18,9 +18,9 @@ import typer
 from typer.testing import CliRunner
 
 from megasdc import program
-from megasdc.checkpoint.import_hf import import_hf
 from megasdc.cli import app
 from megasdc.errors import CheckpointError, MegasdcError, StorageError
+from megasdc.interchange.import_hf import import_hf
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke.json"

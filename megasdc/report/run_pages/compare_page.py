@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megasdc.checkpoint.drift import DriftReport, measure_drift
+from megasdc.checkpoint.compare.drift import DriftReport, measure_drift
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.errors import CheckpointError
 from megasdc.report.run_pages.compare_figures import compare_figures, drift_figure

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare_digests import compare_digests
+from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.errors import ConfigError
 from tools.bench.checkpoints import compare_manifests
 from tools.bench.checkpoints.compare_manifests import CompareManifestsOptions, made_up_digest

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megasdc.checkpoint.blocks import Block, BlockArrangement
+from megasdc.checkpoint.formats.blocks import Block, BlockArrangement
 
 SHAPE = (5, 6, 4)
 BOUNDS = {

@@ -14,10 +14,10 @@ from hand_made import seal, write_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.checks import find_incomplete
-from megasdc.checkpoint.contents import verify_contents
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.verify import CHECKED
+from megasdc.checkpoint.views.contents import verify_contents
 from megasdc.cli import app
 from megasdc.parallel.dims import ParallelDims
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megasdc.checkpoint import files
-from megasdc.checkpoint.allowlist import check_pickle, find_unsafe_classes, load_checked
-from megasdc.checkpoint.inspect import inspect_checkpoint
+from megasdc.checkpoint.formats.allowlist import check_pickle, find_unsafe_classes, load_checked
 from megasdc.checkpoint.manifest import (
     has_marker,
     read_manifest,
@@ -32,6 +31,7 @@ from megasdc.checkpoint.manifest import (
 )
 from megasdc.checkpoint.retention import plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.errors import CheckpointError

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from megasdc.checkpoint.aside import move_aside
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.inspect import inspect_checkpoint
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megasdc.checkpoint.marks import (
     Standing,
@@ -29,6 +28,7 @@ from megasdc.checkpoint.marks import (
 from megasdc.checkpoint.places import Place
 from megasdc.checkpoint.retention import apply_retention, plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
 from megasdc.errors import CheckpointError, CorruptionError, StorageError
 from megasdc.events import EventLog, read_events

@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare import compare_checkpoints
-from megasdc.checkpoint.compare_report import Options
-from megasdc.checkpoint.measure import Measure
-from megasdc.checkpoint.open_view import open_view
+from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
+from megasdc.checkpoint.compare.measure import Measure
+from megasdc.checkpoint.compare.report import Options
+from megasdc.checkpoint.views.open import open_view
 from megasdc.report.checkpoint_command import app
 
 TOOL = Path(__file__).parents[3] / "tools" / "compare_checkpoints.py"

@@ -8,7 +8,7 @@ import sys
 # Killed processes stay in their group until somebody waits for them; this program adopts them and takes its time.
 PROGRAM = """
 import ctypes, os, subprocess, sys, threading, time
-from megasdc.checkpoint.convert import _end_group
+from megasdc.interchange.convert import _end_group
 
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
 code = "import subprocess, sys, time; subprocess.Popen(['sleep', '100']); print('up', flush=True); time.sleep(100)"

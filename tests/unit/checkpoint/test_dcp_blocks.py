@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.checkpoint.dcp_metadata import Chunk, _check_cover
+from megasdc.checkpoint.formats.dcp_metadata import Chunk, _check_cover
 from megasdc.errors import CheckpointError
 
 Block = tuple[tuple[int, int], tuple[int, int]]

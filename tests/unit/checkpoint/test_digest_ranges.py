@@ -11,9 +11,9 @@ import pytest
 import torch
 import xxhash
 
-from megasdc.checkpoint.digest_ranges import BATCH_BYTES, Range, RangeDigester
-from megasdc.checkpoint.extents import Extent, Stamp
-from megasdc.checkpoint.open_copy import Arrangement, OpenCopy, Part
+from megasdc.checkpoint.compare.ranges import BATCH_BYTES, Range, RangeDigester
+from megasdc.checkpoint.formats.extents import Extent, Stamp
+from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Part
 from megasdc.errors import CheckpointError
 
 NUMEL = 6000

@@ -15,10 +15,10 @@ import xxhash
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare_digests import compare_digests
-from megasdc.checkpoint.compare_votes import INTACT
+from megasdc.checkpoint.compare.digest import digest_path, read_digest
+from megasdc.checkpoint.compare.digests import compare_digests
+from megasdc.checkpoint.compare.votes import INTACT
 from megasdc.checkpoint.content import BLOCK_BYTES
-from megasdc.checkpoint.digest import digest_path, read_digest
 from megasdc.checkpoint.digest_file import digest_file
 from megasdc.checkpoint.manifest import Layout, Manifest, describe_file, write_manifest
 from megasdc.checkpoint.records import record_text

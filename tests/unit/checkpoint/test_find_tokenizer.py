@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megasdc.checkpoint.export_hf import find_tokenizer
 from megasdc.data.tokenizer import checksum_tokenizer, train_sentencepiece
 from megasdc.errors import DataError
+from megasdc.interchange.export_hf import find_tokenizer
 
 
 def test_a_tokenizer_may_have_as_many_entries_as_the_model(tmp_path: Path) -> None:

@@ -15,14 +15,9 @@ from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint import kinds
-from megasdc.checkpoint.convert import convert_to_universal
-from megasdc.checkpoint.export_hf import check_out, writing_folder
 from megasdc.checkpoint.files import commit_folder, remove_leftovers
-from megasdc.checkpoint.import_hf import import_hf
 from megasdc.checkpoint.initial import InitialWeights
-from megasdc.checkpoint.inspect import inspect_checkpoint
 from megasdc.checkpoint.load_universal import open_universal
-from megasdc.checkpoint.logical import open_weights
 from megasdc.checkpoint.manifest import Layout, describe_file
 from megasdc.checkpoint.universal import (
     UniversalManifest,
@@ -31,8 +26,13 @@ from megasdc.checkpoint.universal import (
     write_universal_manifest,
 )
 from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.views.inspect import inspect_checkpoint
+from megasdc.checkpoint.views.logical import open_weights
 from megasdc.cli import app
 from megasdc.errors import CheckpointError, ConfigError, StorageError
+from megasdc.interchange.convert import convert_to_universal
+from megasdc.interchange.export_hf import check_out, writing_folder
+from megasdc.interchange.import_hf import import_hf
 from megasdc.report.inspection_render import render_inspection
 
 

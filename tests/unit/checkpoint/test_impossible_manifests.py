@@ -12,14 +12,14 @@ import xxhash
 from hand_made import write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare_digests import compare_digests
+from megasdc.checkpoint.compare.digest import Digest, digest_path, read_digest
+from megasdc.checkpoint.compare.digests import compare_digests
+from megasdc.checkpoint.compare.extract import read_extract, write_extracts
 from megasdc.checkpoint.content import parse_type
-from megasdc.checkpoint.digest import Digest, digest_path, read_digest
-from megasdc.checkpoint.extract import read_extract, write_extracts
-from megasdc.checkpoint.inspect import inspect_checkpoint
-from megasdc.checkpoint.logical import CheckpointWeights
-from megasdc.checkpoint.open_view import open_view
 from megasdc.checkpoint.sources import read_source
+from megasdc.checkpoint.views.inspect import inspect_checkpoint
+from megasdc.checkpoint.views.logical import CheckpointWeights
+from megasdc.checkpoint.views.open import open_view
 from megasdc.cli import app
 from megasdc.errors import CheckpointError
 

@@ -13,8 +13,8 @@ from hand_made import make_whole, write_checkpoint
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.inspect import inspect_checkpoint
-from megasdc.checkpoint.pieces import Copy
+from megasdc.checkpoint.formats.pieces import Copy
+from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
 from megasdc.errors import CheckpointError
 

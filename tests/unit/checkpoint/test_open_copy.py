@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasdc.checkpoint.extents import Extent, Reader, Stamp
-from megasdc.checkpoint.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.extents import Extent, Reader, Stamp
+from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.model.sharding import Split, take_shard
 
 SHAPE = (12, 8)

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megasdc.checkpoint.allowlist import check_pickle, load_checked, refuse_classes
+from megasdc.checkpoint.formats.allowlist import check_pickle, load_checked, refuse_classes
 from megasdc.errors import CheckpointError
 
 

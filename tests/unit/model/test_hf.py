@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from megasdc.checkpoint.import_hf import import_hf
 from megasdc.config import ModelSection
 from megasdc.errors import ConfigError
+from megasdc.interchange.import_hf import import_hf
 from megasdc.model.hf import (
     from_hf,
     hf_class,

@@ -13,9 +13,9 @@ from browser import Browser, needs_browser
 from hand_made import VOCABULARY, make_whole, write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare_report import Options
-from megasdc.checkpoint.drift import measure_drift
-from megasdc.checkpoint.drift_report import submodule_of
+from megasdc.checkpoint.compare.drift import measure_drift
+from megasdc.checkpoint.compare.drift_report import submodule_of
+from megasdc.checkpoint.compare.report import Options
 from megasdc.errors import CheckpointError
 from megasdc.model.kinds import kind_of
 from megasdc.report.checkpoint_command import app

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.compare import compare_checkpoints
-from megasdc.checkpoint.open_view import open_view
+from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
+from megasdc.checkpoint.views.open import open_view
 from megasdc.errors import ConfigError
 from tools.bench.machine import describe_machine
 from tools.bench.result import BenchResult, Comparison, Progress

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.compare.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from megasdc.checkpoint.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
-from megasdc.checkpoint.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from megasdc.checkpoint.records import record_text
 from megasdc.errors import ConfigError
 from tools.bench.machine import describe_machine

@@ -1,0 +1,189 @@
+"""Options, findings and report of a comparison of checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.compare.damage import MEANINGS, Pattern, PieceDamage
+from megasdc.checkpoint.compare.measure import Measure
+from megasdc.checkpoint.views.view import Slot, View
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared, and what counts as a difference.
+
+    Attributes:
+        only: shell patterns of ``fqn`` or ``fqn/slot``; empty: everything.
+        ignore: the same; these are not compared.
+        weights_only: compare weights alone.
+        ulp: tensors whose elements differ by at most this many representable values count as equal.
+        rtol: the same for the maximum relative difference.
+    """
+
+    only: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    weights_only: bool = False
+    ulp: int = 0
+    rtol: float = 0.0
+
+    def wants(self, name: str, slot: Slot) -> bool:
+        """Whether a tensor or value is compared."""
+        if self.weights_only and slot != "weight":
+            return False
+
+        def hit(patterns: tuple[str, ...]) -> bool:
+            return any(fnmatchcase(name, one) or fnmatchcase(f"{name}/{slot}", one) for one in patterns)
+
+        return (not self.only or hit(self.only)) and not hit(self.ignore)
+
+    def tolerates(self, found: Measure) -> bool:
+        """Whether a difference is small enough; without ``ulp`` and ``rtol`` none is.
+
+        Bits may differ where no distance does: +0 and -0, or integers that are one number in fp64.
+        """
+        near = self.ulp > 0 and found.max_ulp is not None and found.max_ulp <= self.ulp
+        return near or (self.rtol > 0 and found.max_relative <= self.rtol)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor or value of one checkpoint that differs from the expected one.
+
+    Attributes:
+        fqn: its name.
+        slot: see ``Slot``.
+        checkpoint: the one that differs.
+        against: the one that it was compared with; itself, where its own copies differ.
+        basis: why ``against`` is expected to be right; empty: either may be wrong.
+        pattern: kind of the difference.
+        detail: description of this case.
+        measure: size of the difference; None where values cannot be compared.
+        pieces: where it lies, and which rank owns it.
+        unchanged: for each of their files, by name, whether it is as it was saved; None: not known.
+        covers_all: every piece differs as a whole.
+    """
+
+    fqn: str
+    slot: Slot
+    checkpoint: str
+    against: str
+    basis: str
+    pattern: Pattern
+    detail: str
+    measure: Measure | None
+    pieces: list[PieceDamage]
+    unchanged: dict[str, bool | None]
+    covers_all: bool = False
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """Files that it lies in."""
+        return frozenset(one.piece.file for one in self.pieces)
+
+    @property
+    def meaning(self) -> str:
+        """The usual cause of such a difference."""
+        return MEANINGS[self.pattern]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The finding as JSON-compatible values."""
+        found = None
+        if self.measure is not None:
+            found = dict(vars(self.measure))
+            found["max_relative"] = _finite(self.measure.max_relative)
+            found["norms"] = [_finite(norm) for norm in self.measure.norms]
+        return {
+            "fqn": self.fqn,
+            "slot": self.slot,
+            "checkpoint": self.checkpoint,
+            "against": self.against,
+            "basis": self.basis,
+            "pattern": self.pattern,
+            "meaning": self.meaning,
+            "detail": self.detail,
+            "measure": found,
+            "pieces": [
+                {
+                    "file": str(one.piece.file),
+                    "unchanged_since_saved": self.unchanged.get(one.piece.file.name),
+                    **vars(one.piece.owner),
+                    "num_different": one.num_different,
+                    "first": one.first,
+                    "last": one.last,
+                }
+                for one in self.pieces
+            ],
+        }
+
+
+@dataclass
+class Report:
+    """What a comparison found.
+
+    Attributes:
+        views: the checkpoints.
+        num_compared: tensors and values of which there are at least two copies.
+        num_tolerated: tensors that differ within the tolerance.
+        findings: in order of the checkpoints' tensors.
+        problems: what could not be read and was not compared.
+        notes: what was not compared because not all checkpoints have it.
+    """
+
+    views: list[View]
+    num_compared: int = 0
+    num_tolerated: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether everything that was compared is equal or within the tolerance."""
+        return not self.findings
+
+    def add(
+        self,
+        fqn: str,
+        slot: Slot,
+        view: View,
+        against: View,
+        pattern: Pattern,
+        detail: str,
+        pieces: list[PieceDamage],
+        basis: str = "",
+        measure: Measure | None = None,
+        covers_all: bool = False,
+    ) -> None:
+        """Add a finding in ``view``; the arguments are its attributes. Reads its files again, see ``View.changed``."""
+        states = {one.piece.file: view.changed(one.piece.file) for one in pieces}
+        unchanged = {file.name: None if state is None else not state for file, state in states.items()}
+        names = (str(view.path), str(against.path))
+        self.findings.append(Finding(fqn, slot, *names, basis, pattern, detail, measure, pieces, unchanged, covers_all))
+
+    def merge(self, other: Report) -> None:
+        """Add the results of other tensors of the same checkpoints."""
+        self.num_compared += other.num_compared
+        self.num_tolerated += other.num_tolerated
+        self.findings += other.findings
+        self.problems += other.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-compatible values."""
+        return {
+            "checkpoints": [{"path": str(v.path), "kind": v.kind, "layout": v.layout} for v in self.views],
+            "same": self.same and not self.problems,
+            "num_compared": self.num_compared,
+            "num_tolerated": self.num_tolerated,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "not_compared": self.problems,
+            "notes": self.notes,
+        }
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,216 @@
+"""View of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1, at any layout.
+
+Weights: one file per pipeline layer and tensor rank. Master weights and moments: see ``zero_shards``.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from megasdc.checkpoint.content import parse_type
+from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
+from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece, whole_shape
+from megasdc.checkpoint.formats.state_files import StateFiles
+from megasdc.checkpoint.manifest import Manifest, read_manifest
+from megasdc.checkpoint.sources import find_missing
+from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
+from megasdc.checkpoint.views.zero_shards import (
+    digest_of,
+    lay_out,
+    optimizer_file,
+    read_stage,
+    shard_pieces,
+    shard_scalars,
+)
+from megasdc.config import ModelSection
+from megasdc.errors import CheckpointError
+from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
+from megasdc.parallel.dims import ParallelDims
+
+_SHARED_SCALARS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
+
+
+def open_deepspeed(path: Path) -> View:
+    """Open the view of a checkpoint, with every piece located.
+
+    Args:
+        path: its folder, ``step_NNNNNNNN``.
+
+    Raises:
+        CheckpointError: the manifest, ``megasdc.json`` or the file of a stage cannot be read, files of other nodes are
+            missing, or the layout of parameters is not supported.
+    """
+    return _Opening(path).view()
+
+
+def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
+    """Counters and loader position in the ``megasdc.json`` of a checkpoint, and its whole content.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    file = path / SHARED_STATE_FILE
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        found = {key: state[key] for key in _SHARED_SCALARS if key in state}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
+    names = {name if name.startswith("loader/") else f"run/{name}": value for name, value in flatten("", found)}
+    return {name: Scalar(repr(value), file, Owner()) for name, value in names.items()}, state
+
+
+def model_of(state: dict[str, Any], path: Path) -> ModelSection:
+    """The model section in the content of ``megasdc.json``.
+
+    Raises:
+        CheckpointError: it is missing or invalid.
+    """
+    try:
+        return ModelSection.model_validate(state["config"]["megasdc"]["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise CheckpointError(f"{path / SHARED_STATE_FILE} does not hold the model's section: {error!r}") from error
+
+
+class _Opening:
+    """The work of ``open_deepspeed``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.files = path, StateFiles()
+        manifest = read_manifest(path)
+        self.layout, self.manifest = manifest.layout, manifest
+        self.hosts = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
+        self.records = manifest.by_name()
+        for other in (read_manifest(path, file.name) for file in sorted(path.glob("manifest.*.json"))):
+            _same_save(path, manifest, other)
+            self.records |= other.by_name()
+        if manifest.storage == "node_local" and (lacking := find_missing(path, manifest, set(self.records))):
+            raise CheckpointError("; ".join(lacking))
+        self.scalars, state = shared_scalars(path)
+        self.real_rows = int(state["vocab_size"]) if state.get("vocab_size") else None
+        model = model_of(state, path)
+        self.splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
+        shard = next((name for name in self.records if name.endswith("_optim_states.pt")), "")
+        self.prefix = shard.partition("zero_pp_rank_")[0]  # bf16_ where weights are bf16
+        self.copies: dict[tuple[str, Slot], list[Copy]] = {}
+        self.problems: list[str] = []
+
+    def view(self) -> View:
+        """The complete view."""
+        for pp_rank in range(self.layout.pipeline):
+            stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
+            self._add_weights(stages[0]["param_shapes"], pp_rank)
+            for group in range(len(stages[0]["param_shapes"])):
+                self._add_states([stage["param_shapes"][group] for stage in stages], pp_rank, group)
+        self._add_rng()
+        self._add_empty_layers()
+        return View(
+            path=self.path,
+            kind="DeepSpeed pipeline with ZeRO-1",
+            layout=str(self.layout),
+            slots=("weight", "master", "exp_avg", "exp_avg_sq", "scalar"),
+            entries={
+                key: Entry(tuple(copies), self.real_rows if self.splits[key[0]] is Split.VOCABULARY else None)
+                for key, copies in self.copies.items()
+            },
+            scalars=self.scalars,
+            problems=self.problems,
+            records={self.path / name: record for name, record in self.records.items()},
+            save_id=self.manifest.save_id,
+        )
+
+    def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> Owner:
+        rank = (pp_rank * self.layout.data + dp_rank) * self.layout.tensor + tp_rank  # tensor ranks vary fastest
+        return Owner(rank, dp_rank, pp_rank, tp_rank, self.hosts.get(rank))
+
+    def _writer(self, name: str) -> Owner:
+        record = self.records.get(name)
+        if record is None:
+            return Owner()
+        dims = ParallelDims(self.layout.tensor, self.layout.pipeline, self.layout.data, record.rank)
+        return Owner(record.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank, record.node)
+
+    def _stage(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
+        file = self.path / f"mp_rank_{pp_rank * self.layout.tensor + tp_rank:02d}_model_states.pt"
+        state, scalars = read_stage(self.files, file, self._writer(file.name), pp_rank, tp_rank)
+        self.scalars |= scalars
+        return state
+
+    def _add_weights(self, groups: list[dict[str, torch.Size]], pp_rank: int) -> None:
+        for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+            if name == TIED_EMBEDDING and pp_rank:
+                continue  # saved once, by the first stage
+            index, key = split_name(name)
+            pieces = [self._weight(index, key, tp_rank, tuple(shape)) for tp_rank in range(self.layout.tensor)]
+            self._add(name, "weight", tuple(shape), [(piece,) for piece in pieces])
+
+    def _weight(self, index: int, key: str, tp_rank: int, shape: tuple[int, ...]) -> Piece:
+        name = f"layer_{index:02d}-model_{tp_rank:02d}-model_states.pt"
+        saved = ((self.records[name].tensors or {}) if name in self.records else {}).get(key)
+        return Piece(
+            self.path / name,
+            self._writer(name),
+            prod(shape),
+            partial(self.files.tensor, self.path / name, key),
+            shape=shape,
+            dtype=parse_type(saved)[0] if saved else None,
+        )
+
+    def _add_states(self, shapes_of: list[dict[str, torch.Size]], pp_rank: int, group: int) -> None:
+        """Add master weights and moments of one group of a stage's parameters."""
+        pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
+        for tp_rank, shapes in enumerate(shapes_of):
+            laid = lay_out(shapes, self.layout.data)
+            found: dict[tuple[str, Slot], list[Piece]] = {}
+            for dp_rank in range(self.layout.data):
+                owner = self._owner(pp_rank, dp_rank, tp_rank)
+                file = optimizer_file(self.path, self.prefix, dp_rank, pp_rank * self.layout.tensor + tp_rank)
+                self.scalars |= shard_scalars(self.files, file, owner, group)
+                for name, slot, piece in shard_pieces(self.files, file, owner, group, dp_rank, laid):
+                    found.setdefault((name, slot), []).append(piece)
+            for key, one in found.items():
+                pieces.setdefault(key, []).append(tuple(one))
+        for (name, slot), shards in pieces.items():
+            self._add(name, slot, tuple(shapes_of[0][name]), shards)
+
+    def _add_rng(self) -> None:
+        for rank in range(self.manifest.world_size):
+            file = self.path / rank_state_file(rank)
+            value: str | None = None
+            try:
+                if file.exists():
+                    value = digest_of(load_checked(file))
+            except CheckpointError as error:
+                self.problems.append(str(error))
+                continue
+            self.scalars[f"rank {rank:05d}{GLOBAL_GENERATORS}"] = Scalar(value, file, self._writer(file.name))
+
+    def _add_empty_layers(self) -> None:
+        """Add files of layers without parameters, which DeepSpeed requires to exist."""
+        for name, record in self.records.items():
+            if record.tensors == {}:
+                value = "is there" if (self.path / name).exists() else None
+                self.scalars[f"rank {record.rank:05d}/{name}"] = Scalar(value, self.path / name, self._writer(name))
+
+    def _add(self, name: str, slot: Slot, local: tuple[int, ...], shards: list[tuple[Piece, ...]]) -> None:
+        fqn = torch_name(name)
+        if fqn not in self.splits:
+            raise CheckpointError(f"{self.path} has a parameter {name}, which its model has not")
+        split, tensor = self.splits[fqn], self.layout.tensor
+        copies = self.copies.setdefault((fqn, slot), [])
+        if split is Split.REPLICATED:
+            copies += [Copy(local, (shard,)) for shard in shards]
+        else:
+            copies.append(Copy(whole_shape(local, split, tensor), tuple(shards), split))
+
+
+def _same_save(path: Path, manifest: Manifest, other: Manifest) -> None:
+    if other.save_id != manifest.save_id:
+        raise CheckpointError(f"{path}: the manifest of node {other.node} is of another save of this step")

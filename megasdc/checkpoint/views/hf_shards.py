@@ -1,0 +1,140 @@
+"""A Hugging Face model's folder: its safetensors files and its configuration. No pickle is opened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from megasdc.checkpoint.formats.extents import Extent
+from megasdc.checkpoint.formats.tensor_files import DTYPES, locate_tensors, open_tensors
+from megasdc.checkpoint.kinds import explain_folder
+from megasdc.config import ModelSection
+from megasdc.errors import CheckpointError, ConfigError
+
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Tensors in older files that are not parameters."""
+
+
+class HfShards:
+    """The safetensors files of a model, with an index by tensor name.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        CheckpointError: there are none, or one in the index is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            files = sorted(set(read_json(index).get("weight_map", {}).values()))
+        elif single.is_file():
+            files = [single.name]
+        else:
+            others = sorted(path.name for path in folder.glob("*.bin"))
+            hint = f" ({', '.join(others[:3])} are pickles, which are not opened)" if others else ""
+            raise CheckpointError(
+                f"{folder} holds no model.safetensors and no index of several{hint}; save the model with "
+                "save_pretrained(..., safe_serialization=True)"
+            )
+        self.extents: dict[str, Extent] = {}
+        self.file_of: dict[str, str] = {}
+        self.shape_of: dict[str, list[int]] = {}
+        for name in files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
+            located = locate_tensors(folder / name)
+            self.extents |= located
+            self.file_of |= dict.fromkeys(located, name)
+            self.shape_of |= {key: list(extent.shape) for key, extent in located.items()}
+        self.prefix = ""
+
+    def check(self, model: ModelSection, wanted: dict[str, list[int]]) -> None:
+        """Detect whether names lack their prefix, as in files of the bare model; compare all names and shapes.
+
+        Args:
+            model: the section made from ``config.json``.
+            wanted: shape of each tensor that such a model has.
+
+        Raises:
+            ConfigError: unknown tensors, such as norms of queries; missing tensors; other shapes.
+        """
+        first = "transformer." if model.position_embedding == "learned" else "model."
+        if not any(name.startswith(first) for name in self.file_of):
+            self.prefix = first
+        missing = sorted(name for name in wanted if self.name_in_file(name) not in self.file_of)
+        tied = {"lm_head.weight"} if model.tie_embeddings else set()
+        known = {self.name_in_file(name) for name in wanted} | tied
+        extra = sorted(name for name in self.file_of if name not in known and not name.endswith(_BUFFERS))
+        problems = [f"{name}: is missing in {self.folder}" for name in missing[:5]]
+        problems += [f"{name}: is not a tensor of a supported architecture" for name in extra[:5]]
+        shapes = {name: self.shape_of[self.name_in_file(name)] for name in wanted if name not in missing}
+        problems += [
+            f"{name}: has shape {shapes[name]}; config.json needs {wanted[name]}"
+            for name in sorted(name for name in shapes if shapes[name] != wanted[name])[:5]
+        ]
+        if problems:
+            raise ConfigError([f"{problem}." for problem in problems], f"the tensors of {self.folder}")
+
+    def name_in_file(self, name: str) -> str:
+        """The name of a tensor in the files, from its full name."""
+        return name.removeprefix(self.prefix)
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Read tensors by their full names.
+
+        Raises:
+            ConfigError: a tensor's type is not supported.
+        """
+        found: dict[str, Tensor] = {}
+        for file in sorted({self.file_of[self.name_in_file(name)] for name in names}):
+            with open_tensors(self.folder / file) as opened:
+                for name in names:
+                    if self.file_of[self.name_in_file(name)] == file:
+                        found[name] = opened.get_tensor(self.name_in_file(name))
+        for name, tensor in found.items():
+            if tensor.dtype not in DTYPES:
+                raise ConfigError(f"{name}: has type {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
+        return found
+
+
+def section_of(fields: dict[str, Any]) -> ModelSection:
+    """The model section for the fields of a ``config.json``.
+
+    Args:
+        fields: as ``megasdc.model.hf.model_fields`` returns them.
+
+    Raises:
+        ConfigError: fields are invalid; each is listed.
+    """
+    try:
+        return ModelSection.model_validate(fields)
+    except ValidationError as error:
+        problems = [f"{item['loc'][0]}: got {item['input']!r}; {item['msg']}." for item in error.errors()]
+        raise ConfigError(problems, "config.json of the model") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of the model's folder.
+
+    Raises:
+        CheckpointError: it is missing, or is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            explain_folder(path.parent, "a Hugging Face model with safetensors")
+            or f"{path} is missing: {path.parent} is not a Hugging Face model"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content

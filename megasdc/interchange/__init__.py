@@ -1,0 +1,1 @@
+"""Other forms of a checkpoint: universal, Hugging Face; both ways."""

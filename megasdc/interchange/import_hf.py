@@ -1,0 +1,169 @@
+"""Import of a Hugging Face model as initial weights for training at any layout.
+
+Only safetensors are read, so that no pickle is opened; one pipeline layer is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
+from megasdc.checkpoint.formats.tensor_files import write_tensors
+from megasdc.checkpoint.initial import (
+    FORMAT_VERSION,
+    MODEL_FILE,
+    TOKENIZER_FOLDER,
+    FileRecord,
+    WeightsManifest,
+    layer_file,
+)
+from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
+from megasdc.data.tokenizer import kind_of_files, load_tokenizer
+from megasdc.durable import write_durably
+from megasdc.errors import CheckpointError, ConfigError, DataError
+from megasdc.interchange.export_hf import check_out, writing_folder
+from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
+from megasdc.program import why_unreadable
+from megasdc.progress import parts_bar
+
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
+_TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Besides files whose name begins with ``tokenizer``."""
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """Result of an import.
+
+    Attributes:
+        source: folder or name that was read.
+        path: the folder that was written.
+        architecture: its class in ``transformers``.
+        num_parameters: tied ones counted once.
+        vocab_size: rows of the word embedding.
+        tokenizer_vocab_size: entries of its tokenizer; None: it has none that can be used.
+        model: the ``model`` section to put into a configuration.
+        note: what to know about the tokenizer; None: nothing.
+    """
+
+    source: str
+    path: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    tokenizer_vocab_size: int | None
+    model: dict[str, Any]
+    note: str | None
+
+
+def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progress: bool = False) -> ImportResult:
+    """Import a Hugging Face model into a folder of initial weights.
+
+    Args:
+        source: a local folder, or a name on the hub.
+        out: the folder to write.
+        force: replace an earlier import.
+        progress: draw a bar on standard error where it is a terminal.
+
+    Raises:
+        ConfigError: the architecture is not supported, or ``out`` exists.
+        CheckpointError: files are missing or damaged.
+        StorageError: ``out`` cannot be written.
+    """
+    target = Path(out).absolute()
+    check_out(target, force, WEIGHTS_FILE, "format_version", source)
+    folder = _local(source)
+    config = read_json(folder / "config.json")
+    model = section_of({**model_fields(config), "initial_weights": str(out)})
+    shards = HfShards(folder)
+    todo = {index: found for index in range(num_pipeline_layers(model)) if (found := rules(model, index))}
+    shards.check(model, hf_shapes(model, vocabulary(config)))
+    section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
+    files: dict[str, FileRecord] = {}
+    parameters = 0
+    with writing_folder(target) as work:
+        with parts_bar("importing", len(todo), quiet=not progress) as advance:
+            for index, found in todo.items():
+                layer = from_hf(model, index, shards.read([name for rule in found for name in rule.theirs]))
+                name = layer_file(index)
+                write_tensors(work / name, layer, layer.items())
+                if index == 0:
+                    rows = layer["word_embeddings.weight"].shape[0]
+                parameters += sum(tensor.numel() for tensor in layer.values())
+                files[name] = _record(work / name)
+                advance()
+        tokens, end, note = _copy_tokenizer(folder, work / TOKENIZER_FOLDER)
+        for path in sorted((work / TOKENIZER_FOLDER).glob("*")):
+            files[f"{TOKENIZER_FOLDER}/{path.name}"] = _record(path)
+        manifest = WeightsManifest(
+            format_version=FORMAT_VERSION,
+            kind="initial weights",
+            source=str(source),
+            vocab_size=rows,
+            tokenizer_vocab_size=tokens,
+            end_of_document=end if end is not None else _single(config.get("eos_token_id")),
+            files=files,
+        )
+        write_durably(work / MODEL_FILE, json.dumps(section, indent=2) + "\n")
+        write_durably(work / WEIGHTS_FILE, manifest.model_dump_json(indent=1) + "\n")
+    return ImportResult(str(source), str(out), architecture(config), parameters, rows, tokens, section, note)
+
+
+def _local(source: Path | str) -> Path:
+    """The local folder of a model; one on the hub is downloaded, without pickles."""
+    folder = Path(source)
+    if problem := why_unreadable(folder):
+        raise CheckpointError(f"MODEL: {source} {problem}")
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2 or folder.parts[0] in (".", "..", "~"):
+        what = "is a file" if folder.exists() else "is not there"
+        raise CheckpointError(
+            f"MODEL: {source} {what}; needed is the folder of a model, or a name of the hub: OWNER/NAME"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(source), allow_patterns=_WANTED))
+    except Exception as error:  # the hub's client raises many kinds
+        lines = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"MODEL: {source} is not a folder here, and cannot be had from the hub: {type(error).__name__}: {lines[0]}"
+        ) from error
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None, str | None]:
+    """Copy the files of a tokenizer, if there are any.
+
+    Returns:
+        Number of entries, end-of-document id (both None if unknown), and the problem (None if there is none).
+    """
+    names = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES)
+    ]
+    remedy = "prepare the data with the tokenizer that the model was trained with; only its size can be compared"
+    if not names:
+        return None, None, f"no tokenizer came with the model: {remedy}"
+    target.mkdir()
+    for path in names:
+        (target / path.name).write_bytes(path.read_bytes())
+    try:
+        tokenizer = load_tokenizer(kind_of_files(target), target)
+    except DataError as error:  # training needs the tokenizer of its data only
+        return None, None, f"the tokenizer that came with the model cannot be used ({error}): {remedy}"
+    return tokenizer.vocab_size, tokenizer.end_of_document, None
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(size_bytes=path.stat().st_size, xxh3_128=hash_file(path))
+
+
+def _single(value: Any) -> int | None:
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, int) else None
