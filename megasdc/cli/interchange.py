@@ -46,7 +46,7 @@ def export_hf(
     """
     with stdout_kept_clean():
         from megasdc.interchange.export_hf import export_hf
-        from megasdc.train.signals import exiting_on_signals
+        from megasdc.train.process.signals import exiting_on_signals
 
         with exiting_on_signals():
             result = export_hf(
@@ -71,7 +71,7 @@ def import_hf(
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
     with stdout_kept_clean():
         from megasdc.interchange.import_hf import import_hf
-        from megasdc.train.signals import exiting_on_signals
+        from megasdc.train.process.signals import exiting_on_signals
 
         with exiting_on_signals():
             result = import_hf(model, out, force=force, progress=not as_json)

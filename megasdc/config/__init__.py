@@ -1,18 +1,17 @@
 """Configuration of a run, one JSON file: typed sections, loading, overrides, checks; imports no torch."""
 
 from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
-from megasdc.config.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.deepspeed_part import precision_of
-from megasdc.config.delay_sections import DelaySpec
-from megasdc.config.detection_sections import AlwaysOnSection, AuditSection, PolicySection, SdcSection
-from megasdc.config.drop_sections import DropComputeSection
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
-from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
-from megasdc.config.hook_sections import HookSpec
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS
+from megasdc.config.problems.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.replica import replica_config, replica_folder
-from megasdc.config.sections import (
+from megasdc.config.sections.delay import DelaySpec
+from megasdc.config.sections.detection import AlwaysOnSection, AuditSection, PolicySection, SdcSection
+from megasdc.config.sections.drop_compute import DropComputeSection
+from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.megasdc import (
     CheckpointSection,
     DataSection,
     DeterminismSection,
@@ -26,7 +25,8 @@ from megasdc.config.sections import (
     TraceSection,
     TrainingSection,
 )
-from megasdc.config.study_sections import StudySection
+from megasdc.config.sections.optimizer_hooks import HookSpec
+from megasdc.config.sections.study import StudySection
 
 __all__ = [
     "PRESETS",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasdc.config.detection_problems import MOST_SAMPLES_LOST, golden_warnings, samples_lost
-from megasdc.config.drop_problems import drop_layout_problems, drop_warnings
-from megasdc.config.fault_problems import fault_place_problems
 from megasdc.config.fields import LARGEST_INTEGER
+from megasdc.config.problems.detection import MOST_SAMPLES_LOST, golden_warnings, samples_lost
+from megasdc.config.problems.drop_compute import drop_layout_problems, drop_warnings
+from megasdc.config.problems.faults import fault_place_problems
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:

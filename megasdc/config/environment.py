@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from megasdc.config.sections import DeterminismSection
+from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.errors import ConfigError
 
 

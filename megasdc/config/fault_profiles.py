@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from megasdc.config.fault_checks import PLACE_FIELDS
-from megasdc.config.fault_sections import FaultSpec
 from megasdc.config.fields import Section
+from megasdc.config.problems.fault_specs import PLACE_FIELDS
 from megasdc.config.read import read_json
+from megasdc.config.sections.faults import FaultSpec
 from megasdc.errors import ConfigError
 
 PROFILE_FOLDER = Path(__file__).with_name("profiles")

@@ -17,14 +17,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megasdc.config.contradictions import find_problems
 from megasdc.config.deepspeed_keys import REFUSED
 from megasdc.config.deepspeed_part import DeepSpeedPart, fill_defaults, precision_of
 from megasdc.config.fields import LARGEST_INTEGER, at_resume_of
 from megasdc.config.presets import PRESETS
-from megasdc.config.problem import Problem
+from megasdc.config.problems.contradictions import find_problems
+from megasdc.config.problems.problem import Problem
 from megasdc.config.read import apply_overrides, dotted, is_unusable, read_json, shown, unusable_values
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import element_in, field_text, model_in, type_text
 from megasdc.errors import ConfigError
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megasdc.config.fault_sections import FaultPlace, FaultSpec
-from megasdc.config.study_sections import StudySection
+from megasdc.config.sections.faults import FaultPlace, FaultSpec
+from megasdc.config.sections.study import StudySection
 
 if TYPE_CHECKING:
     from megasdc.config.load import RunConfig

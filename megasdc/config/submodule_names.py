@@ -16,8 +16,8 @@ from megasdc.addresses import (
     UPDATE,
     WEIGHT_GRAD,
 )
-from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE
-from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.config.sections.megasdc import ModelSection, ParallelSection
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 _BLOCK = (

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from megasdc.config.deepspeed_part import DeepSpeedPart
 from megasdc.config.fields import LARGEST_INTEGER, AtResume, at_resume_of
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.sections.megasdc import MegasdcSection
 
 _WORDS: dict[Any, str] = {
     int: "integer",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
+from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.experiments.results import SweepResults
 from megasdc.study.log import WHOLE
 from megasdc.study.tables import MismatchRow, StudySummary, summarize_study

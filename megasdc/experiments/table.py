@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megasdc.config.study_sections import FREE_RUN
+from megasdc.config.sections.study import FREE_RUN
 from megasdc.experiments.ma_tables import NodeTable, StudiedNode, node_tables, studied_nodes
 from megasdc.experiments.papers import PAPER_TABLES, PaperRow, find_row
 from megasdc.experiments.pei_metrics import EPSILON, CellScore, score_cells

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megasdc.config import FaultSpec
-from megasdc.config.fault_sections import BIT_KINDS
+from megasdc.config.sections.faults import BIT_KINDS
 from megasdc.tensors.bits import as_bits, bit_layout, element_bits
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasdc.addresses import PHASES, Address
 from megasdc.config import FaultSpec
-from megasdc.config.fault_checks import place_problems, spec_problems
+from megasdc.config.problems.fault_specs import place_problems, spec_problems
 from megasdc.errors import ConfigError
 from megasdc.faults.alter import UnfitError, alter_elements
 from megasdc.faults.pick import pick_elements

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from megasdc.config.fault_sections import FAULT_PHASES, FaultPlace, FaultSpec
+from megasdc.config.sections.faults import FAULT_PHASES, FaultPlace, FaultSpec
 from megasdc.model.randomness import mix
 from megasdc.parallel.dims import ParallelDims
 

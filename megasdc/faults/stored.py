@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megasdc.addresses import Address
-from megasdc.config.fault_sections import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.config.sections.faults import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import EngineHook

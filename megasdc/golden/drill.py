@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megasdc.config import FaultSpec, MegasdcSection, ProcessFaultSpec, expand_faults
-from megasdc.config.fault_problems import fault_place_problems, fault_problems
-from megasdc.config.fault_sections import CHECKPOINT, TOKENS
+from megasdc.config.problems.faults import fault_place_problems, fault_problems
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS
 from megasdc.engine.hooks import EngineHook
 from megasdc.engine.observer import Listener
 from megasdc.errors import ConfigError
@@ -18,7 +18,7 @@ from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import StateFaults
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.golden_key import workload_of
+from megasdc.train.detection.golden_key import workload_of
 from megasdc.train.workload import Workload
 
 SEEDS_APART = 1_000_003

@@ -8,7 +8,7 @@ from typing import Any
 from megasdc.errors import MegasdcError, TraceError
 from megasdc.golden.verify import layout_size
 from megasdc.sdc.golden import load_header
-from megasdc.train.golden_key import compare_key
+from megasdc.train.detection.golden_key import compare_key
 
 SHOWN = 3
 """Number of differing key parts named for each file that does not fit."""

@@ -30,7 +30,7 @@ from megasdc.sdc.verdict import (
     judge,
     trace_gaps,
 )
-from megasdc.train.golden_key import workload_of
+from megasdc.train.detection.golden_key import workload_of
 
 EXIT_CODES = {
     DIVERGENT: CorruptionError.exit_code,

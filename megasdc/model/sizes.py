@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.config.sections.megasdc import ModelSection, ParallelSection
 from megasdc.errors import ConfigError
 
 

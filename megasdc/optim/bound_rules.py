@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megasdc.config import HookSpec
-from megasdc.config.hook_sections import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, theta_at
+from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, theta_at
 from megasdc.tensors.bound import Limits
 
 

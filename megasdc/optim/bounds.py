@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.config import HookSpec
-from megasdc.config.hook_sections import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP
+from megasdc.config.sections.optimizer_hooks import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP
 from megasdc.optim.bound_rules import Rule, limits_at, may_act, rule_of
 from megasdc.optim.copies import digest
 from megasdc.optim.momentum_reset import MomentumReset

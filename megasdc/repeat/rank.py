@@ -52,7 +52,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.sdc.trace_file import TraceWriter, trace_path
     from megasdc.train.build import prepare_cpu
     from megasdc.train.build_engine import build_training_engine
-    from megasdc.train.startup import StartClock
+    from megasdc.train.process.startup import StartClock
 
     sections = config.megasdc
     layout = check_layout(config, int(os.environ["WORLD_SIZE"]))

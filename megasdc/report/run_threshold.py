@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.config.drop_sections import ELAPSED, PREDICTIVE, DropComputeSection
+from megasdc.config.sections.drop_compute import ELAPSED, PREDICTIVE, DropComputeSection
 from megasdc.dropcompute.search import Curve, Threshold, search_recorded
 from megasdc.dropcompute.tuning import expected_times_s, measured_communication_s
 from megasdc.errors import DataError

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megasdc.config.drop_sections import ELAPSED
+from megasdc.config.sections.drop_compute import ELAPSED
 from megasdc.report.dropcompute_render import draw_thresholds, draw_times, write_page
 from megasdc.report.imbalance import ReplicaTimes, TimesReport
 from megasdc.report.run_threshold import RunThreshold

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.config import MegasdcSection
-from megasdc.config.detection_problems import asks_golden
+from megasdc.config.problems.detection import asks_golden
 
 NOTHING = "-"
 _NORM = "NaN and Inf (norm)"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megasdc.addresses import Address
 from megasdc.config import FaultSpec, expand_faults
-from megasdc.config.fault_checks import place_problems, spec_problems
-from megasdc.config.fault_sections import CHECKPOINT, TOKENS
+from megasdc.config.problems.fault_specs import place_problems, spec_problems
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS
 from megasdc.errors import ConfigError
 from megasdc.faults.injector import Injector, Tally
 from megasdc.faults.schedule import in_steps

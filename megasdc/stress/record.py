@@ -15,7 +15,7 @@ from megasdc.stress.run import Progress, StressPlan, stress
 from megasdc.stress.state import GEMM, TRAINING
 from megasdc.stress.training import small_run
 from megasdc.stress.verdict import HEALTHY
-from megasdc.train.golden_key import workload_of
+from megasdc.train.detection.golden_key import workload_of
 
 
 def record(

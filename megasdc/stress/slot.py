@@ -44,7 +44,7 @@ class Slot:
 
         from megasdc.stress.drill import SlotDrill
         from megasdc.stress.products import Products
-        from megasdc.train.golden_key import machine_key
+        from megasdc.train.detection.golden_key import machine_key
 
         self._timeout_s = task["timeout_s"]
         self._drill = SlotDrill(task["faults"])

@@ -21,7 +21,7 @@ from megasdc.addresses import (
     WEIGHT_GRAD,
     Address,
 )
-from megasdc.config.study_sections import PAPER_BACKWARD, PAPER_FORWARD, StudySection
+from megasdc.config.sections.study import PAPER_BACKWARD, PAPER_FORWARD, StudySection
 from megasdc.parallel.bridge import Bridge
 from megasdc.study.compare import compare_results
 

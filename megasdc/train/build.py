@@ -31,17 +31,17 @@ from megasdc.model.compiled import require_compiler
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders
-from megasdc.train.build_detection import detects
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
+from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
-from megasdc.train.heap import keep_freed_memory
-from megasdc.train.hold_folder import hold_folders
+from megasdc.train.process.heap import keep_freed_memory
+from megasdc.train.process.hold_folder import hold_folders
+from megasdc.train.process.signals import StopSignals
+from megasdc.train.process.startup import StartClock
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import checkpoint_folder, resume
-from megasdc.train.signals import StopSignals
-from megasdc.train.startup import StartClock
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.versions.installed import component_versions, untested_versions
 

@@ -24,8 +24,8 @@ from megasdc.parallel.devices import device_index, ranks_on_device
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 from megasdc.train.memory_step import HOST_BUCKET_ELEMENTS
+from megasdc.train.process.startup import StartClock
 from megasdc.train.saving import checkpoint_folder
-from megasdc.train.startup import StartClock
 
 logger = logging.getLogger(__name__)
 

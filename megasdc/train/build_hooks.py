@@ -20,22 +20,22 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.run_lock import RunLock
-from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.delays import DelayReport
-from megasdc.train.detection import Detection
+from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
+from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
+from megasdc.train.detection.observe import Observation, watch_for_faults, watch_for_trace
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
-from megasdc.train.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.hold_folder import FolderWatch
-from megasdc.train.observe import Observation, watch_for_faults, watch_for_trace
+from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
+from megasdc.train.process.hold_folder import FolderWatch
+from megasdc.train.process.signals import StopSignals
+from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import Saver, checkpoint_folder
-from megasdc.train.signals import StopSignals
-from megasdc.train.startup import StartClock, StartReport
 from megasdc.train.stop import SkipWatch, StopWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header

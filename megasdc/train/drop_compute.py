@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.config import DropComputeSection
-from megasdc.config.drop_sections import (
+from megasdc.config.sections.drop_compute import (
     AUTO,
     COMPUTED,
     DISCARD,
@@ -38,7 +38,7 @@ from megasdc.errors import ConfigError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.drop_report import DropReport
-from megasdc.train.garbage import CollectionTimer
+from megasdc.train.process.garbage import CollectionTimer
 from megasdc.train.run import Run, StepHook
 
 

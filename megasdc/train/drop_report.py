@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from megasdc.config import DropComputeSection
-from megasdc.config.drop_sections import DISCARD, EXTRA_STEPS
+from megasdc.config.sections.drop_compute import DISCARD, EXTRA_STEPS
 from megasdc.dropcompute.compensation import expected_steps
 from megasdc.dropcompute.decisions import StepDecisions
 from megasdc.dropcompute.gate import replica_ranks

@@ -9,7 +9,7 @@ from typing import Any
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.config import MegasdcSection, ProcessFaultSpec, expand_faults
-from megasdc.config.fault_sections import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.config.sections.faults import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
 from megasdc.engine.engine import StepResult
 from megasdc.events import EventLog, read_events
 from megasdc.faults.injector import Firing, Injector

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.config import HookSpec
-from megasdc.config.hook_sections import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
+from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.errors import ConfigError, NonFiniteError

@@ -19,9 +19,9 @@ from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders, others_kept_out
-from megasdc.train.late_compile import compiled_when_called
-from megasdc.train.library_lines import LibraryLines
-from megasdc.train.signals import Leave, StopSignals
+from megasdc.train.process.late_compile import compiled_when_called
+from megasdc.train.process.library_lines import LibraryLines
+from megasdc.train.process.signals import Leave, StopSignals
 from megasdc.versions.installed import check_range, component_versions
 from megasdc.versions.private_names import names_checked
 
@@ -213,8 +213,8 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
     with imports_kept(), library, compiled_when_called(), names_checked():
         from megasdc.parallel import groups
         from megasdc.train.build import build_run
+        from megasdc.train.process.startup import StartClock
         from megasdc.train.run import train
-        from megasdc.train.startup import StartClock
 
     try:
         run = build_run(config, StartClock(started_at), signals, held, cut)

@@ -16,7 +16,7 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.time_split import TimeSplit
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.zero1 import squared_norm
-from megasdc.train.garbage import CollectionTimer
+from megasdc.train.process.garbage import CollectionTimer
 from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.errors import NonFiniteError
+from megasdc.train.process.signals import StopSignals
 from megasdc.train.run import Run, StepHook
-from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 

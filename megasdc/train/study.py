@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.config import ParallelSection, StudySection
-from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
+from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
@@ -30,7 +30,7 @@ from megasdc.study.predictions import top_predictions
 from megasdc.study.results import ResultSync
 from megasdc.study.state import overwrite_training_state
 from megasdc.study.tables import describe, summarize_study
-from megasdc.train.observe import Watch
+from megasdc.train.detection.observe import Watch
 from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ def apply_fused_switch() -> None:
     """Change the default of ``model.fuse`` in this process, where the variable asks for it."""
     if not fused():
         return
-    from megasdc.config.sections import MegasdcSection, ModelSection
+    from megasdc.config.sections.megasdc import MegasdcSection, ModelSection
 
     ModelSection.model_fields["fuse"].default = True
     for section in (ModelSection, MegasdcSection):

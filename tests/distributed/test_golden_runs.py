@@ -13,7 +13,7 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state
 from megasdc.config import load_config
 from megasdc.golden.record import record
 from megasdc.sdc.incident import Incident, incident_from_json
-from megasdc.train.golden_check import GoldenAnswer, GoldenCheck
+from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 
 pytestmark = pytest.mark.distributed
 

@@ -23,7 +23,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.cli import main
 from megasdc.errors import CheckpointError, ConfigError
-from megasdc.train.signals import exiting_on_signals
+from megasdc.train.process.signals import exiting_on_signals
 
 pytestmark = pytest.mark.distributed
 

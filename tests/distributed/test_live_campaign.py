@@ -8,7 +8,7 @@ import pytest
 from fused_switch import fused
 from typer.testing import CliRunner
 
-from megasdc.train.toleranced import REDUCTION, UNITS, UPDATE
+from megasdc.train.detection.toleranced import REDUCTION, UNITS, UPDATE
 from tools.bench.commands import app
 from tools.bench.detection.live import LiveOptions, bench_live
 from tools.bench.detection.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM

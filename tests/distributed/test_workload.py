@@ -11,7 +11,7 @@ from harness import run_distributed
 
 from megasdc.addresses import WEIGHT_GRAD, Address
 from megasdc.config import parse_config
-from megasdc.config.fault_sections import OPTIMIZER_STATE
+from megasdc.config.sections.faults import OPTIMIZER_STATE
 from megasdc.engine.hooks import EngineHook
 from megasdc.errors import ConfigError
 from megasdc.parallel import groups

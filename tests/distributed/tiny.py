@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.config.sections import ModelSection, ParallelSection
+from megasdc.config.sections.megasdc import ModelSection, ParallelSection
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.engine.hooks import EngineHook
 from megasdc.model.pipeline import build_pipeline

@@ -13,7 +13,7 @@ import megasdc
 from megasdc.config import RunConfig, parse_config
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences
-from megasdc.train.golden_key import golden_key, machine_key, processor_name
+from megasdc.train.detection.golden_key import golden_key, machine_key, processor_name
 from megasdc.train.workload import workload_config
 
 ARM = """processor\t: 0
@@ -85,7 +85,7 @@ def test_a_workload_has_no_faults(tmp_path: Path) -> None:
 
 def test_fused_modules_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bits are others, and depend on the compiler; the key without them is what it was before there were any."""
-    monkeypatch.setattr("megasdc.train.golden_key.code_generator", lambda: "a compiler")
+    monkeypatch.setattr("megasdc.train.detection.golden_key.code_generator", lambda: "a compiler")
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
     keys = [golden_key(_config(model={**sizes, "fuse": on}), ParallelDims(1, 1, 1), "xor") for on in (False, True)]
     assert key_differences(*keys) == {"fused": (None, "a compiler")}

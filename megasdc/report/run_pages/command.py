@@ -16,9 +16,9 @@ from megasdc.errors import DataError, StorageError
 from megasdc.report.pages import write_page
 from megasdc.report.run_pages.compare_page import compare_page
 from megasdc.report.run_pages.drop_result_page import drop_result_page
+from megasdc.report.run_pages.figures.pictures import NoPictures, write_pictures, write_tables
 from megasdc.report.run_pages.folder import kind_of
 from megasdc.report.run_pages.parts import Page
-from megasdc.report.run_pages.pictures import NoPictures, write_pictures, write_tables
 from megasdc.report.run_pages.record import OnProgress, load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import clock

@@ -8,10 +8,10 @@ from pathlib import Path
 from megasdc.checkpoint.compare.drift import DriftReport, measure_drift
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.errors import CheckpointError
-from megasdc.report.run_pages.compare_figures import compare_figures, drift_figure
 from megasdc.report.run_pages.compared import LOSS, WORSE, Compared, compare_runs
 from megasdc.report.run_pages.facts import checkpoints, differing_settings, places, versions
-from megasdc.report.run_pages.figure import Figure
+from megasdc.report.run_pages.figures.compare import compare_figures, drift_figure
+from megasdc.report.run_pages.figures.figure import Figure
 from megasdc.report.run_pages.marks import FAULT, FINDING, INCIDENT, SKIP, counts_of, marks_of
 from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.record import RunRecord

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasdc.report.run_pages.drop_result_figures import (
+from megasdc.report.run_pages.drop_results import DropResults, Scaling, read_drop_results
+from megasdc.report.run_pages.figures.drop_results import (
     loss_figures,
     measured_scaling_figure,
     scaling_figure,
     speedup_figure,
     threshold_figure,
 )
-from megasdc.report.run_pages.drop_results import DropResults, Scaling, read_drop_results
 from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, percent
 
 SOURCE = "Giladi et al., NeurIPS 2023, arXiv 2306.10598"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megasdc.report.run_pages.figure import Figure, number_or_none
+from megasdc.report.run_pages.figures.figure import Figure, number_or_none
 
 _NUMBER_ALONE = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?\s*%?|[-+]?(nan|inf)%?")
 State = Literal["same", "different", "unsure"]

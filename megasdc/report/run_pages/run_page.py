@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from megasdc.report.run_pages.drop_figures import drop_figures
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.facts import highlights, places, versions
+from megasdc.report.run_pages.figures.drops import drop_figures
+from megasdc.report.run_pages.figures.run import run_figures
 from megasdc.report.run_pages.marks import (
     FAULT,
     FINDING,
@@ -24,7 +25,6 @@ from megasdc.report.run_pages.marks import (
 )
 from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, plain_values
 from megasdc.report.run_pages.record import RunRecord
-from megasdc.report.run_pages.run_figures import run_figures
 from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incident_page import headline
 

@@ -7,11 +7,8 @@ from pathlib import Path
 
 from megasdc.config.replica import replica_folder
 from megasdc.report.run_pages.facts import highlights, versions
-from megasdc.report.run_pages.figure import Figure
-from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, plain_values
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.status import status_of
-from megasdc.report.run_pages.study_figures import (
+from megasdc.report.run_pages.figures.figure import Figure
+from megasdc.report.run_pages.figures.study import (
     bits_figure,
     burst_figure,
     distance_figure,
@@ -19,6 +16,9 @@ from megasdc.report.run_pages.study_figures import (
     mismatch_map,
     severity_figure,
 )
+from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, plain_values
+from megasdc.report.run_pages.record import load_run
+from megasdc.report.run_pages.status import status_of
 from megasdc.study.log import WHOLE, Line, read_study
 from megasdc.study.tables import StudySummary, describe, mismatch_rows, summarize_study, torn_note
 

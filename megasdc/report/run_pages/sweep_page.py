@@ -14,10 +14,10 @@ from megasdc.experiments.pei_metrics import EPSILON, CellScore
 from megasdc.experiments.results import SweepResults, read_sweep
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable, tabulate
-from megasdc.report.run_pages.node_figures import node_figures
+from megasdc.report.run_pages.figures.nodes import node_figures
+from megasdc.report.run_pages.figures.sweep import increases, sweep_figures
 from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.status import ago
-from megasdc.report.run_pages.sweep_figures import increases, sweep_figures
 
 LIMITS = (
     "The nodes are simulated. Their faults are drawn from profiles: what was published of real nodes (how often "

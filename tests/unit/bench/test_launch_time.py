@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megasdc.train.startup import StartClock, StartReport, process_start_boot_s
+from megasdc.train.process.startup import StartClock, StartReport, process_start_boot_s
 from tools.bench.training.launch_time import slowest_start
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.config import parse_config
-from megasdc.config.fault_sections import TOKENS
+from megasdc.config.sections.faults import TOKENS
 from megasdc.faults.injector import Firing
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.replay import MAJORITY as RELATIVE

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, UPDATE
+from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, UPDATE
 from tools.bench.detection.live_cases import CLEAN, LASTING, OTHER, SHARD, STATE, STEPPED, SUM, TOLERANCED_ROWS
 from tools.bench.detection.live_tolerance_sizes import Seen, feature_sizes
 from tools.bench.detection.live_tolerance_trial import (

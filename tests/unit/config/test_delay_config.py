@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.config import DelaySpec, check_layout, parse_config
-from megasdc.config.delay_sections import PARAMETERS_OF
+from megasdc.config.sections.delay import PARAMETERS_OF
 from megasdc.distributions import KINDS
 from megasdc.errors import ConfigError
 

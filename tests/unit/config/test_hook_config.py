@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megasdc.config import parse_config
-from megasdc.config.hook_sections import theta_at
+from megasdc.config.sections.optimizer_hooks import theta_at
 from megasdc.errors import ConfigError
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}

@@ -98,7 +98,7 @@ def test_causes_are_named(given, expected):
 
 def test_transformer_engine_is_named_where_it_is_used(monkeypatch):
     """Its variable counts only with its backend, and its overlapped sums do."""
-    import megasdc.config.contradictions as contradictions
+    import megasdc.config.problems.contradictions as contradictions
 
     monkeypatch.setattr(contradictions.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(contradictions, "megatron_problems", lambda model: {})

@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.errors import DataError
 from megasdc.events import EventLog
-from megasdc.report.run_pages.drop_figures import drop_figures
 from megasdc.report.run_pages.drops import Drops, load_drops
-from megasdc.report.run_pages.figure import Figure
+from megasdc.report.run_pages.figures.drops import drop_figures
+from megasdc.report.run_pages.figures.figure import Figure
+from megasdc.report.run_pages.figures.pictures import write_tables
+from megasdc.report.run_pages.figures.run import run_figures
+from megasdc.report.run_pages.figures.thin import thin
 from megasdc.report.run_pages.marks import marks_of
-from megasdc.report.run_pages.pictures import write_tables
 from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.run_figures import run_figures
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import SILENT_S, status_of
-from megasdc.report.run_pages.thin import thin
 
 STEPS = 100
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from megasdc.addresses import Address
-from megasdc.config.detection_sections import PolicySection
+from megasdc.config.sections.detection import PolicySection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Dispute, Flag
 from megasdc.sdc.replay import (

@@ -12,7 +12,7 @@ import torch
 from megasdc.config import AuditSection, SdcSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection import Detection
+from megasdc.train.detection.checks import Detection
 from megasdc.train.run import Run
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.train import garbage
-from megasdc.train.garbage import CollectionTimer, ManagedCollection
+from megasdc.train.process import garbage
+from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 
 
 class _Node:

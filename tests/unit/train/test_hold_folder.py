@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megasdc.run_lock import HeldFolders, read_holder
-from megasdc.train import hold_folder
+from megasdc.train.process import hold_folder
 
 
 def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(

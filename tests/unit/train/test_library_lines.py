@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from megasdc.train.library_lines import LibraryLines
+from megasdc.train.process.library_lines import LibraryLines
 from megasdc.train.main import set_up_logging
 
 set_up_logging(3)

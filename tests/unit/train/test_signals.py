@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
 import ctypes, os, sys, time
-from megasdc.train import signals
+from megasdc.train.process import signals
 def leave(code, error):
     print("left", type(error).__name__, flush=True)
     os._exit(code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megasdc.train.toleranced import TolerancedChecks
+from megasdc.train.detection.toleranced import TolerancedChecks
 
 
 def test_close_takes_hooks_away_also_before_the_start() -> None:

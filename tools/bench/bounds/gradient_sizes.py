@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.config.hook_sections import ABSOLUTE, BOUNDS, SPIKE_AWARE
+from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.optim.zero1 import owned_fragments

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megasdc.config import check_layout
-from megasdc.config.hook_sections import BOUNDS
+from megasdc.config.sections.optimizer_hooks import BOUNDS
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
@@ -35,8 +35,8 @@ from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.main import set_up_logging
+from megasdc.train.process.startup import StartClock
 from megasdc.train.run import Run, StepHook, train
-from megasdc.train.startup import StartClock
 from megasdc.train.stop import SkipWatch
 from tools.bench.bounds.gradient_sizes import GradientSizes
 from tools.bench.bounds.training_scores import BoundRun

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config import DataSection, HookSpec, RunConfig, parse_config
-from megasdc.config.fault_sections import COLLECTIVE
-from megasdc.config.hook_sections import ABSOLUTE, BOUNDS, SPIKE_AWARE
+from megasdc.config.sections.faults import COLLECTIVE
+from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
 from megasdc.errors import ConfigError
 
 REPLICAS = 2

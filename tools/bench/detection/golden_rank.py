@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megasdc.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
 from megasdc.config import FaultSpec, parse_config
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
 from megasdc.determinism import set_deterministic
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
@@ -35,7 +35,7 @@ from megasdc.sdc.verdict import DIVERGENT, INCONCLUSIVE, Finding, RankVerdict, f
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import prepare_cpu
-from megasdc.train.golden_key import golden_key
+from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.main import set_up_logging
 from megasdc.train.workload import Workload, workload_cases, workload_config
 from tools.bench.detection.golden import Trial

@@ -21,7 +21,7 @@ from megasdc.addresses import (
     Address,
 )
 from megasdc.config import FaultSpec
-from megasdc.config.fault_sections import COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE, TOKENS
 from megasdc.faults.schedule import Draws
 from megasdc.parallel.dims import ParallelDims
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megasdc.addresses import WEIGHT_GRAD, Address
 from megasdc.config import RunConfig, TraceSection, parse_config
-from megasdc.config.fault_sections import TOKENS
+from megasdc.config.sections.faults import TOKENS
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Position
 from megasdc.data.step_batches import StepBatches
@@ -39,15 +39,15 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import prepare_cpu
-from megasdc.train.build_detection import build_detection, watches_of
-from megasdc.train.coverage import plan_checks
-from megasdc.train.disputes import EVENT_KIND
+from megasdc.train.detection.build import build_detection, watches_of
+from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.disputes import EVENT_KIND
+from megasdc.train.detection.golden_key import golden_key
+from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
 from megasdc.train.faults import build_injector
-from megasdc.train.golden_key import golden_key
 from megasdc.train.main import set_up_logging
-from megasdc.train.observe import Observation, Watch, watch_for_faults
+from megasdc.train.process.signals import StopSignals
 from megasdc.train.run import Run, StepHook, train
-from megasdc.train.signals import StopSignals
 from megasdc.train.workload import Workload, workload_cases, workload_config
 from tools.bench.detection.golden_rank import KINDS
 from tools.bench.detection.live_cases import (

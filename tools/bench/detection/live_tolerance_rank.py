@@ -22,14 +22,14 @@ from megasdc.faults.injector import Firing
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.run_ranks import Messages
-from megasdc.train.build_detection import build_detection, build_toleranced, watches_of
-from megasdc.train.coverage import plan_checks
+from megasdc.train.detection.build import build_detection, build_toleranced, watches_of
+from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.observe import Observation, watch_for_faults
+from megasdc.train.detection.toleranced import EVENT_KIND, TolerancedChecks
+from megasdc.train.detection.update_check import SLICE
 from megasdc.train.faults import build_injector
 from megasdc.train.main import set_up_logging
-from megasdc.train.observe import Observation, watch_for_faults
 from megasdc.train.run import train
-from megasdc.train.toleranced import EVENT_KIND, TolerancedChecks
-from megasdc.train.update_check import SLICE
 from tools.bench.detection.live_cases import (
     ALWAYS,
     CLEAN,

@@ -7,7 +7,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from megasdc.train.toleranced import UNITS
+from megasdc.train.detection.toleranced import UNITS
 from tools.bench.detection.live_tolerance_trial import CERTAIN, UNCOVERED, ToleranceResult
 
 SIZES = {"smaller": "< 1", "up to twice": f"1 to {CERTAIN:g}", "larger": f"> {CERTAIN:g}", "not looked at": "unseen"}

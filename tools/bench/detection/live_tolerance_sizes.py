@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.addresses import REDUCED_GRAD, UPDATE
-from megasdc.config.fault_sections import COLLECTIVE
+from megasdc.config.sections.faults import COLLECTIVE
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import EngineHook
 from megasdc.faults.injector import Firing
@@ -25,11 +25,11 @@ from megasdc.optim.zero1 import accumulated_gradient, grouped_parameters, owned_
 from megasdc.sdc.adam import AdamSlice, adam_step
 from megasdc.sdc.linear import PERIOD, draw_signs
 from megasdc.sdc.outliers import Outliers
-from megasdc.train.gradient_checks import FeatureReader, is_finite
+from megasdc.train.detection.gradient_checks import FeatureReader, is_finite
+from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, TolerancedChecks
+from megasdc.train.detection.toleranced import UPDATE as CHECK_OF_UPDATE
+from megasdc.train.detection.update_check import settings_of, slice_of
 from megasdc.train.run import Run, StepHook
-from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, TolerancedChecks
-from megasdc.train.toleranced import UPDATE as CHECK_OF_UPDATE
-from megasdc.train.update_check import settings_of, slice_of
 
 STATES = {"master": 0, "exp_avg": 1, "exp_avg_sq": 2}
 """Place of a state in ``AdamSlice.tensors``."""

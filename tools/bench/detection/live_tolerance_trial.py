@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megasdc.train.toleranced import PAST, REDUCTION, REPLICAS, UNITS, UPDATE
+from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, UNITS, UPDATE
 from tools.bench.detection.live_cases import CLEAN, LASTING, OTHER, SHARD, STATE, STEPPED, SUM
 
 COVERED = {

@@ -37,16 +37,16 @@ from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.run_ranks import Messages
 from megasdc.train.build import prepare_cpu
-from megasdc.train.build_detection import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.check_rates import measure_rates
-from megasdc.train.coverage import plan_checks
-from megasdc.train.detection import Detection
+from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
+from megasdc.train.detection.check_rates import measure_rates
+from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.observe import Observation
 from megasdc.train.main import set_up_logging
-from megasdc.train.observe import Observation
+from megasdc.train.process.signals import StopSignals
+from megasdc.train.process.startup import StartClock
 from megasdc.train.run import Run
-from megasdc.train.signals import StopSignals
-from megasdc.train.startup import StartClock
 from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
 from tools.bench.detection.trace_rank import TimedObserver
 from tools.bench.training.loops import DISTINCT_STEPS

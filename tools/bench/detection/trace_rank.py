@@ -27,7 +27,7 @@ from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build import prepare_cpu
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.main import set_up_logging
-from megasdc.train.startup import StartClock
+from megasdc.train.process.startup import StartClock
 from tools.bench.detection.trace import OFF
 from tools.bench.training.loops import DISTINCT_STEPS, endless_batches
 from tools.bench.training.options import TrainBenchOptions, run_config

@@ -28,8 +28,8 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
+from megasdc.train.process.startup import StartClock
 from megasdc.train.run import Run, StepHook, take_step
-from megasdc.train.startup import StartClock
 from megasdc.train.stop import SkipWatch
 from tools.bench.training.loops import DISTINCT_STEPS
 

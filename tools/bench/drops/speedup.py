@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.drop_sections import PREDICTIVE
+from megasdc.config.sections.drop_compute import PREDICTIVE
 from megasdc.parallel.run_ranks import run_ranks
 from tools.bench.drops.setup import SmallGpt, check_options, drop_config
 from tools.bench.drops.speedup_scores import Comparison, Segment, compare, recorded_steps, sleep_share

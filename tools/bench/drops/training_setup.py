@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config import DataSection
-from megasdc.config.drop_sections import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, RESAMPLE
+from megasdc.config.sections.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, RESAMPLE
 from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.compensation import expected_steps, larger_batch

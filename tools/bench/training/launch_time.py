@@ -2,8 +2,8 @@
 
 Starts ``megasdc launch`` and DeepSpeed's own launcher in turn on this machine with a small model and a little prepared
 text, several times; or ``megasdc launch`` without fused modules, with them, and with them where no code is kept. Each
-rank writes how long its parts took (``megasdc.train.startup``); the launcher's own part is from the command to the
-start of the last rank's process, both on the clock that counts from the machine's boot.
+rank writes how long its parts took (``megasdc.train.process.startup``); the launcher's own part is from the command to
+the start of the last rank's process, both on the clock that counts from the machine's boot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMANDS = ("megasdc launch", "deepspeed")
 WARM, COLD = "megasdc launch, model.fuse", "megasdc launch, model.fuse, nothing compiled before"
 FUSED_COMMANDS = ("megasdc launch", WARM, COLD)
 """What is compared where fused modules are asked for."""
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
 TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
 """Modules of the standard library whose source is the text."""
 

@@ -29,12 +29,12 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
-from megasdc.train.garbage import CollectionTimer
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.process.garbage import CollectionTimer
+from megasdc.train.process.signals import StopSignals
+from megasdc.train.process.startup import StartClock
 from megasdc.train.report import Reporter
 from megasdc.train.run import Run, StepHook, train
-from megasdc.train.signals import StopSignals
-from megasdc.train.startup import StartClock
 from megasdc.train.stop import SkipWatch, StopWatch
 from tools.bench.training.options import TrainBenchOptions
 

@@ -23,7 +23,7 @@ from megasdc.parallel.run_ranks import Messages
 from megasdc.train.build import prepare_cpu
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.main import set_up_logging
-from megasdc.train.startup import StartClock
+from megasdc.train.process.startup import StartClock
 from tools.bench.training.memory import STEPS
 
 

@@ -13,8 +13,8 @@ from megasdc.experiments.pei_metrics import relative_increase
 from megasdc.experiments.results import SweepResults
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable
-from megasdc.report.run_pages.compare_figures import look
-from megasdc.report.run_pages.figure import Figure, clean, curve
+from megasdc.report.run_pages.figures.compare import look
+from megasdc.report.run_pages.figures.figure import Figure, clean, curve
 from megasdc.report.run_pages.record import Series
 
 LOSS = "train/loss"

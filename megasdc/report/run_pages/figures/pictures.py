@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from megasdc.errors import StorageError
 from megasdc.report.pages import write_page
-from megasdc.report.run_pages.figure import Figure
+from megasdc.report.run_pages.figures.figure import Figure
 from megasdc.report.run_pages.parts import Table
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -11,10 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasdc.addresses import PHASES
-from megasdc.config.delay_sections import DelaySpec
-from megasdc.config.detection_sections import AuditSection, SdcSection
-from megasdc.config.drop_sections import DropComputeSection
-from megasdc.config.fault_sections import FaultSpec, ProcessFaultSpec
 from megasdc.config.fields import (
     APPLIED,
     FLAG,
@@ -27,8 +23,12 @@ from megasdc.config.fields import (
     Probability,
     Section,
 )
-from megasdc.config.hook_sections import HookSpec
-from megasdc.config.study_sections import StudySection
+from megasdc.config.sections.delay import DelaySpec
+from megasdc.config.sections.detection import AuditSection, SdcSection
+from megasdc.config.sections.drop_compute import DropComputeSection
+from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.optimizer_hooks import HookSpec
+from megasdc.config.sections.study import StudySection
 
 
 class ModelSection(Section):

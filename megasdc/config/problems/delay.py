@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megasdc.config.delay_sections import PARAMETERS_OF, DelaySpec
-from megasdc.config.fault_checks import Fault, step_problems
-from megasdc.config.fault_sections import FaultPlace
-from megasdc.config.problem import Problem
+from megasdc.config.problems.fault_specs import Fault, step_problems
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.delay import PARAMETERS_OF, DelaySpec
+from megasdc.config.sections.faults import FaultPlace
 
 _PARAMETERS = sorted({name for names in PARAMETERS_OF.values() for name in names} - FaultPlace.model_fields.keys())
 

@@ -9,7 +9,16 @@ import numpy as np
 
 from megasdc.checkpoint.compare.drift import DriftReport
 from megasdc.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
-from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, axis_of, columns_of, curve, log_axis, told_of
+from megasdc.report.run_pages.figures.figure import (
+    COLOURS,
+    DASHES,
+    Figure,
+    axis_of,
+    columns_of,
+    curve,
+    log_axis,
+    told_of,
+)
 from megasdc.report.run_pages.record import RunRecord, Series
 
 HEIGHT = 320

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megasdc.config.problem import Problem
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.megasdc import MegasdcSection
 
 MOST_SAMPLES_LOST = 0.005
 """Share of the independent samples taken by audits above which a warning is given."""

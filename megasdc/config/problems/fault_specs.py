@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from megasdc.addresses import MICRO_BATCH_PHASES
-from megasdc.config.fault_sections import BIT_KINDS, CHECKPOINT, TOKENS, FaultPlace, FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.faults import BIT_KINDS, CHECKPOINT, TOKENS, FaultPlace, FaultSpec, ProcessFaultSpec
 
 Fault = tuple[str, str]
 """(field, problem)."""

@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.hook_sections import (
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections.optimizer_hooks import (
     ABSOLUTE,
     AFTER_NORM,
     BOUNDS,
@@ -23,8 +25,6 @@ from megasdc.config.hook_sections import (
     HookSpec,
     Theta,
 )
-from megasdc.config.problem import Problem
-from megasdc.config.sections import MegasdcSection
 from megasdc.config.submodule_names import parameter_names
 
 SMALLEST_THETA = {ABSOLUTE: 1.1754944e-38, SPIKE_AWARE: 1.0}

@@ -27,12 +27,12 @@ from megasdc.sdc.recompute import Repeats, compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
-from megasdc.train.coverage import CheckPlan
-from megasdc.train.disputes import Disputes
-from megasdc.train.nonfinite import NonFiniteSearch
-from megasdc.train.parameters import ParameterReader
+from megasdc.train.detection.coverage import CheckPlan
+from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.nonfinite import NonFiniteSearch
+from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.process.signals import StopSignals
 from megasdc.train.run import Run, StepHook
-from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasdc.report.run_pages.figures.thin import MAX_POINTS, thin
 from megasdc.report.run_pages.record import Series
-from megasdc.report.run_pages.thin import MAX_POINTS, thin
 
 COLOURS = tuple(f"var(--c{place})" for place in range(1, 7))
 """Colours of curves, in order; variables of the page's style sheet, which defines them for light and dark."""

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.config.drop_sections import ELAPSED
+from megasdc.config.sections.drop_compute import ELAPSED
 from megasdc.report.run_pages.drops import Drops
-from megasdc.report.run_pages.figure import COLOURS, Figure, clean, columns_of, curve, told_of
+from megasdc.report.run_pages.figures.figure import COLOURS, Figure, clean, columns_of, curve, told_of
 from megasdc.report.run_pages.record import Series
 
 HEIGHT = 280

@@ -31,7 +31,7 @@ from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCE
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, RankVerdict, judge, trace_gaps
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
-from megasdc.train.golden_key import compare_key
+from megasdc.train.detection.golden_key import compare_key
 from megasdc.train.workload import Workload
 
 _T = TypeVar("_T")

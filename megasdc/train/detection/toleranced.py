@@ -15,10 +15,10 @@ from megasdc.engine.hooks import EngineHook
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.outliers import Outliers
 from megasdc.sdc.tolerance import Tolerance
-from megasdc.train.gradient_checks import FeatureReader, ReductionCheck, is_finite
+from megasdc.train.detection.gradient_checks import FeatureReader, ReductionCheck, is_finite
+from megasdc.train.detection.update_check import UpdateCheck
+from megasdc.train.process.signals import StopSignals
 from megasdc.train.run import Run, StepHook
-from megasdc.train.signals import StopSignals
-from megasdc.train.update_check import UpdateCheck
 
 logger = logging.getLogger(__name__)
 

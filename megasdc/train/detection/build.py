@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
-from megasdc.config.detection_problems import asks_golden
+from megasdc.config.problems.detection import asks_golden
 from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.coverage import CheckPlan
-from megasdc.train.detection import Detection
-from megasdc.train.disputes import Disputes
-from megasdc.train.golden_key import golden_key
-from megasdc.train.incidents import Incidents
-from megasdc.train.nonfinite import NonFiniteSearch
-from megasdc.train.observe import Observation, Watch
-from megasdc.train.parameters import ParameterReader
+from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.coverage import CheckPlan
+from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.golden_key import golden_key
+from megasdc.train.detection.incidents import Incidents
+from megasdc.train.detection.nonfinite import NonFiniteSearch
+from megasdc.train.detection.observe import Observation, Watch
+from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.toleranced import TolerancedChecks
+from megasdc.train.process.signals import StopSignals
 from megasdc.train.run import Run
-from megasdc.train.signals import StopSignals
-from megasdc.train.toleranced import TolerancedChecks
 
 
 def detects(sections: MegasdcSection) -> bool:

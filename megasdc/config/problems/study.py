@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megasdc.config.fault_checks import near_names
-from megasdc.config.problem import Problem
-from megasdc.config.sections import MegasdcSection
-from megasdc.config.study_sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC, StudySection
+from megasdc.config.problems.fault_specs import near_names
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC, StudySection
 from megasdc.config.submodule_names import submodule_slots
 
 _S = "megasdc.study"

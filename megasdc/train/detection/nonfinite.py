@@ -22,7 +22,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_of, kind_of
-from megasdc.train.observe import Observation
+from megasdc.train.detection.observe import Observation
 from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)

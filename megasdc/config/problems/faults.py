@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megasdc.addresses import RECOMPUTE
-from megasdc.config.fault_checks import (
+from megasdc.config.fault_profiles import expand_faults
+from megasdc.config.problems.fault_specs import (
     WITHOUT_SUBMODULE,
     model_problems,
     place_problems,
     process_problems,
     spec_problems,
 )
-from megasdc.config.fault_profiles import expand_faults
-from megasdc.config.fault_sections import FaultSpec
-from megasdc.config.problem import Problem
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.submodule_names import submodule_slots
 from megasdc.errors import ConfigError
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
-from megasdc.config.delay_problems import delay_problems
-from megasdc.config.detection_problems import detection_problems
-from megasdc.config.drop_problems import drop_problems
-from megasdc.config.fault_problems import fault_problems
-from megasdc.config.hook_problems import hook_problems
 from megasdc.config.megatron_fields import megatron_problems
-from megasdc.config.problem import Problem
-from megasdc.config.sections import DataSection, MegasdcSection, ModelSection, TrainingSection
-from megasdc.config.study_problems import study_problems
+from megasdc.config.problems.delay import delay_problems
+from megasdc.config.problems.detection import detection_problems
+from megasdc.config.problems.drop_compute import drop_problems
+from megasdc.config.problems.faults import fault_problems
+from megasdc.config.problems.optimizer_hooks import hook_problems
+from megasdc.config.problems.problem import Problem
+from megasdc.config.problems.study import study_problems
+from megasdc.config.sections.megasdc import DataSection, MegasdcSection, ModelSection, TrainingSection
 
 
 def head_width(model: ModelSection) -> int:

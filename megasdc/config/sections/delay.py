@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fault_sections import FaultPlace, Share
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt
+from megasdc.config.sections.faults import FaultPlace, Share
 
 Seconds = Annotated[float, Field(ge=0)]
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
 from megasdc.config import RunConfig
-from megasdc.config.detection_problems import samples_lost
+from megasdc.config.problems.detection import samples_lost
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
 from megasdc.sdc.covered import Shape, render_coverage
 from megasdc.train.build_engine import DTYPES
-from megasdc.train.check_rates import measure_products, measure_rates
+from megasdc.train.detection.check_rates import measure_products, measure_rates
 
 MOST_COST = 0.01
 """With coverage "auto", every micro-batch is checked if that costs no more than this share of a step."""

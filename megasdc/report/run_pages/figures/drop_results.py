@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasdc.report.run_pages.drop_results import Scaling
-from megasdc.report.run_pages.figure import COLOURS, DASHES, Figure, clean
+from megasdc.report.run_pages.figures.figure import COLOURS, DASHES, Figure, clean
 
 HEIGHT = 340
 DRAWN_RATE = 0.3

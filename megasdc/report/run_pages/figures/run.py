@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.report.run_pages.figure import COLOURS, Figure, axis_of, columns_of, curve, told_of
+from megasdc.report.run_pages.figures.figure import COLOURS, Figure, axis_of, columns_of, curve, told_of
 from megasdc.report.run_pages.marks import (
     DROPS,
     FAULT,

@@ -40,15 +40,15 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import AFFECTED, DIVERGENT
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.sdc.vote import vote
-from megasdc.train.gather import gather_traces
-from megasdc.train.golden_check import GoldenAnswer, GoldenCheck
-from megasdc.train.incidents import Incidents, Settled, describe, say
-from megasdc.train.parameters import ParameterReader
+from megasdc.train.detection.gather import gather_traces
+from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
+from megasdc.train.detection.incidents import Incidents, Settled, describe, say
+from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.suspects import Suspects
 from megasdc.train.run import Run
-from megasdc.train.suspects import Suspects
 
 if TYPE_CHECKING:
-    from megasdc.train.detection import Evidence
+    from megasdc.train.detection.checks import Evidence
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megasdc.config.drop_sections import (
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.drop_compute import (
     AUTO,
     DISCARD,
     INFINITE,
@@ -13,8 +14,7 @@ from megasdc.config.drop_sections import (
     RESAMPLE,
     DropComputeSection,
 )
-from megasdc.config.problem import Problem
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.sections.megasdc import MegasdcSection
 
 _D = "megasdc.drop_compute"
 

@@ -1,0 +1,1 @@
+"""Sections of the configuration, one class each; entries of lists in files of their own."""

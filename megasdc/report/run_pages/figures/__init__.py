@@ -1,0 +1,1 @@
+"""Figures of the pages: traces of plotly and all of their numbers, and pictures of them."""

@@ -1,0 +1,1 @@
+"""The process of a rank: start, signals, locks on folders, memory and garbage collection."""
