@@ -18,11 +18,12 @@ import pytest
 import torch
 from whole_runs import MODELS, events_of, metrics_of, prepare_text, train_run, write_config
 
-from megasdc.checkpoint import convert, export_hf, import_hf, logical
 from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.views import logical
 from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.cli import main
 from megasdc.errors import CheckpointError, ConfigError
+from megasdc.interchange import convert, export_hf, import_hf
 from megasdc.train.process.signals import exiting_on_signals
 
 pytestmark = pytest.mark.distributed
