@@ -18,7 +18,6 @@ from megasdc.durable import TEMPORARY_PREFIX, sync_path
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete"
-SHARED_STATE_FILE = "megasdc.json"
 UNIVERSAL_FILE = "universal.json"
 UNIVERSAL_STEP = "universal_step_"
 WEIGHTS_FILE = "weights.json"

@@ -7,7 +7,6 @@ opened once as a test; the ranks agree; only then is the engine changed, and the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path, rank_state_file
+from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.places import Place, Problem, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import describe_engine
@@ -77,7 +77,7 @@ def load_checkpoint(
     rank_state: dict[str, Any] = {}
     problem: Problem | None = None
     try:
-        shared_state = json.loads((chosen.path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+        shared_state = read_shared_state(chosen.path)
         check(shared_state)
         expected = expected_files(engine, chosen.path, place.rank)
         _compare(engine, chosen, dims, expected)

@@ -7,7 +7,6 @@ that part is deferred until all ranks have reported success.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.checks import check_file
-from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path
+from megasdc.checkpoint.files import plain_path
+from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load import CheckedReader
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.save import describe_engine
@@ -77,7 +77,7 @@ def open_universal(
         by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
         for index in place.share(len(by_size)):
             problems += check_file(path, by_size[index], manifest, checksums=verify)
-        shared_state = json.loads((path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+        shared_state = read_shared_state(path)
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(str(error))
     answers = gather_objects((manifest.conversion_id if manifest else None, problems), group)

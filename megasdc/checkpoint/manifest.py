@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megasdc.checkpoint.content import Content, parse_type
-from megasdc.checkpoint.digest_file import digest_file
 from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE
-from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
+from megasdc.checkpoint.formats.content import Content, parse_type
+from megasdc.checkpoint.formats.digest_file import digest_file
+from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.durable import write_durably
+from megasdc.parallel.dims import ParallelDims
 
 FORMAT_VERSION = 1
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
@@ -64,6 +65,10 @@ class Layout(Record):
     tensor: int = Field(ge=1)
     pipeline: int = Field(ge=1)
     data: int = Field(ge=1)
+
+    def dims(self, rank: int) -> ParallelDims:
+        """The position of a rank in it."""
+        return ParallelDims(self.tensor, self.pipeline, self.data, rank)
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.formats.records import Record, read_record, write_record
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.checkpoint.places import Place
-from megasdc.checkpoint.records import Record, read_record, write_record
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
 

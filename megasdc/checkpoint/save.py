@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from megasdc.checkpoint.files import (
     LATEST_FILE,
-    SHARED_STATE_FILE,
     commit_folder,
     delete_folder,
     rank_state_file,
     step_folder,
 )
 from megasdc.checkpoint.formats.allowlist import check_pickle
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
     FileRecord,

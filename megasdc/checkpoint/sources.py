@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.checks import check_file, deleted_while_read
+from megasdc.checkpoint.formats.deepspeed_names import shard_files, stage_file, stage_number
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.verify import CheckpointReport, verify_checkpoint
 from megasdc.errors import CheckpointError
-from megasdc.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,12 @@ def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]
         names: all files known.
     """
     node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
-    layout = manifest.layout
     lacking: dict[str, list[str]] = {}
     for rank in range(manifest.world_size):
-        dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
-        stage = f"mp_rank_{dims.pp_rank * dims.tensor + dims.tp_rank:02d}"
-        shard = f"zero_pp_rank_{dims.dp_rank}_{stage}_optim_states.pt"
-        if f"{stage}_model_states.pt" in names and names & {shard, f"bf16_{shard}", f"fp16_{shard}"}:
-            continue
-        lacking.setdefault(node_of[rank], []).append(shard)
+        dims = manifest.layout.dims(rank)
+        shards = shard_files(dims)
+        if stage_file(stage_number(dims)) not in names or names.isdisjoint(shards):
+            lacking.setdefault(node_of[rank], []).append(shards[0])
     return [
         f"{folder} lacks the files of node {node} ({', '.join(shards[:2])}{', ...' if len(shards) > 2 else ''}): copy "
         f"the .pt files of its folder {folder.name} here, and its manifest.json as manifest.{node}.json"

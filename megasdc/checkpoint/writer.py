@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import Problem, describe_error
 from megasdc.durable import sync_path
 
@@ -57,7 +58,7 @@ class RecordingWriter:
         except Exception as error:  # whatever it is, this rank must reach the barrier and report it
             self.problem = describe_error(error, f"write {target}")
             return
-        self.written[target] = describe_tensors(state_dict) if target.name.startswith("layer_") else None
+        self.written[target] = describe_tensors(state_dict) if layer_of(target.name) is not None else None
 
 
 def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:

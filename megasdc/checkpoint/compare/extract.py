@@ -20,8 +20,8 @@ from pydantic import model_validator
 from megasdc.checkpoint.compare.digest import Digest, FileContent
 from megasdc.checkpoint.compare.digest_report import DigestReport
 from megasdc.checkpoint.compare.digests import differing_blocks
-from megasdc.checkpoint.content import DIGEST_DIGITS, Content, TensorContent
-from megasdc.checkpoint.records import Record, read_text, record_text
+from megasdc.checkpoint.formats.content import DIGEST_DIGITS, Content, TensorContent
+from megasdc.checkpoint.formats.records import Record, read_text, record_text
 from megasdc.errors import CheckpointError, StorageError
 
 EXTRACT_SUFFIX = ".extract"

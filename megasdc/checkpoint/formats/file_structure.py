@@ -18,10 +18,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.checkpoint.content import type_of_bytes, type_text
-from megasdc.checkpoint.files import SHARED_STATE_FILE
 from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.formats.content import type_of_bytes, type_text
 from megasdc.checkpoint.formats.extents import place_in_file
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, read_shared_state
 from megasdc.checkpoint.formats.tensor_files import DTYPES
 from megasdc.errors import CheckpointError
 
@@ -30,7 +30,6 @@ _NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last
 """Values that are kept by name, because a comparison should show them."""
 _OF_A_RUN = ("ds_config", "ds_version", "rng")
 """Keys that differ between runs of equal content: paths, a version, global generators that training does not use."""
-_SHARED = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 _unpickling = threading.Lock()
 """torch's list of allowed classes is shared by all threads."""
 
@@ -73,8 +72,7 @@ def read_structure(path: Path) -> Structure:
         if path.suffix == ".safetensors":
             return _read_safetensors(path, size)
         if path.name == SHARED_STATE_FILE:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            return _with_values(Structure(), {key: state[key] for key in _SHARED if key in state})
+            return _with_values(Structure(), counters_of(read_shared_state(path.parent)))
     except CheckpointError as error:
         return Structure(whole, problem=str(error))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -54,18 +54,6 @@ def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fra
     return length, found
 
 
-def optimizer_file(folder: Path, prefix: str, dp_rank: int, stage: int) -> Path:
-    """The file of one rank's optimizer.
-
-    Args:
-        folder: the checkpoint.
-        prefix: ``bf16_`` if weights are bf16, else empty.
-        dp_rank: its dp rank.
-        stage: number of its stage file: pp_rank x tensor ranks + tp_rank.
-    """
-    return folder / f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
-
-
 def shard_pieces(
     files: StateFiles, file: Path, owner: Owner, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
 ) -> Iterator[tuple[str, Slot, Piece]]:

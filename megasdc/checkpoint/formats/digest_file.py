@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from megasdc.checkpoint.content import BLOCK_BYTES, Content, TensorContent
+from megasdc.checkpoint.formats.content import BLOCK_BYTES, Content, TensorContent
 from megasdc.checkpoint.formats.file_structure import Span, Structure, read_structure
 from megasdc.errors import CheckpointError
 
