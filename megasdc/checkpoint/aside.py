@@ -7,7 +7,6 @@ investigation until someone deletes them.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -18,7 +17,7 @@ from megasdc.checkpoint.files import LATEST_FILE, step_folder
 from megasdc.checkpoint.marks import clear_corruption
 from megasdc.checkpoint.places import Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
-from megasdc.durable import sync_path, write_durably
+from megasdc.durable import rename_durably, write_durably
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 
@@ -102,9 +101,7 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     )
     target.mkdir(exist_ok=True)
     for step in there:
-        os.rename(folder / step_folder(step), target / step_folder(step))
-    sync_path(target)
-    sync_path(folder)
+        rename_durably(folder / step_folder(step), target / step_folder(step))
     return [(step, f"{target.name}/{step_folder(step)}") for step in there]
 
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from megasdc.checkpoint.files import (
     LATEST_FILE,
-    commit_folder,
     delete_folder,
     rank_state_file,
     step_folder,
@@ -45,7 +44,7 @@ from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
 from megasdc.checkpoint.retention import apply_retention
 from megasdc.checkpoint.writer import wrapped_writer
-from megasdc.durable import TEMPORARY_PREFIX, write_durably
+from megasdc.durable import TEMPORARY_PREFIX, commit_folder, write_durably
 from megasdc.errors import CheckpointError, MegasdcError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects

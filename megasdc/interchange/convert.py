@@ -28,7 +28,6 @@ from typing import Any
 from rich.console import Console
 
 from megasdc.checkpoint.checks import reading
-from megasdc.checkpoint.files import commit_folder, remove_entry
 from megasdc.checkpoint.formats.allowlist import check_pickle, load_checked
 from megasdc.checkpoint.formats.deepspeed_names import (
     PARAMETERS_FOLDER,
@@ -48,7 +47,7 @@ from megasdc.checkpoint.universal import (
 )
 from megasdc.checkpoint.verify import find_folders
 from megasdc.config.deepspeed_part import precision_of
-from megasdc.durable import sync_path
+from megasdc.durable import commit_folder, remove_entry, sync_path
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.model.universal import UNIVERSAL_INFO_KEY
 

@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.files import commit_folder, remove_entry
 from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
-from megasdc.durable import TEMPORARY_PREFIX, write_durably
+from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.interchange.export_tokenizer import PROBES, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf

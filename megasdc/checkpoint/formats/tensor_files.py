@@ -9,7 +9,6 @@ Source: the format, https://huggingface.co/docs/safetensors/index#format.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.formats.extents import Extent, Stamp, changed_error
+from megasdc.durable import replacing
 from megasdc.errors import CheckpointError
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -38,7 +38,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
     """Write one safetensors file.
 
     Args:
-        path: the file to make.
+        path: the file to make; it appears whole.
         plan: its tensors, in order; only type and shape are used, so meta tensors suffice.
         tensors: the values, in the same order; each may be freed when the next is requested.
 
@@ -59,7 +59,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     expected = iter(plan.items())
-    with open(path, "wb") as file:
+    with replacing(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name, tensor in tensors:
@@ -72,8 +72,6 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         if (missing := next(expected, None)) is not None:
             raise ValueError(f"{path}: {missing[0]} was not written")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

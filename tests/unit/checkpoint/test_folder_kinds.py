@@ -15,7 +15,7 @@ from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint import kinds
-from megasdc.checkpoint.files import commit_folder, remove_leftovers
+from megasdc.checkpoint.files import remove_leftovers
 from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.load_universal import open_universal
 from megasdc.checkpoint.manifest import Layout, describe_file
@@ -29,6 +29,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.cli import app
+from megasdc.durable import commit_folder
 from megasdc.errors import CheckpointError, ConfigError, StorageError
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.interchange.export_hf import check_out, writing_folder
