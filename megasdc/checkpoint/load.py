@@ -12,46 +12,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.shared_state import read_shared_state
-from megasdc.checkpoint.places import Place, Problem, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
-from megasdc.checkpoint.save import describe_engine
+from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.errors import CheckpointError
-from megasdc.events import EventLog
 from megasdc.parallel.dims import ParallelDims
 
 
-@dataclass(frozen=True)
-class LoadedState:
-    """State saved beside the engine's own.
+@dataclass(frozen=True, kw_only=True)
+class LoadedState(SavedState):
+    """State saved beside the engine's own; ``step``: optimizer step after which it was saved, first is 1."""
 
-    Attributes:
-        shared_state: state that is the same on all ranks.
-        rank_state: state of this rank.
-        step: optimizer step after which it was saved, first is 1.
-        client_state: further top-level keys of DeepSpeed's file of this stage.
-    """
-
-    shared_state: dict[str, Any]
-    rank_state: dict[str, Any]
     step: int
-    client_state: dict[str, Any]
 
 
 def load_checkpoint(
     engine: Any,
     chosen: Chosen,
     dims: ParallelDims,
+    ranks: Ranks,
     *,
     check: Callable[[dict[str, Any]], None] = lambda shared_state: None,
-    events: EventLog | None = None,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> LoadedState:
     """Load a checkpoint into an engine of the same layout and model.
 
@@ -59,10 +44,8 @@ def load_checkpoint(
         engine: the PipelineEngine.
         chosen: what ``find_checkpoint`` returned.
         dims: layout and this rank's position in it.
+        ranks: all ranks of the world.
         check: called with ``shared_state`` before anything else is compared; raises CheckpointError to refuse it.
-        events: log that rank 0 writes to.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
@@ -71,7 +54,7 @@ def load_checkpoint(
     Collective: all ranks of the world.
     Sync: waits for the device.
     """
-    place = find_place(chosen.manifest.storage, node, group)
+    place = find_place(ranks)
     what = f"{chosen.path} cannot be loaded, nothing was changed"
     shared_state: dict[str, Any] = {}
     rank_state: dict[str, Any] = {}
@@ -89,11 +72,10 @@ def load_checkpoint(
     except OSError as error:
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     # No rank changes its engine unless all can load.
-    raise_together(problem, place, what, group)
-    client_state = _load_engine(engine, chosen, place, group)
-    if events is not None and place.rank == 0:
-        events.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
-    return LoadedState(shared_state, rank_state, chosen.step, client_state)
+    raise_together(problem, place, what)
+    client_state = _load_engine(engine, chosen, place)
+    place.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
+    return LoadedState(shared_state=shared_state, rank_state=rank_state, client_state=client_state, step=chosen.step)
 
 
 def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, str] | None]:
@@ -166,7 +148,7 @@ class CheckedReader:
         return load_checked(path, map_location)
 
 
-def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _load_engine(engine: Any, chosen: Chosen, place: Place) -> dict[str, Any]:
     """Load with DeepSpeed, and raise on all ranks if it failed on one."""
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
@@ -184,5 +166,5 @@ def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessG
         problem = replace(describe_error(error, f"load {reader.last or chosen.path} into the engine"), storage=False)
     finally:
         engine.checkpoint_engine = inner
-    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used", group)
+    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
     return client_state

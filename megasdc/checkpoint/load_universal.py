@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megasdc.checkpoint.checks import check_file
 from megasdc.checkpoint.files import plain_path
 from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load import CheckedReader
-from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.save import describe_engine
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
-from megasdc.parallel.collectives import gather_objects
 
 
 @dataclass(frozen=True)
@@ -44,29 +42,20 @@ class OpenUniversal:
     place: Place
 
 
-def open_universal(
-    folder: Path | str,
-    *,
-    storage: Storage = "shared",
-    verify: bool = True,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> OpenUniversal:
+def open_universal(folder: Path | str, ranks: Ranks, *, verify: bool = True) -> OpenUniversal:
     """Verify a universal checkpoint; the ranks that share the folder divide the files among them.
 
     Args:
         folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
-        storage: whether all ranks see one folder, or the ranks of each node one.
+        ranks: all ranks of the world.
         verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: a file is missing, changed or refused; on all ranks.
 
     Collective: all ranks of the world.
     """
-    path, place = Path(folder), find_place(storage, node, group)
+    path, place = Path(folder), find_place(ranks)
     manifest: UniversalManifest | None = None
     shared_state: dict[str, Any] = {}
     problems: list[str] = []
@@ -80,7 +69,7 @@ def open_universal(
         shared_state = read_shared_state(path)
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(str(error))
-    answers = gather_objects((manifest.conversion_id if manifest else None, problems), group)
+    answers = place.gather((manifest.conversion_id if manifest else None, problems))
     everybody = list(dict.fromkeys(line for _, lines in answers for line in lines))
     if not everybody and len({identity for identity, _ in answers}) > 1:
         everybody.append("the nodes hold different conversions of it")
@@ -93,7 +82,7 @@ def open_universal(
     return OpenUniversal(path, manifest, shared_state, place)
 
 
-def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGroup | None = None) -> None:
+def load_universal(engine: Any, found: OpenUniversal) -> None:
     """Load weights, moments, learning rate schedule and counters into an engine of the same model.
 
     Later saves and loads use the engine's own layout.
@@ -101,7 +90,6 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
     Args:
         engine: the TrainingEngine, of any layout.
         found: what ``open_universal`` returned.
-        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or an incompatible precision, or cannot be
@@ -112,10 +100,10 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
     """
     problem: Problem | None = None
     try:
-        _compare(engine, found.manifest, group)
+        _compare(engine, found)
     except CheckpointError as error:
         problem = Problem(str(error), storage=False)
-    raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed", group)
+    raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
     problem = None
     with _universal_load(engine) as (reader, finish):
         try:
@@ -130,7 +118,7 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
             what = f"load {reader.last or found.path} into the engine"
             problem = replace(describe_error(error, what), storage=False)
         what = f"{found.path} was loaded in part, the engine must not be used"
-        raise_together(problem, found.place, what, group)
+        raise_together(problem, found.place, what)
         place_steps(engine.optimizer.optimizer)
         finish()  # a collective; all ranks reach it, since all agreed above
 
@@ -167,15 +155,15 @@ def place_steps(optimizer: torch.optim.Optimizer) -> None:
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
 
 
-def _compare(engine: Any, manifest: UniversalManifest, group: dist.ProcessGroup | None) -> None:
+def _compare(engine: Any, found: OpenUniversal) -> None:
     """Compare the engine with the manifest; CheckpointError with both values if they differ.
 
     All ranks find the same, except for this rank's own parameters.
 
-    Collective: the group.
+    Collective: all ranks.
     """
-    shapes = full_shapes(engine)
-    here = {name for names in gather_objects(sorted(shapes), group) for name in names}
+    manifest, shapes = found.manifest, full_shapes(engine)
+    here = {name for names in found.place.gather(sorted(shapes)) for name in names}
     now = describe_engine(engine)
     for key in ("num_layers", "inner_optimizer", "num_param_groups"):
         if manifest.engine.get(key) != now[key]:
