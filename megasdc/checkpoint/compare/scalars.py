@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megasdc.checkpoint.compare.damage import PieceDamage
+from megasdc.checkpoint.compare.damage import Damage, PieceDamage
 from megasdc.checkpoint.compare.report import Options, Report
 from megasdc.checkpoint.compare.votes import all_intact, find_expected
 from megasdc.checkpoint.formats.pieces import Piece
@@ -51,7 +51,7 @@ def _compare(report: Report, name: str, holders: list[tuple[View, Scalar]]) -> N
         if scalar.value is None:
             against = next((other for other, one in holders if one.value is not None), view)
             detail = f"{scalar.file.name} does not hold it"
-            report.add(name, "scalar", view, against, "missing", detail, _place(scalar))
+            report.add((name, "scalar"), view, against, Damage("missing", detail, _place(scalar)))
         else:
             classes.setdefault(scalar.value, []).append((view, scalar))
     if len(classes) < 2:
@@ -62,7 +62,7 @@ def _compare(report: Report, name: str, holders: list[tuple[View, Scalar]]) -> N
     for found, wrong in classes.items():
         for view, scalar in wrong if found != value else ():
             detail = f"{found}, expected {value}"
-            report.add(name, "scalar", view, members[0][0], "scalar", detail, _place(scalar), basis)
+            report.add((name, "scalar"), view, members[0][0], Damage("scalar", detail, _place(scalar)), basis)
 
 
 def _place(scalar: Scalar) -> list[PieceDamage]:
