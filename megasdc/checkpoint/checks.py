@@ -11,6 +11,7 @@ from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, rank_state_file
 from megasdc.checkpoint.formats.allowlist import check_pickle
 from megasdc.checkpoint.formats.deepspeed_names import layer_file, layer_of, shard_files, stage_file, stage_number
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from megasdc.checkpoint.places import Place
 from megasdc.errors import CheckpointError, MegasdcError
 
 
@@ -62,6 +63,16 @@ def check_file(
     except CheckpointError as error:
         return [f"{record.name} is refused: {error}"]
     return []
+
+
+def check_share(folder: Path, manifest: HasFiles, place: Place, *, checksums: bool) -> list[str]:
+    """Check the files that fall to this rank when the ranks of a folder divide them by size; see ``check_file``."""
+    by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
+    return [
+        problem
+        for index in place.share(len(by_size))
+        for problem in check_file(folder, by_size[index], manifest, checksums=checksums)
+    ]
 
 
 def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:

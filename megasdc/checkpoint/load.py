@@ -7,7 +7,7 @@ opened once as a test; the ranks agree; only then is the engine changed, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.shared_state import read_shared_state
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
@@ -73,7 +73,8 @@ def load_checkpoint(
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     # No rank changes its engine unless all can load.
     raise_together(problem, place, what)
-    client_state = _load_engine(engine, chosen, place)
+    problem, client_state = load_engine(engine, chosen.path, chosen.manifest.engine["global_steps"])
+    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
     place.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
     return LoadedState(shared_state=shared_state, rank_state=rank_state, client_state=client_state, step=chosen.step)
 
@@ -107,10 +108,7 @@ def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str
     saved = manifest.layout
     if (saved.tensor, saved.pipeline, saved.data) != (dims.tensor, dims.pipeline, dims.data):
         raise CheckpointError(f"it was saved with {saved}, this run has {dims}")
-    now = describe_engine(engine)
-    for key in ("num_layers", "optimizer", "inner_optimizer", "num_param_groups"):
-        if manifest.engine.get(key) != now[key]:
-            raise CheckpointError(f"it was saved with {key} {manifest.engine.get(key)}, this run has {now[key]}")
+    compare_engine(engine, manifest.engine, ("num_layers", "optimizer", "inner_optimizer", "num_param_groups"))
     records = manifest.by_name()
     if missing := sorted(expected.keys() - records.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -132,6 +130,14 @@ def _first_difference(here: dict[str, str], saved: dict[str, str] | None) -> str
     raise AssertionError("the two layers are alike")
 
 
+def compare_engine(engine: Any, saved: dict[str, Any], keys: Sequence[str]) -> None:
+    """Compare properties of an engine with those of the one that saved; CheckpointError with both if they differ."""
+    now = describe_engine(engine)
+    for key in keys:
+        if saved.get(key) != now[key]:
+            raise CheckpointError(f"it was saved with {key} {saved.get(key)}, this run has {now[key]}")
+
+
 class CheckedReader:
     """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list."""
 
@@ -148,23 +154,30 @@ class CheckedReader:
         return load_checked(path, map_location)
 
 
-def _load_engine(engine: Any, chosen: Chosen, place: Place) -> dict[str, Any]:
-    """Load with DeepSpeed, and raise on all ranks if it failed on one."""
+def load_engine(engine: Any, folder: Path, steps: int) -> tuple[Problem | None, dict[str, Any]]:
+    """Let DeepSpeed load a folder into an engine, each file checked against the allow-list first.
+
+    Args:
+        engine: the PipelineEngine.
+        folder: of the checkpoint.
+        steps: number of steps that the engine must have taken afterwards.
+
+    Returns:
+        The problem of this rank, None if there is none, and the client state. Nothing is raised: the ranks must agree.
+    """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
     reader = engine.checkpoint_engine = CheckedReader(inner)
     try:
-        with plain_path(chosen.path) as path:
+        with plain_path(folder) as path:
             loaded, client_state = engine.load_checkpoint(str(path), tag=".")
-        steps = chosen.manifest.engine["global_steps"]
         if loaded is None:
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)
         elif engine.global_steps != steps:
             problem = Problem(f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False)
     except Exception as error:  # reported to every rank: the others would go on
-        problem = replace(describe_error(error, f"load {reader.last or chosen.path} into the engine"), storage=False)
+        problem = replace(describe_error(error, f"load {reader.last or folder} into the engine"), storage=False)
     finally:
         engine.checkpoint_engine = inner
-    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
-    return client_state
+    return problem, client_state

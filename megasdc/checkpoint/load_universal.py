@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megasdc.checkpoint.checks import check_file
-from megasdc.checkpoint.files import plain_path
+from megasdc.checkpoint.checks import check_share
 from megasdc.checkpoint.formats.shared_state import read_shared_state
-from megasdc.checkpoint.load import CheckedReader
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.save import describe_engine
+from megasdc.checkpoint.load import compare_engine, load_engine
+from megasdc.checkpoint.places import Place, Problem, Ranks, find_place, raise_together
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
 
@@ -63,9 +61,7 @@ def open_universal(folder: Path | str, ranks: Ranks, *, verify: bool = True) -> 
         manifest = read_universal_manifest(path)
         if place.leader:
             problems += find_unknown(path, manifest)
-        by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
-        for index in place.share(len(by_size)):
-            problems += check_file(path, by_size[index], manifest, checksums=verify)
+        problems += check_share(path, manifest, place, checksums=verify)
         shared_state = read_shared_state(path)
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(str(error))
@@ -104,43 +100,30 @@ def load_universal(engine: Any, found: OpenUniversal) -> None:
     except CheckpointError as error:
         problem = Problem(str(error), storage=False)
     raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
-    problem = None
-    with _universal_load(engine) as (reader, finish):
-        try:
-            with plain_path(found.path) as path:
-                loaded, _ = engine.load_checkpoint(str(path), tag=".")
-            if loaded is None:
-                problem = Problem("DeepSpeed found no checkpoint there", storage=False)
-            elif engine.global_steps != found.manifest.engine["global_steps"]:
-                steps = found.manifest.engine["global_steps"]
-                problem = Problem(f"the engine is at step {engine.global_steps}, saved was {steps}", storage=False)
-        except Exception as error:  # reported to every rank: the others would wait in the collective
-            what = f"load {reader.last or found.path} into the engine"
-            problem = replace(describe_error(error, what), storage=False)
-        what = f"{found.path} was loaded in part, the engine must not be used"
-        raise_together(problem, found.place, what)
+    with _universal_load(engine) as finish:
+        problem, _ = load_engine(engine, found.path, found.manifest.engine["global_steps"])
+        raise_together(problem, found.place, f"{found.path} was loaded in part, the engine must not be used")
         place_steps(engine.optimizer.optimizer)
         finish()  # a collective; all ranks reach it, since all agreed above
 
 
 @contextmanager
-def _universal_load(engine: Any) -> Iterator[tuple[CheckedReader, Any]]:
+def _universal_load(engine: Any) -> Iterator[Any]:
     """Switch DeepSpeed to universal checkpoints for one load, with its last collective deferred.
 
     ``load_universal_checkpoint`` reads the switch from the configuration at every call.
 
     Returns:
-        The reader of the stages' files, and the collective that copies master weights into the model.
+        The collective, which copies master weights into the model.
     """
-    inner, settings, optimizer = engine.checkpoint_engine, engine._config, engine.optimizer
+    settings, optimizer = engine._config, engine.optimizer
     before, finish = settings.load_universal_checkpoint, optimizer.update_lp_params
-    reader = engine.checkpoint_engine = CheckedReader(inner)
     settings.load_universal_checkpoint = True
     optimizer.update_lp_params = lambda: None
     try:
-        yield reader, finish
+        yield finish
     finally:
-        engine.checkpoint_engine, settings.load_universal_checkpoint = inner, before
+        settings.load_universal_checkpoint = before
         del optimizer.update_lp_params  # uncovers the method of the class
 
 
@@ -164,10 +147,7 @@ def _compare(engine: Any, found: OpenUniversal) -> None:
     """
     manifest, shapes = found.manifest, full_shapes(engine)
     here = {name for names in found.place.gather(sorted(shapes)) for name in names}
-    now = describe_engine(engine)
-    for key in ("num_layers", "inner_optimizer", "num_param_groups"):
-        if manifest.engine.get(key) != now[key]:
-            raise CheckpointError(f"it was saved with {key} {manifest.engine.get(key)}, this run has {now[key]}")
+    compare_engine(engine, manifest.engine, ("num_layers", "inner_optimizer", "num_param_groups"))
     for name in sorted(here ^ manifest.parameters.keys()):
         where = "this run does not have" if name in manifest.parameters else "only this run has"
         raise CheckpointError(f"it is of another model: parameter {name}, which {where}")

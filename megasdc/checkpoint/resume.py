@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megasdc.checkpoint.checks import check_file, check_identity, find_incomplete, find_unexpected
+from megasdc.checkpoint.checks import check_identity, check_share, find_incomplete, find_unexpected
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
@@ -227,7 +227,4 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -
         problems.append(f"{rank_state_file(place.rank)} is on another node: rank {place.rank} ran there when it saved")
     if place.leader:
         problems += find_unexpected(folder, manifest) + find_incomplete(manifest)
-    by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
-    for index in place.share(len(by_size)):
-        problems += check_file(folder, by_size[index], manifest, checksums=verify)
-    return problems
+    return problems + check_share(folder, manifest, place, checksums=verify)

@@ -18,6 +18,7 @@ import torch
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import Problem, describe_error
 from megasdc.durable import sync_path
+from megasdc.tensors.bits import dtype_name
 
 
 class RecordingWriter:
@@ -76,7 +77,7 @@ def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
 def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
     """Data type and shape of each tensor of a state dict, such as ``float32[64, 64]``."""
     return {
-        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        name: f"{dtype_name(value.dtype)}{list(value.shape)}"
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }

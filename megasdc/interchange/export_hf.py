@@ -23,6 +23,7 @@ from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.interchange.export_tokenizer import PROBES, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
 from megasdc.progress import parts_bar
+from megasdc.tensors.bits import dtype_name
 
 DataType = Literal["fp32", "bf16", "as-saved"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -225,7 +226,7 @@ def export_hf(
             step=weights.step,
             path=str(target),
             architecture=hf_class(weights.model),
-            dtype=str(saved).removeprefix("torch."),
+            dtype=dtype_name(saved),
             num_parameters=sum(tensor.numel() for shard in shards.values() for tensor in shard.values()),
             files=list(shards),
             size_bytes=sum((folder / name).stat().st_size for name in shards),

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from megasdc.checkpoint.formats.deepspeed_names import layer_of, parameter_of
 from megasdc.checkpoint.formats.records import Count, Record
+from megasdc.tensors.bits import dtype_name
 
 BLOCK_BYTES = 4 << 20
 DIGEST_DIGITS = 32
@@ -106,7 +107,7 @@ def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
 def type_text(tensor: torch.Tensor) -> str:
     """Data type and shape, such as ``float32[64, 64]``."""
     order = "" if tensor.is_contiguous() else " strided"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{order}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{order}"
 
 
 def type_of_bytes(count: int) -> str:

@@ -22,8 +22,9 @@ from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.content import type_of_bytes, type_text
 from megasdc.checkpoint.formats.extents import place_in_file
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, read_shared_state
-from megasdc.checkpoint.formats.tensor_files import DTYPES
+from megasdc.checkpoint.formats.tensor_files import DTYPES, read_header
 from megasdc.errors import CheckpointError
+from megasdc.tensors.bits import dtype_name
 
 PICKLED = (".pt", ".pth", ".bin")
 _NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last_batch_iteration", "tokens", "samples")
@@ -129,25 +130,18 @@ def _read_number(path: Path, span: Span, dtype: torch.dtype) -> Any:
 
 
 def _read_safetensors(path: Path, size: int) -> Structure:
-    """Names and offsets from the header.
-
-    Source: the format, https://huggingface.co/docs/safetensors/index#format.
-    """
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if 8 + length > size:
-            raise ValueError(f"its header of {length} bytes is longer than the file")
-        header = json.loads(file.read(length))
-    names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
+    """Names and offsets from the header; a type that training does not write is kept as it is named there."""
+    header, data = read_header(path)
+    names = {short: dtype_name(dtype) for dtype, short in DTYPES.items()}
     found, rest = Structure(), xxhash.xxh3_128(json.dumps(header.pop("__metadata__", None), sort_keys=True).encode())
     for name, one in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         start, end = one["data_offsets"]
         if not 0 <= start <= end:
             raise ValueError(f"{name} lies from byte {start} to {end} of its data")
-        if 8 + length + end > size:
-            raise ValueError(f"{name} ends at byte {8 + length + end}, the file has {size}")
+        if data + end > size:
+            raise ValueError(f"{name} ends at byte {data + end}, the file has {size}")
         kind = f"{names[one['dtype']]}{one['shape']}" if one["dtype"] in names else f"{one['dtype']} {one['shape']}"
-        found.spans.append(Span(name, kind, 8 + length + start, end - start))
+        found.spans.append(Span(name, kind, data + start, end - start))
     found.rest = rest.hexdigest()
     return found
 

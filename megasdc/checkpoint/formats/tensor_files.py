@@ -74,6 +74,24 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
             raise ValueError(f"{path}: {missing[0]} was not written")
 
 
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Names, types and offsets of a file's tensors, and the byte at which its data begin.
+
+    Raises:
+        ValueError: the file ends before its header does, or the header is no JSON object.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}, needed is an object")
+    return header, 8 + length
+
+
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file; ``keys()`` and ``get_tensor(name)`` of the result read it.
@@ -104,23 +122,19 @@ def locate_tensors(path: Path) -> dict[str, Extent]:
     """
     try:
         stamp = Stamp.of(path)
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if 8 + length > stamp.num_bytes:
-                raise ValueError(f"a header of {length} bytes in a file of {stamp.num_bytes}")
-            header = json.loads(file.read(length))
+        header, start = read_header(path)
         if (now := Stamp.of(path)) != stamp:
             raise changed_error(path, stamp, now)
         header.pop("__metadata__", None)
         found, end = {}, 0
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            extent = Extent(path, stamp, 8 + length + first, _NAMED[entry["dtype"]], tuple(entry["shape"]))
+            extent = Extent(path, stamp, start + first, _NAMED[entry["dtype"]], tuple(entry["shape"]))
             if extent.numel() * extent.dtype.itemsize != last - first:
                 raise ValueError(f"{name} {entry['dtype']}{entry['shape']} has {last - first} bytes")
             found[name], end = extent, max(end, last)
-        if 8 + length + end != stamp.num_bytes:
-            raise ValueError(f"tensors up to byte {8 + length + end} in a file of {stamp.num_bytes}")
+        if start + end != stamp.num_bytes:
+            raise ValueError(f"tensors up to byte {start + end} in a file of {stamp.num_bytes}")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; copy the folder again") from error
     except KeyError as error:

@@ -24,10 +24,8 @@ from megasdc.checkpoint.sources import find_missing
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
     digest_of,
-    lay_out,
+    locate_shards,
     read_stage,
-    shard_pieces,
-    shard_scalars,
 )
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
@@ -147,16 +145,15 @@ class _Opening:
         """Add master weights and moments of one group of a stage's parameters."""
         pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
         for tp_rank, shapes in enumerate(shapes_of):
-            laid = lay_out(shapes, self.layout.data)
-            found: dict[tuple[str, Slot], list[Piece]] = {}
-            for dp_rank in range(self.layout.data):
-                owner = self._owner(pp_rank, dp_rank, tp_rank)
-                file = self.path / shard_file(dp_rank, pp_rank * self.layout.tensor + tp_rank, self.prefix)
-                self.scalars |= shard_scalars(self.files, file, owner, group)
-                for name, slot, piece in shard_pieces(self.files, file, owner, group, dp_rank, laid):
-                    found.setdefault((name, slot), []).append(piece)
-            for key, one in found.items():
-                pieces.setdefault(key, []).append(tuple(one))
+            stage = pp_rank * self.layout.tensor + tp_rank
+            shards = [
+                (self.path / shard_file(dp_rank, stage, self.prefix), self._owner(pp_rank, dp_rank, tp_rank))
+                for dp_rank in range(self.layout.data)
+            ]
+            found, scalars = locate_shards(self.files, shards, group, shapes)
+            self.scalars |= scalars
+            for key, shard in found.items():
+                pieces.setdefault(key, []).append(shard)
         for (name, slot), shards in pieces.items():
             self._add(name, slot, tuple(shapes_of[0][name]), shards)
 

@@ -11,8 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megasdc.checkpoint import kinds
 from megasdc.checkpoint.files import MANIFEST_FILE
 from megasdc.checkpoint.formats.deepspeed_names import PARAMETERS_FOLDER, kind_of_file
@@ -28,6 +26,7 @@ from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError, ConfigError
 from megasdc.model.hf import model_fields
 from megasdc.model.kinds import kind_of
+from megasdc.tensors.bits import dtype_name
 
 OTHER = "other"
 
@@ -96,7 +95,7 @@ def describe_slots(view: View) -> dict[Slot, dict[str, Any]]:
             known = [dtype for dtype in dtypes if dtype is not None]
             width = known[0].itemsize if len(known) == 1 else 0
             stored = sum(piece.numel for copy in entry.copies for piece in copy.pieces) * width
-            dtype = "/".join(sorted(_name(dtype) for dtype in known)) or "unknown"
+            dtype = "/".join(sorted(map(dtype_name, known))) or "unknown"
             places = [total, total["by_dtype"].setdefault(dtype, dict(empty))]
             places.append(total["by_kind"].setdefault(_kind(fqn), dict(empty)))
             for place in places:
@@ -226,7 +225,3 @@ def _kind(fqn: str) -> str:
         return kind_of(name.rpartition(".")[0])
     except ValueError:
         return OTHER
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

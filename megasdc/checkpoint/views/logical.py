@@ -1,6 +1,7 @@
 """Unsharded weights of a checkpoint of any layout, one pipeline layer at a time.
 
-Needs no engine, process group or GPU. Only the weights' files are opened, memory-mapped: at most one layer is held.
+Needs no engine, process group or GPU. Only the weights' files are opened, memory-mapped: at most one layer is held. A
+``View`` would open more: it locates the optimizer's states too, and for that unpickles the files of all ranks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.formats.pieces import Copy, Owner
+from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.manifest import FileRecord
 from megasdc.errors import CheckpointError
 
@@ -34,6 +34,11 @@ class Entry:
 
     copies: tuple[Copy, ...]
     real_rows: int | None = None
+
+    @classmethod
+    def of_piece(cls, piece: Piece, shape: tuple[int, ...], real_rows: int | None = None) -> Entry:
+        """A tensor of which there is one copy, in one piece."""
+        return cls((Copy(shape, ((piece,),)),), real_rows)
 
     @property
     def num_bytes(self) -> int:

@@ -156,7 +156,7 @@ def open_file_view(path: Path) -> View:
 
 def _entry(file: Path, shape: tuple[int, ...], stored: Any, dtype: torch.dtype | None, rows: int | None) -> Entry:
     piece = Piece(file, Owner(), torch.Size(shape).numel(), stored, shape=shape, dtype=dtype)
-    return Entry((Copy(shape, ((piece,),)),), rows)
+    return Entry.of_piece(piece, shape, rows)
 
 
 def _same(extent: Extent) -> Extent:

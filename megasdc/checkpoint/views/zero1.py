@@ -20,10 +20,8 @@ from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
-    lay_out,
+    locate_shards,
     read_stage,
-    shard_pieces,
-    shard_scalars,
     text_of,
 )
 from megasdc.errors import CheckpointError
@@ -61,15 +59,11 @@ def open_zero1(path: Path) -> View:
         }
     prefix = _prefix(files, path)
     for group, shapes in enumerate(state["param_shapes"]):
-        laid = lay_out(shapes, replicas)
-        found: dict[tuple[str, Slot], list[Piece]] = {}
-        for dp_rank in range(replicas):
-            file, owner = path / shard_file(dp_rank, 0, prefix), Owner(dp_rank, dp_rank, 0, 0)
-            scalars |= shard_scalars(files, file, owner, group)
-            for name, slot, piece in shard_pieces(files, file, owner, group, dp_rank, laid):
-                found.setdefault((name, slot), []).append(piece)
+        shards = [(path / shard_file(dp_rank, 0, prefix), Owner(dp_rank, dp_rank, 0, 0)) for dp_rank in range(replicas)]
+        found, values = locate_shards(files, shards, group, shapes)
+        scalars |= values
         for (name, slot), pieces in found.items():
-            entries[name, slot] = Entry((Copy(tuple(shapes[name]), (tuple(pieces),)),))
+            entries[name, slot] = Entry((Copy(tuple(shapes[name]), (pieces,)),))
     return View(
         path=path,
         kind="DeepSpeed with ZeRO",
@@ -127,7 +121,6 @@ def _weights(files: StateFiles, file: Path, writer: Owner, state: dict[str, Any]
     entries: dict[tuple[str, Slot], Entry] = {}
     for name, shape in shapes.items():
         stored = partial(files.tensor, file, "module", name)
-        entries[name, "weight"] = Entry(
-            (Copy(shape, ((Piece(file, writer, torch.Size(shape).numel(), stored, shape=shape),),)),)
-        )
+        piece = Piece(file, writer, torch.Size(shape).numel(), stored, shape=shape)
+        entries[name, "weight"] = Entry.of_piece(piece, shape)
     return entries
