@@ -115,6 +115,28 @@ def find_incomplete(manifest: Manifest) -> list[str]:
     ]
 
 
+def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
+    """Problems: ranks whose files are in no manifest of the folder, with what to copy from which node.
+
+    Args:
+        folder: folder of the checkpoint.
+        manifest: one node's, or that of shared storage.
+        names: all files known.
+    """
+    node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
+    lacking: dict[str, list[str]] = {}
+    for rank in range(manifest.world_size):
+        dims = manifest.layout.dims(rank)
+        shards = shard_files(dims)
+        if stage_file(stage_number(dims)) not in names or names.isdisjoint(shards):
+            lacking.setdefault(node_of[rank], []).append(shards[0])
+    return [
+        f"{folder} lacks the files of node {node} ({', '.join(shards[:2])}{', ...' if len(shards) > 2 else ''}): copy "
+        f"the .pt files of its folder {folder.name} here, and its manifest.json as manifest.{node}.json"
+        for node, shards in sorted(lacking.items())
+    ]
+
+
 def check_identity(folder: Path, manifest: Manifest) -> list[str]:
     """Problems: the manifest is that of another folder."""
     expected = f"step_{manifest.step:08d}"

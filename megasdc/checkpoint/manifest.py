@@ -194,6 +194,15 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
     return read_record(folder / name, Manifest, FORMAT_VERSION)
 
 
+def read_other_nodes(folder: Path) -> list[Manifest]:
+    """The manifests of other nodes, each copied into the folder as ``manifest.NODE.json`` with that node's files.
+
+    Raises:
+        CheckpointError: see ``read_manifest``.
+    """
+    return [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
+
+
 def write_marker(folder: Path, manifest: Manifest) -> None:
     """Write the marker, on this node, that every node has committed the save.
 

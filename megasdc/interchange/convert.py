@@ -38,14 +38,13 @@ from megasdc.checkpoint.formats.deepspeed_names import (
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, read_shared_state
 from megasdc.checkpoint.kinds import is_universal
 from megasdc.checkpoint.manifest import describe_file, installed_versions
-from megasdc.checkpoint.sources import Source, read_source
 from megasdc.checkpoint.universal import (
     UNIVERSAL_FORMAT_VERSION,
     UniversalManifest,
     universal_folder,
     write_universal_manifest,
 )
-from megasdc.checkpoint.verify import find_folders
+from megasdc.checkpoint.verify import Source, find_folders, read_source
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.durable import commit_folder, remove_entry, sync_path
 from megasdc.errors import CheckpointError, StorageError

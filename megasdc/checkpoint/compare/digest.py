@@ -22,7 +22,7 @@ from megasdc.checkpoint.formats.digest_file import digest_file
 from megasdc.checkpoint.formats.records import Count, Record, Time, Xxh3, read_record
 from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, DATA, RUN, UNIVERSAL, explain_folder, kind_of
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
-from megasdc.checkpoint.manifest import Manifest, read_manifest
+from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
 from megasdc.checkpoint.marks import VERIFIED_FILE
 from megasdc.checkpoint.universal import read_universal_manifest
 from megasdc.durable import TEMPORARY_PREFIX
@@ -271,6 +271,5 @@ def _saved(folder: Path) -> Any:
     if kind != CHECKPOINT:
         return None
     manifest = read_manifest(folder)
-    others = [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
-    more = [file for other in others if other.save_id == manifest.save_id for file in other.files]
+    more = [file for other in read_other_nodes(folder) if other.save_id == manifest.save_id for file in other.files]
     return manifest.model_copy(update={"files": manifest.files + more})

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megasdc.checkpoint.checks import find_missing
 from megasdc.checkpoint.files import rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.content import parse_type
@@ -19,8 +20,7 @@ from megasdc.checkpoint.formats.deepspeed_names import find_prefix, layer_file, 
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece, whole_shape
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, model_of, read_shared_state
 from megasdc.checkpoint.formats.state_files import StateFiles
-from megasdc.checkpoint.manifest import Manifest, read_manifest
-from megasdc.checkpoint.sources import find_missing
+from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
     digest_of,
@@ -67,7 +67,7 @@ class _Opening:
         self.layout, self.manifest = manifest.layout, manifest
         self.hosts = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
         self.records = manifest.by_name()
-        for other in (read_manifest(path, file.name) for file in sorted(path.glob("manifest.*.json"))):
+        for other in read_other_nodes(path):
             _same_save(path, manifest, other)
             self.records |= other.by_name()
         if manifest.storage == "node_local" and (lacking := find_missing(path, manifest, set(self.records))):
