@@ -240,13 +240,10 @@ def _digest_one(
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         return FileContent(
             name=own,
-            size_bytes=found.size_bytes,
-            xxh3_128=found.xxh3_128,
+            **vars(found),
             saved=None if record is None else record.xxh3_128,
             rank=None if record is None else record.rank,
             node=None if record is None else record.node,
-            content=found.content,
-            problem=found.problem,
         )
 
     return _describe(name, saved, list(pool.map(read, _files(folder))))
