@@ -67,9 +67,7 @@ def leave_behind(folder: Path | str, chosen: Chosen | None, ranks: Ranks) -> lis
 def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on if it already has one of these steps.
 
-    Args:
-        folder: the checkpoint folder.
-        steps: of the checkpoints; those that do not exist are ignored.
+    Steps that have no checkpoint are ignored.
 
     Returns:
         Each step that was moved, with its new path relative to the folder.

@@ -116,13 +116,7 @@ def find_incomplete(manifest: Manifest) -> list[str]:
 
 
 def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
-    """Problems: ranks whose files are in no manifest of the folder, with what to copy from which node.
-
-    Args:
-        folder: folder of the checkpoint.
-        manifest: one node's, or that of shared storage.
-        names: all files known.
-    """
+    """Problems: ranks whose files are not among ``names``, those known here, with what to copy from which node."""
     node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
     lacking: dict[str, list[str]] = {}
     for rank in range(manifest.world_size):
@@ -156,10 +150,6 @@ def deleted_while_read(folder: Path) -> str:
 @contextmanager
 def reading(folder: Path, save_id: str) -> Iterator[None]:
     """Report an error in the block as the checkpoint's deletion if the checkpoint no longer exists.
-
-    Args:
-        folder: the checkpoint.
-        save_id: of its manifest.
 
     Raises:
         CheckpointError: the block failed, and this checkpoint no longer exists.

@@ -91,12 +91,9 @@ def delete_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path | str) -> list[str]:
-    """Remove what killed saves left in a checkpoint folder.
+    """Remove what killed saves left in a checkpoint folder, which need not exist.
 
     A checkpoint that was moved aside for a newer one of the same step is restored if the newer one was not committed.
-
-    Args:
-        folder: the checkpoint folder; need not exist.
 
     Returns:
         The actions taken, one line an entry.

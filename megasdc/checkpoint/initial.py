@@ -65,9 +65,6 @@ def weights_file(index: int) -> str:
 class InitialWeights:
     """A folder of initial weights, read layer by layer; each file's checksum is verified before use.
 
-    Args:
-        path: the folder.
-
     Attributes:
         path: the folder.
         manifest: its ``weights.json``.
@@ -156,10 +153,6 @@ def _meta(file: Any, key: str) -> Tensor:
 def check_fits(weights: InitialWeights, model: ModelSection) -> None:
     """Compare a run's model with the model of the weights.
 
-    Args:
-        weights: the folder.
-        model: the run's section.
-
     Raises:
         ConfigError: fields differ; each is listed with both values.
     """
@@ -178,11 +171,6 @@ def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) ->
     """Compare the tokenizer of prepared data with that of the weights.
 
     Embedding rows beyond the tokenizer's vocabulary, which some models have, are allowed.
-
-    Args:
-        weights: the folder.
-        data: manifest of the prepared data.
-        where: folder of the prepared data.
 
     Raises:
         ConfigError: the number of entries or the tokenizer differs.

@@ -87,11 +87,7 @@ def kind_of(path: Path | str) -> str | None:
 
 
 def explain_folder(path: Path | str, needed: str) -> str | None:
-    """Message that a folder is of another kind than a command needs.
-
-    Args:
-        path: the folder.
-        needed: the kind that the command needs.
+    """Message that a folder is of another kind than the one that a command needs.
 
     Returns:
         A sentence with a remedy; None if the kind is unknown.

@@ -82,11 +82,6 @@ def load_checkpoint(
 def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, str] | None]:
     """Names of the files that a rank of this engine opens.
 
-    Args:
-        engine: the PipelineEngine.
-        folder: folder of the checkpoint.
-        rank: global rank of this process.
-
     Returns:
         For a layer's file the data type and shape of each of the engine's tensors; None for other files.
     """

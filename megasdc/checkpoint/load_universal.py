@@ -83,10 +83,6 @@ def load_universal(engine: Any, found: OpenUniversal) -> None:
 
     Later saves and loads use the engine's own layout.
 
-    Args:
-        engine: the TrainingEngine, of any layout.
-        found: what ``open_universal`` returned.
-
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or an incompatible precision, or cannot be
             loaded; on all ranks, and before any parameter was changed unless the message says otherwise.

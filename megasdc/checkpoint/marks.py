@@ -84,9 +84,6 @@ class Standing:
 def read_mark(folder: Path | str) -> VerifiedMark | None:
     """Read the mark of a verified checkpoint.
 
-    Args:
-        folder: of the checkpoint, such as ``checkpoints/step_00000100``.
-
     Returns:
         The mark; None for a candidate.
 
@@ -107,9 +104,6 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
 
 def find_standing(folder: Path | str) -> Standing | None:
     """Find out whether a checkpoint is verified.
-
-    Args:
-        folder: of the checkpoint.
 
     Returns:
         None if no audits are in use: no mark on it or on any checkpoint beside it, and no corruption mark.

@@ -163,10 +163,6 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None,
 
     With ``checkpoint.storage = "node_local"`` a node's folder lacks those of other nodes, see ``read_other_nodes``.
 
-    Args:
-        folder: folder of the checkpoint.
-        progress: draw a bar.
-
     Returns:
         The checkpoint, None if a manifest cannot be read; and the problems, one sentence an entry.
     """

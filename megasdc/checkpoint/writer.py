@@ -24,9 +24,6 @@ from megasdc.tensors.bits import dtype_name
 class RecordingWriter:
     """Replaces DeepSpeed's checkpoint engine during one save.
 
-    Args:
-        inner: the checkpoint engine that writes.
-
     Attributes:
         problem: the first error; None: no error.
         written: data types and shapes by path for files of layers, None for other files.

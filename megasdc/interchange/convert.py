@@ -160,11 +160,7 @@ def convert_to_universal(
 
 
 def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
-    """Check DeepSpeed's output before anything loads it unrestricted.
-
-    Args:
-        folder: the output of ``ds_to_universal``.
-        names: parameters that the source holds.
+    """Check DeepSpeed's output before anything loads it unrestricted; ``names``: parameters that the source holds.
 
     Returns:
         Full shape of each parameter.

@@ -243,9 +243,6 @@ def export_hf(
 def writing_folder(target: Path) -> Iterator[Path]:
     """Context that creates a folder under a temporary name, renames it at the end, and removes it after an error.
 
-    Args:
-        target: the folder's final name.
-
     Raises:
         StorageError: it cannot be written.
     """

@@ -58,13 +58,7 @@ def stage_file(stage: int = 0) -> str:
 
 
 def shard_file(dp_rank: int, stage: int, prefix: str = "") -> str:
-    """Name of the file with the shard of a rank's optimizer.
-
-    Args:
-        dp_rank: its dp rank.
-        stage: number of its stage file.
-        prefix: see ``find_prefix``.
-    """
+    """Name of the file with a dp rank's shard of a stage's optimizer; see ``stage_number`` and ``find_prefix``."""
     return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
 
 

@@ -38,11 +38,6 @@ def digest_file(
 ) -> FileDigest:
     """Read a file once, from its first byte to its last.
 
-    Args:
-        path: the file.
-        block_bytes: size of a block.
-        progress: called with the number of bytes of each piece read.
-
     Raises:
         CheckpointError: it became shorter while it was read.
         OSError: it cannot be read.

@@ -43,13 +43,7 @@ class Owner:
 
 
 class PieceError(Exception):
-    """A piece is missing, or its shape or type is unexpected; a difference, not a failure to compare.
-
-    Args:
-        kind: what is wrong.
-        text: the message.
-        pieces: the pieces affected.
-    """
+    """Pieces are missing, or their shape or type is unexpected; a difference, not a failure to compare."""
 
     def __init__(self, kind: Literal["missing", "shape", "dtype"], text: str, pieces: list[Piece]) -> None:
         super().__init__(text)

@@ -109,9 +109,6 @@ class View:
 def with_derived_weights(views: Sequence[View]) -> list[View]:
     """Make checkpoints with only master weights comparable with those with only weights, such as exported models.
 
-    Args:
-        views: the checkpoints.
-
     Returns:
         The same views; if one has weights but no master weights, those without weights get weights derived from their
         master weights, and a note that says so.
