@@ -73,7 +73,7 @@ def load_checkpoint(
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     # No rank changes its engine unless all can load.
     raise_together(problem, place, what)
-    problem, client_state = load_engine(engine, chosen.path, chosen.manifest.engine["global_steps"])
+    problem, client_state = load_engine(engine, chosen.path, chosen.manifest.engine.get("global_steps"))
     raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
     place.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
     return LoadedState(shared_state=shared_state, rank_state=rank_state, client_state=client_state, step=chosen.step)
@@ -149,7 +149,7 @@ class CheckedReader:
         return load_checked(path, map_location)
 
 
-def load_engine(engine: Any, folder: Path, steps: int) -> tuple[Problem | None, dict[str, Any]]:
+def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
     """Let DeepSpeed load a folder into an engine, each file checked against the allow-list first.
 
     Args:

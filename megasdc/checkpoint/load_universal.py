@@ -97,7 +97,7 @@ def load_universal(engine: Any, found: OpenUniversal) -> None:
         problem = Problem(str(error), storage=False)
     raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
     with _universal_load(engine) as finish:
-        problem, _ = load_engine(engine, found.path, found.manifest.engine["global_steps"])
+        problem, _ = load_engine(engine, found.path, found.manifest.engine.get("global_steps"))
         raise_together(problem, found.place, f"{found.path} was loaded in part, the engine must not be used")
         place_steps(engine.optimizer.optimizer)
         finish()  # a collective; all ranks reach it, since all agreed above
