@@ -1,9 +1,10 @@
-"""Files that appear whole: written under a temporary name, forced to the disk, renamed."""
+"""Files and folders that appear whole: written under a temporary name, forced to the disk, renamed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import IO, Any
 
 TEMPORARY_PREFIX = ".tmp_"
 """How names begin that are not final yet; what a killed process leaves is found by it."""
+REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced_"
+"""How the name of a folder begins that ``commit_folder`` has moved aside."""
 _NAME_CHARACTERS, _HOST_CHARACTERS = 150, 60  # a name may have 255 bytes
 
 
@@ -53,3 +56,50 @@ def sync_path(path: Path | str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename a file or a folder, and wait until its new name is on the disk and its old one gone.
+
+    Raises:
+        OSError: as ``os.rename``; or the names did not reach the disk, then it is renamed here nevertheless.
+    """
+    os.rename(source, target)
+    for folder in dict.fromkeys((target.parent, source.parent)):
+        sync_path(folder)
+
+
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Rename a written folder to its final name.
+
+    An existing folder of that name is moved aside first, under ``REPLACED_PREFIX``, and deleted afterwards. Of an
+    existing link, only the link is replaced.
+
+    Raises:
+        OSError: the rename failed; all names are restored.
+    """
+    aside = final.with_name(f"{REPLACED_PREFIX}{final.name}")
+    replaces = os.path.lexists(final)
+    if replaces:
+        remove_entry(aside)
+        os.rename(final, aside)
+    try:
+        rename_durably(temporary, final)
+    except OSError:
+        if not os.path.lexists(temporary):
+            os.rename(final, temporary)
+        if replaces:
+            os.rename(aside, final)
+        raise
+    remove_entry(aside)
+
+
+def remove_entry(path: Path) -> None:
+    """Remove a folder with its content, a file, or a link but not its target; does nothing if it does not exist.
+
+    Errors while removing a folder are ignored.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -7,35 +7,22 @@ investigation until someone deletes them.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megasdc.checkpoint.files import LATEST_FILE, step_folder
 from megasdc.checkpoint.marks import clear_corruption
-from megasdc.checkpoint.places import Problem, Storage, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
-from megasdc.durable import sync_path, write_durably
-from megasdc.events import EventLog
-from megasdc.parallel.collectives import gather_objects
+from megasdc.durable import rename_durably, write_durably
 
 ASIDE_FOLDER = "unverified"
 
 logger = logging.getLogger(__name__)
 
 
-def leave_behind(
-    folder: Path | str,
-    chosen: Chosen | None,
-    *,
-    storage: Storage = "shared",
-    events: EventLog | None = None,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> list[int]:
+def leave_behind(folder: Path | str, chosen: Chosen | None, ranks: Ranks) -> list[int]:
     """Move the candidates that a resume passed over aside, then clear the corruption mark.
 
     If the process dies in between, the mark is still there and the next resume finishes.
@@ -43,10 +30,7 @@ def leave_behind(
     Args:
         folder: the checkpoint folder.
         chosen: what ``find_checkpoint`` returned and was loaded; None: there was no checkpoint.
-        storage: whether all ranks see one folder, or the ranks of each node one.
-        events: log that rank 0 writes to.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
+        ranks: all ranks of the world.
 
     Returns:
         Steps that were moved, on any node.
@@ -56,7 +40,7 @@ def leave_behind(
 
     Collective: all ranks of the world.
     """
-    path, place = Path(folder), find_place(storage, node, group)
+    path, place = Path(folder), find_place(ranks)
     moved: list[tuple[int, str]] = []
     problem: Problem | None = None
     if place.leader and chosen is not None and chosen.candidates:
@@ -65,27 +49,25 @@ def leave_behind(
             write_durably(path / LATEST_FILE, chosen.path.name + "\n")
         except OSError as error:
             problem = describe_error(error, f"move candidates in {path} aside")
-    raise_together(problem, place, "skipped candidates stay in the folder", group)
+    raise_together(problem, place, "skipped candidates stay in the folder")
     cleared = False
     if place.leader and (chosen is None or chosen.verified_only):
         try:
             cleared = clear_corruption(path)
         except OSError as error:
             problem = describe_error(error, f"remove the corruption mark in {path}")
-    raise_together(problem, place, "the corruption mark stays", group)
-    answers = gather_objects((moved, cleared), group)
+    raise_together(problem, place, "the corruption mark stays")
+    answers = place.gather((moved, cleared))
     where = dict(chain.from_iterable(names for names, _ in answers))
     if place.rank == 0:
-        _tell(path, where, any(gone for _, gone in answers), events)
+        _tell(path, where, any(gone for _, gone in answers), place)
     return sorted(where)
 
 
 def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on if it already has one of these steps.
 
-    Args:
-        folder: the checkpoint folder.
-        steps: of the checkpoints; those that do not exist are ignored.
+    Steps that have no checkpoint are ignored.
 
     Returns:
         Each step that was moved, with its new path relative to the folder.
@@ -102,19 +84,15 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     )
     target.mkdir(exist_ok=True)
     for step in there:
-        os.rename(folder / step_folder(step), target / step_folder(step))
-    sync_path(target)
-    sync_path(folder)
+        rename_durably(folder / step_folder(step), target / step_folder(step))
     return [(step, f"{target.name}/{step_folder(step)}") for step in there]
 
 
-def _tell(path: Path, moved: dict[int, str], cleared: bool, events: EventLog | None) -> None:
+def _tell(path: Path, moved: dict[int, str], cleared: bool, place: Place) -> None:
     """Log and events of rank 0."""
     for step, name in sorted(moved.items()):
         logger.warning("the candidate of step %d is now %s; delete it when you no longer need it", step, path / name)
-        if events is not None:
-            events.emit("move", "checkpoint", step=step, path=str(path / name), reason="not verified")
+        place.emit("move", "checkpoint", step=step, path=str(path / name), reason="not verified")
     if cleared:
         logger.info("the corruption mark in %s is removed: no candidate from before is left", path)
-        if events is not None:
-            events.emit("clear", "corruption_mark", path=str(path))
+        place.emit("clear", "corruption_mark", path=str(path))

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, rank_state_file
 from megasdc.checkpoint.formats.allowlist import check_pickle
+from megasdc.checkpoint.formats.deepspeed_names import layer_file, layer_of, shard_files, stage_file, stage_number
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from megasdc.checkpoint.places import Place
 from megasdc.errors import CheckpointError, MegasdcError
-from megasdc.parallel.dims import ParallelDims
 
 
 class HasFiles(Protocol):
@@ -64,6 +65,16 @@ def check_file(
     return []
 
 
+def check_share(folder: Path, manifest: HasFiles, place: Place, *, checksums: bool) -> list[str]:
+    """Check the files that fall to this rank when the ranks of a folder divide them by size; see ``check_file``."""
+    by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
+    return [
+        problem
+        for index in place.share(len(by_size))
+        for problem in check_file(folder, by_size[index], manifest, checksums=checksums)
+    ]
+
+
 def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
     """Problems: ``.pt`` files that the manifest does not name.
 
@@ -85,23 +96,38 @@ def find_incomplete(manifest: Manifest) -> list[str]:
     """
     layout, names = manifest.layout, manifest.by_name()
     ranks = manifest.nodes.get(manifest.node, []) if manifest.node is not None else range(manifest.world_size)
-    places = [ParallelDims(layout.tensor, layout.pipeline, layout.data, rank) for rank in ranks]
+    places = [layout.dims(rank) for rank in ranks]
     needed: dict[str, int] = {}
     for dims in places:
-        stage = f"mp_rank_{dims.pp_rank * dims.tensor + dims.tp_rank:02d}"
-        shards = [f"{prefix}zero_pp_rank_{dims.dp_rank}_{stage}_optim_states.pt" for prefix in ("", "bf16_", "fp16_")]
+        shards = shard_files(dims)
         shard = next((name for name in shards if name in names), shards[0])
-        for name in (f"{stage}_model_states.pt", shard, rank_state_file(dims.rank)):
+        for name in (stage_file(stage_number(dims)), shard, rank_state_file(dims.rank)):
             needed.setdefault(name, dims.rank)
-    layers = {name.partition("-")[0]: record.rank for name, record in names.items() if name.startswith("layer_")}
+    layers = {layer: record.rank for name, record in names.items() if (layer := layer_of(name)) is not None}
     for layer, writer in layers.items():
-        pp_rank = ParallelDims(layout.tensor, layout.pipeline, layout.data, writer).pp_rank
+        pp_rank = layout.dims(writer).pp_rank
         for dims in (dims for dims in places if dims.pp_rank == pp_rank):
-            needed.setdefault(f"{layer}-model_{dims.tp_rank:02d}-model_states.pt", dims.rank)
+            needed.setdefault(layer_file(layer, dims.tp_rank), dims.rank)
     return [
         f"{name}, which rank {rank} needs, is not in manifest.json: the checkpoint is not complete"
         for name, rank in needed.items()
         if name not in names
+    ]
+
+
+def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
+    """Problems: ranks whose files are not among ``names``, those known here, with what to copy from which node."""
+    node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
+    lacking: dict[str, list[str]] = {}
+    for rank in range(manifest.world_size):
+        dims = manifest.layout.dims(rank)
+        shards = shard_files(dims)
+        if stage_file(stage_number(dims)) not in names or names.isdisjoint(shards):
+            lacking.setdefault(node_of[rank], []).append(shards[0])
+    return [
+        f"{folder} lacks the files of node {node} ({', '.join(shards[:2])}{', ...' if len(shards) > 2 else ''}): copy "
+        f"the .pt files of its folder {folder.name} here, and its manifest.json as manifest.{node}.json"
+        for node, shards in sorted(lacking.items())
     ]
 
 
@@ -124,10 +150,6 @@ def deleted_while_read(folder: Path) -> str:
 @contextmanager
 def reading(folder: Path, save_id: str) -> Iterator[None]:
     """Report an error in the block as the checkpoint's deletion if the checkpoint no longer exists.
-
-    Args:
-        folder: the checkpoint.
-        save_id: of its manifest.
 
     Raises:
         CheckpointError: the block failed, and this checkpoint no longer exists.

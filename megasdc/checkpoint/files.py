@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: names, durable writes, atomic renames, checksums."""
+"""Files of a checkpoint folder: names, checksums, deletion, what killed saves left."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from pathlib import Path
 
 import xxhash
 
-from megasdc.durable import TEMPORARY_PREFIX, sync_path
+from megasdc.durable import REPLACED_PREFIX, TEMPORARY_PREFIX
 
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete"
-SHARED_STATE_FILE = "megasdc.json"
 UNIVERSAL_FILE = "universal.json"
 UNIVERSAL_STEP = "universal_step_"
 WEIGHTS_FILE = "weights.json"
-REPLACED_PREFIX = ".tmp_replaced_"
 _CHUNK_BYTES = 1 << 22
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -84,43 +82,6 @@ def plain_path(folder: Path) -> Iterator[Path]:
         yield link
 
 
-def commit_folder(temporary: Path, final: Path) -> None:
-    """Rename a written folder to its final name.
-
-    An existing folder of that name is moved aside first and deleted afterwards; ``remove_leftovers`` restores it if the
-    process dies in between. Of an existing link, only the link is replaced.
-
-    Raises:
-        OSError: the rename failed; all names are restored.
-    """
-    aside = final.with_name(f"{REPLACED_PREFIX}{final.name}")
-    replaces = os.path.lexists(final)
-    if replaces:
-        remove_entry(aside)
-        os.rename(final, aside)
-    try:
-        os.rename(temporary, final)
-        sync_path(final.parent)  # makes the rename durable
-    except OSError:
-        if not os.path.lexists(temporary):
-            os.rename(final, temporary)
-        if replaces:
-            os.rename(aside, final)
-        raise
-    remove_entry(aside)
-
-
-def remove_entry(path: Path) -> None:
-    """Remove a folder with its content, a file, or a link but not its target; does nothing if it does not exist.
-
-    Errors while removing a folder are ignored.
-    """
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def delete_folder(folder: Path) -> None:
     """Delete a checkpoint; it is renamed first, so that a half-deleted one is never taken for a checkpoint."""
     aside = folder.with_name(f"{TEMPORARY_PREFIX}delete_{folder.name}")
@@ -130,12 +91,9 @@ def delete_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path | str) -> list[str]:
-    """Remove what killed saves left in a checkpoint folder.
+    """Remove what killed saves left in a checkpoint folder, which need not exist.
 
     A checkpoint that was moved aside for a newer one of the same step is restored if the newer one was not committed.
-
-    Args:
-        folder: the checkpoint folder; need not exist.
 
     Returns:
         The actions taken, one line an entry.

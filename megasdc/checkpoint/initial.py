@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
+from megasdc.checkpoint.formats.records import Record
 from megasdc.checkpoint.formats.tensor_files import open_tensors
 from megasdc.checkpoint.kinds import explain_folder
 from megasdc.config import ModelSection, ffn_width, head_width, query_groups
@@ -28,20 +29,14 @@ TOKENIZER_FOLDER = "tokenizer"
 FORMAT_VERSION = 1
 
 
-class _Record(BaseModel):
-    """Base of the parts of ``weights.json``: frozen, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-class FileRecord(_Record):
+class FileRecord(Record):
     """Size and XXH3-128 of one file."""
 
     size_bytes: int
     xxh3_128: str
 
 
-class WeightsManifest(_Record):
+class WeightsManifest(Record):
     """Manifest of a folder of initial weights.
 
     Attributes:
@@ -62,16 +57,13 @@ class WeightsManifest(_Record):
     files: dict[str, FileRecord]
 
 
-def layer_file(index: int) -> str:
-    """Name of the file of one pipeline layer."""
+def weights_file(index: int) -> str:
+    """Name of the file with the weights of one pipeline layer."""
     return f"layer_{index:02d}.safetensors"
 
 
 class InitialWeights:
     """A folder of initial weights, read layer by layer; each file's checksum is verified before use.
-
-    Args:
-        path: the folder.
 
     Attributes:
         path: the folder.
@@ -117,7 +109,7 @@ class InitialWeights:
         Raises:
             CheckpointError: the file is missing or changed.
         """
-        name = layer_file(index)
+        name = weights_file(index)
         if name not in self.manifest.files:
             return {}
         if device != "meta":
@@ -161,10 +153,6 @@ def _meta(file: Any, key: str) -> Tensor:
 def check_fits(weights: InitialWeights, model: ModelSection) -> None:
     """Compare a run's model with the model of the weights.
 
-    Args:
-        weights: the folder.
-        model: the run's section.
-
     Raises:
         ConfigError: fields differ; each is listed with both values.
     """
@@ -183,11 +171,6 @@ def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) ->
     """Compare the tokenizer of prepared data with that of the weights.
 
     Embedding rows beyond the tokenizer's vocabulary, which some models have, are allowed.
-
-    Args:
-        weights: the folder.
-        data: manifest of the prepared data.
-        where: folder of the prepared data.
 
     Raises:
         ConfigError: the number of entries or the tokenizer differs.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import MANIFEST_FILE, UNIVERSAL_FILE, UNIVERSAL_STEP, WEIGHTS_FILE, list_steps
+from megasdc.checkpoint.formats.deepspeed_names import stage_file
 
 CHECKPOINT = "a checkpoint"
 CHECKPOINTS = "a folder of checkpoints"
@@ -19,8 +20,6 @@ MODEL = "a Hugging Face model"
 ZERO = "a checkpoint of DeepSpeed without a manifest of megasdc"
 ZEROS = "a folder of checkpoints of DeepSpeed"
 DCP = "a folder of torch.distributed.checkpoint"
-STAGE_FILE = "mp_rank_00_model_states.pt"
-"""In every checkpoint of DeepSpeed but those of ZeRO-3; a plain engine has only this one."""
 RUN = "a run folder"
 
 
@@ -74,7 +73,7 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
     CHECKPOINTS: list_steps,
     UNIVERSALS: list_universal,
     MODEL: lambda path: "model_type" in _content(path / "config.json"),
-    ZERO: lambda path: (path / STAGE_FILE).exists(),
+    ZERO: lambda path: (path / stage_file()).exists(),
     ZEROS: lambda path: (path / "latest").is_file(),
     DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
     RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
@@ -88,11 +87,7 @@ def kind_of(path: Path | str) -> str | None:
 
 
 def explain_folder(path: Path | str, needed: str) -> str | None:
-    """Message that a folder is of another kind than a command needs.
-
-    Args:
-        path: the folder.
-        needed: the kind that the command needs.
+    """Message that a folder is of another kind than the one that a command needs.
 
     Returns:
         A sentence with a remedy; None if the kind is unknown.

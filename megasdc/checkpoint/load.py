@@ -7,51 +7,36 @@ opened once as a test; the ranks agree; only then is the engine changed, and the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path, rank_state_file
+from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
-from megasdc.checkpoint.places import Place, Problem, describe_error, find_place, raise_together
+from megasdc.checkpoint.formats.shared_state import read_shared_state
+from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
-from megasdc.checkpoint.save import describe_engine
+from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.errors import CheckpointError
-from megasdc.events import EventLog
 from megasdc.parallel.dims import ParallelDims
 
 
-@dataclass(frozen=True)
-class LoadedState:
-    """State saved beside the engine's own.
+@dataclass(frozen=True, kw_only=True)
+class LoadedState(SavedState):
+    """State saved beside the engine's own; ``step``: optimizer step after which it was saved, first is 1."""
 
-    Attributes:
-        shared_state: state that is the same on all ranks.
-        rank_state: state of this rank.
-        step: optimizer step after which it was saved, first is 1.
-        client_state: further top-level keys of DeepSpeed's file of this stage.
-    """
-
-    shared_state: dict[str, Any]
-    rank_state: dict[str, Any]
     step: int
-    client_state: dict[str, Any]
 
 
 def load_checkpoint(
     engine: Any,
     chosen: Chosen,
     dims: ParallelDims,
+    ranks: Ranks,
     *,
     check: Callable[[dict[str, Any]], None] = lambda shared_state: None,
-    events: EventLog | None = None,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> LoadedState:
     """Load a checkpoint into an engine of the same layout and model.
 
@@ -59,10 +44,8 @@ def load_checkpoint(
         engine: the PipelineEngine.
         chosen: what ``find_checkpoint`` returned.
         dims: layout and this rank's position in it.
+        ranks: all ranks of the world.
         check: called with ``shared_state`` before anything else is compared; raises CheckpointError to refuse it.
-        events: log that rank 0 writes to.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
@@ -71,13 +54,13 @@ def load_checkpoint(
     Collective: all ranks of the world.
     Sync: waits for the device.
     """
-    place = find_place(chosen.manifest.storage, node, group)
+    place = find_place(ranks)
     what = f"{chosen.path} cannot be loaded, nothing was changed"
     shared_state: dict[str, Any] = {}
     rank_state: dict[str, Any] = {}
     problem: Problem | None = None
     try:
-        shared_state = json.loads((chosen.path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+        shared_state = read_shared_state(chosen.path)
         check(shared_state)
         expected = expected_files(engine, chosen.path, place.rank)
         _compare(engine, chosen, dims, expected)
@@ -89,20 +72,15 @@ def load_checkpoint(
     except OSError as error:
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     # No rank changes its engine unless all can load.
-    raise_together(problem, place, what, group)
-    client_state = _load_engine(engine, chosen, place, group)
-    if events is not None and place.rank == 0:
-        events.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
-    return LoadedState(shared_state, rank_state, chosen.step, client_state)
+    raise_together(problem, place, what)
+    problem, client_state = load_engine(engine, chosen.path, chosen.manifest.engine.get("global_steps"))
+    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
+    place.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
+    return LoadedState(shared_state=shared_state, rank_state=rank_state, client_state=client_state, step=chosen.step)
 
 
 def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, str] | None]:
     """Names of the files that a rank of this engine opens.
-
-    Args:
-        engine: the PipelineEngine.
-        folder: folder of the checkpoint.
-        rank: global rank of this process.
 
     Returns:
         For a layer's file the data type and shape of each of the engine's tensors; None for other files.
@@ -125,10 +103,7 @@ def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str
     saved = manifest.layout
     if (saved.tensor, saved.pipeline, saved.data) != (dims.tensor, dims.pipeline, dims.data):
         raise CheckpointError(f"it was saved with {saved}, this run has {dims}")
-    now = describe_engine(engine)
-    for key in ("num_layers", "optimizer", "inner_optimizer", "num_param_groups"):
-        if manifest.engine.get(key) != now[key]:
-            raise CheckpointError(f"it was saved with {key} {manifest.engine.get(key)}, this run has {now[key]}")
+    compare_engine(engine, manifest.engine, ("num_layers", "optimizer", "inner_optimizer", "num_param_groups"))
     records = manifest.by_name()
     if missing := sorted(expected.keys() - records.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -150,6 +125,14 @@ def _first_difference(here: dict[str, str], saved: dict[str, str] | None) -> str
     raise AssertionError("the two layers are alike")
 
 
+def compare_engine(engine: Any, saved: dict[str, Any], keys: Sequence[str]) -> None:
+    """Compare properties of an engine with those of the one that saved; CheckpointError with both if they differ."""
+    now = describe_engine(engine)
+    for key in keys:
+        if saved.get(key) != now[key]:
+            raise CheckpointError(f"it was saved with {key} {saved.get(key)}, this run has {now[key]}")
+
+
 class CheckedReader:
     """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list."""
 
@@ -166,23 +149,30 @@ class CheckedReader:
         return load_checked(path, map_location)
 
 
-def _load_engine(engine: Any, chosen: Chosen, place: Place, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Load with DeepSpeed, and raise on all ranks if it failed on one."""
+def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
+    """Let DeepSpeed load a folder into an engine, each file checked against the allow-list first.
+
+    Args:
+        engine: the PipelineEngine.
+        folder: of the checkpoint.
+        steps: number of steps that the engine must have taken afterwards.
+
+    Returns:
+        The problem of this rank, None if there is none, and the client state. Nothing is raised: the ranks must agree.
+    """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
     reader = engine.checkpoint_engine = CheckedReader(inner)
     try:
-        with plain_path(chosen.path) as path:
+        with plain_path(folder) as path:
             loaded, client_state = engine.load_checkpoint(str(path), tag=".")
-        steps = chosen.manifest.engine["global_steps"]
         if loaded is None:
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)
         elif engine.global_steps != steps:
             problem = Problem(f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False)
     except Exception as error:  # reported to every rank: the others would go on
-        problem = replace(describe_error(error, f"load {reader.last or chosen.path} into the engine"), storage=False)
+        problem = replace(describe_error(error, f"load {reader.last or folder} into the engine"), storage=False)
     finally:
         engine.checkpoint_engine = inner
-    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used", group)
-    return client_state
+    return problem, client_state

@@ -7,24 +7,20 @@ that part is deferred until all ranks have reported success.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megasdc.checkpoint.checks import check_file
-from megasdc.checkpoint.files import SHARED_STATE_FILE, plain_path
-from megasdc.checkpoint.load import CheckedReader
-from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
-from megasdc.checkpoint.save import describe_engine
+from megasdc.checkpoint.checks import check_share
+from megasdc.checkpoint.formats.shared_state import read_shared_state
+from megasdc.checkpoint.load import compare_engine, load_engine
+from megasdc.checkpoint.places import Place, Problem, Ranks, find_place, raise_together
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
-from megasdc.parallel.collectives import gather_objects
 
 
 @dataclass(frozen=True)
@@ -44,29 +40,20 @@ class OpenUniversal:
     place: Place
 
 
-def open_universal(
-    folder: Path | str,
-    *,
-    storage: Storage = "shared",
-    verify: bool = True,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> OpenUniversal:
+def open_universal(folder: Path | str, ranks: Ranks, *, verify: bool = True) -> OpenUniversal:
     """Verify a universal checkpoint; the ranks that share the folder divide the files among them.
 
     Args:
         folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
-        storage: whether all ranks see one folder, or the ranks of each node one.
+        ranks: all ranks of the world.
         verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: a file is missing, changed or refused; on all ranks.
 
     Collective: all ranks of the world.
     """
-    path, place = Path(folder), find_place(storage, node, group)
+    path, place = Path(folder), find_place(ranks)
     manifest: UniversalManifest | None = None
     shared_state: dict[str, Any] = {}
     problems: list[str] = []
@@ -74,13 +61,11 @@ def open_universal(
         manifest = read_universal_manifest(path)
         if place.leader:
             problems += find_unknown(path, manifest)
-        by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
-        for index in place.share(len(by_size)):
-            problems += check_file(path, by_size[index], manifest, checksums=verify)
-        shared_state = json.loads((path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+        problems += check_share(path, manifest, place, checksums=verify)
+        shared_state = read_shared_state(path)
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(str(error))
-    answers = gather_objects((manifest.conversion_id if manifest else None, problems), group)
+    answers = place.gather((manifest.conversion_id if manifest else None, problems))
     everybody = list(dict.fromkeys(line for _, lines in answers for line in lines))
     if not everybody and len({identity for identity, _ in answers}) > 1:
         everybody.append("the nodes hold different conversions of it")
@@ -93,15 +78,10 @@ def open_universal(
     return OpenUniversal(path, manifest, shared_state, place)
 
 
-def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGroup | None = None) -> None:
+def load_universal(engine: Any, found: OpenUniversal) -> None:
     """Load weights, moments, learning rate schedule and counters into an engine of the same model.
 
     Later saves and loads use the engine's own layout.
-
-    Args:
-        engine: the TrainingEngine, of any layout.
-        found: what ``open_universal`` returned.
-        group: group of all ranks, on the host; None means the default group.
 
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or an incompatible precision, or cannot be
@@ -112,47 +92,34 @@ def load_universal(engine: Any, found: OpenUniversal, *, group: dist.ProcessGrou
     """
     problem: Problem | None = None
     try:
-        _compare(engine, found.manifest, group)
+        _compare(engine, found)
     except CheckpointError as error:
         problem = Problem(str(error), storage=False)
-    raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed", group)
-    problem = None
-    with _universal_load(engine) as (reader, finish):
-        try:
-            with plain_path(found.path) as path:
-                loaded, _ = engine.load_checkpoint(str(path), tag=".")
-            if loaded is None:
-                problem = Problem("DeepSpeed found no checkpoint there", storage=False)
-            elif engine.global_steps != found.manifest.engine["global_steps"]:
-                steps = found.manifest.engine["global_steps"]
-                problem = Problem(f"the engine is at step {engine.global_steps}, saved was {steps}", storage=False)
-        except Exception as error:  # reported to every rank: the others would wait in the collective
-            what = f"load {reader.last or found.path} into the engine"
-            problem = replace(describe_error(error, what), storage=False)
-        what = f"{found.path} was loaded in part, the engine must not be used"
-        raise_together(problem, found.place, what, group)
+    raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
+    with _universal_load(engine) as finish:
+        problem, _ = load_engine(engine, found.path, found.manifest.engine.get("global_steps"))
+        raise_together(problem, found.place, f"{found.path} was loaded in part, the engine must not be used")
         place_steps(engine.optimizer.optimizer)
         finish()  # a collective; all ranks reach it, since all agreed above
 
 
 @contextmanager
-def _universal_load(engine: Any) -> Iterator[tuple[CheckedReader, Any]]:
+def _universal_load(engine: Any) -> Iterator[Any]:
     """Switch DeepSpeed to universal checkpoints for one load, with its last collective deferred.
 
     ``load_universal_checkpoint`` reads the switch from the configuration at every call.
 
     Returns:
-        The reader of the stages' files, and the collective that copies master weights into the model.
+        The collective, which copies master weights into the model.
     """
-    inner, settings, optimizer = engine.checkpoint_engine, engine._config, engine.optimizer
+    settings, optimizer = engine._config, engine.optimizer
     before, finish = settings.load_universal_checkpoint, optimizer.update_lp_params
-    reader = engine.checkpoint_engine = CheckedReader(inner)
     settings.load_universal_checkpoint = True
     optimizer.update_lp_params = lambda: None
     try:
-        yield reader, finish
+        yield finish
     finally:
-        engine.checkpoint_engine, settings.load_universal_checkpoint = inner, before
+        settings.load_universal_checkpoint = before
         del optimizer.update_lp_params  # uncovers the method of the class
 
 
@@ -167,19 +134,16 @@ def place_steps(optimizer: torch.optim.Optimizer) -> None:
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
 
 
-def _compare(engine: Any, manifest: UniversalManifest, group: dist.ProcessGroup | None) -> None:
+def _compare(engine: Any, found: OpenUniversal) -> None:
     """Compare the engine with the manifest; CheckpointError with both values if they differ.
 
     All ranks find the same, except for this rank's own parameters.
 
-    Collective: the group.
+    Collective: all ranks.
     """
-    shapes = full_shapes(engine)
-    here = {name for names in gather_objects(sorted(shapes), group) for name in names}
-    now = describe_engine(engine)
-    for key in ("num_layers", "inner_optimizer", "num_param_groups"):
-        if manifest.engine.get(key) != now[key]:
-            raise CheckpointError(f"it was saved with {key} {manifest.engine.get(key)}, this run has {now[key]}")
+    manifest, shapes = found.manifest, full_shapes(engine)
+    here = {name for names in found.place.gather(sorted(shapes)) for name in names}
+    compare_engine(engine, manifest.engine, ("num_layers", "inner_optimizer", "num_param_groups"))
     for name in sorted(here ^ manifest.parameters.keys()):
         where = "this run does not have" if name in manifest.parameters else "only this run has"
         raise CheckpointError(f"it is of another model: parameter {name}, which {where}")

@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megasdc.checkpoint.content import Content, parse_type
-from megasdc.checkpoint.digest_file import digest_file
 from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE
-from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
+from megasdc.checkpoint.formats.content import Content, parse_type
+from megasdc.checkpoint.formats.digest_file import digest_file
+from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.durable import write_durably
+from megasdc.parallel.dims import ParallelDims
 
 FORMAT_VERSION = 1
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
@@ -64,6 +65,10 @@ class Layout(Record):
     tensor: int = Field(ge=1)
     pipeline: int = Field(ge=1)
     data: int = Field(ge=1)
+
+    def dims(self, rank: int) -> ParallelDims:
+        """The position of a rank in it."""
+        return ParallelDims(self.tensor, self.pipeline, self.data, rank)
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
@@ -187,6 +192,15 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
         CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
     """
     return read_record(folder / name, Manifest, FORMAT_VERSION)
+
+
+def read_other_nodes(folder: Path) -> list[Manifest]:
+    """The manifests of other nodes, each copied into the folder as ``manifest.NODE.json`` with that node's files.
+
+    Raises:
+        CheckpointError: see ``read_manifest``.
+    """
+    return [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
 
 
 def write_marker(folder: Path, manifest: Manifest) -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.formats.records import Record, read_record, write_record
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.checkpoint.places import Place
-from megasdc.checkpoint.records import Record, read_record, write_record
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
 
@@ -84,9 +84,6 @@ class Standing:
 def read_mark(folder: Path | str) -> VerifiedMark | None:
     """Read the mark of a verified checkpoint.
 
-    Args:
-        folder: of the checkpoint, such as ``checkpoints/step_00000100``.
-
     Returns:
         The mark; None for a candidate.
 
@@ -107,9 +104,6 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
 
 def find_standing(folder: Path | str) -> Standing | None:
     """Find out whether a checkpoint is verified.
-
-    Args:
-        folder: of the checkpoint.
 
     Returns:
         None if no audits are in use: no mark on it or on any checkpoint beside it, and no corruption mark.

@@ -5,16 +5,34 @@ from __future__ import annotations
 import errno
 import socket
 import uuid
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from megasdc.errors import CheckpointError, StorageError
+from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 
 Storage = Literal["shared", "node_local"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save, look for and load checkpoints together; all of them make each call.
+
+    Attributes:
+        storage: whether all ranks see one folder, or the ranks of each node one.
+        group: group of all ranks, on the host; None means the default group.
+        events: log that rank 0 writes to; None: none.
+        node: name of this rank's node; None means the host's name.
+    """
+
+    storage: Storage = "shared"
+    group: dist.ProcessGroup | None = None
+    events: EventLog | None = None
+    node: str | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,7 @@ class Place:
         nodes: global ranks of each node.
         ranks: global ranks that see the same folder, ascending.
         save_id: unique to each call of ``find_place``, the same on all ranks.
+        among: all ranks.
     """
 
     rank: int
@@ -34,6 +53,19 @@ class Place:
     nodes: dict[str, list[int]]
     ranks: list[int]
     save_id: str
+    among: Ranks = field(default_factory=Ranks)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank.
+
+        Collective: all ranks.
+        """
+        return gather_objects(value, self.among.group)
+
+    def emit(self, kind: str, name: str, **fields: Any) -> None:
+        """Emit an event, on rank 0 alone and if there is a log."""
+        if self.rank == 0 and self.among.events is not None:
+            self.among.events.emit(kind, name, **fields)
 
     @property
     def leader(self) -> bool:
@@ -54,24 +86,19 @@ class Place:
         return self.rank == same[0]
 
 
-def find_place(storage: Storage, node: str | None, group: dist.ProcessGroup | None) -> Place:
+def find_place(among: Ranks) -> Place:
     """Find the ranks that share this rank's checkpoint folder.
 
-    Args:
-        storage: ``shared``: all ranks see one folder; ``node_local``: the ranks of a node see one folder.
-        node: this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
-
-    Collective: the group.
+    Collective: all ranks.
     """
     rank = dist.get_rank()
-    own = node or socket.gethostname()
-    answers = gather_objects((own, uuid.uuid4().hex), group)
+    own = among.node or socket.gethostname()
+    answers = gather_objects((own, uuid.uuid4().hex), among.group)
     nodes: dict[str, list[int]] = {}
     for other, (name, _) in enumerate(answers):
         nodes.setdefault(name, []).append(other)
-    ranks = list(range(len(answers))) if storage == "shared" else nodes[own]
-    return Place(rank, own, nodes, ranks, answers[0][1])
+    ranks = list(range(len(answers))) if among.storage == "shared" else nodes[own]
+    return Place(rank, own, nodes, ranks, answers[0][1], among)
 
 
 @dataclass(frozen=True)
@@ -98,22 +125,21 @@ def describe_error(error: BaseException, doing: str) -> Problem:
     return Problem(f"cannot {doing}: {type(error).__name__}: {text}{full}", isinstance(error, OSError) or failed_write)
 
 
-def raise_together(problem: Problem | None, place: Place, what: str, group: dist.ProcessGroup | None) -> None:
+def raise_together(problem: Problem | None, place: Place, what: str) -> None:
     """Raise on every rank if any rank has a problem.
 
     Args:
         problem: this rank's; None means none.
         place: this rank's place.
         what: start of the message.
-        group: group of all ranks.
 
     Raises:
         StorageError: a storage problem on any rank; on all ranks.
         CheckpointError: any other problem; on all ranks.
 
-    Collective: the group.
+    Collective: all ranks.
     """
-    answers = gather_objects((place.node, problem), group)
+    answers = place.gather((place.node, problem))
     failed = [(rank, node, found) for rank, (node, found) in enumerate(answers) if found is not None]
     if not failed:
         return

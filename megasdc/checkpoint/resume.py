@@ -14,16 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch.distributed as dist
-
-from megasdc.checkpoint.checks import check_file, check_identity, find_incomplete, find_unexpected
+from megasdc.checkpoint.checks import check_identity, check_share, find_incomplete, find_unexpected
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
-from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.errors import CheckpointError
-from megasdc.events import EventLog
-from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -56,16 +52,13 @@ class Chosen:
 
 def find_checkpoint(
     folder: Path | str,
-    *,
     dims: ParallelDims,
-    storage: Storage = "shared",
+    ranks: Ranks,
+    *,
     verify: bool = True,
     resume: Literal["auto", "never", "must"] = "auto",
     require_verified: RequireVerified = "auto",
     at_most: int | None = None,
-    events: EventLog | None = None,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Chosen | None:
     """Choose the newest checkpoint that is complete and unchanged on every node.
 
@@ -75,14 +68,11 @@ def find_checkpoint(
     Args:
         folder: the checkpoint folder.
         dims: layout and this rank's position in it.
-        storage: whether all ranks see one folder, or the ranks of each node one.
+        ranks: all ranks of the world.
         verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
         resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
         at_most: newer ones are passed over, because another replica of the study lacks them; 0: all are; None: none.
-        events: log that rank 0 writes to.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
 
     Returns:
         The same choice on all ranks; None if there is no checkpoint at all.
@@ -94,18 +84,18 @@ def find_checkpoint(
 
     Collective: all ranks of the world.
     """
-    path, place = Path(folder), find_place(storage, node, group)
-    if resume == "never" and (steps := _look_together(path, place, events, group, clean=False).steps):
+    path, place = Path(folder), find_place(ranks)
+    if resume == "never" and (steps := _look_together(path, place, clean=False).steps):
         raise CheckpointError(
             f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
             "use another folder, or resume auto; nothing in it was changed"
         )
-    found = _look_together(path, place, events, group)
+    found = _look_together(path, place)
     if resume == "never":
         return None
     verified_only = require_verified == "always" or (require_verified == "auto" and found.corruption is not None)
     if place.rank == 0:
-        _tell_corruption(found, require_verified, events)
+        _tell_corruption(found, require_verified, place)
     skipped: dict[int, list[str]] = {}
     candidates: list[int] = []
     for step in found.steps:
@@ -115,15 +105,14 @@ def find_checkpoint(
             manifest, problems = None, [_CANDIDATE]
             candidates.append(step)
         else:
-            manifest, problems = _examine(path / step_folder(step), place, storage, dims, verify, group)
+            manifest, problems = _examine(path / step_folder(step), place, dims, verify)
         if not problems:
             assert manifest is not None, "a checkpoint without problems has a manifest"
             return Chosen(path / step_folder(step), step, manifest, skipped, candidates, verified_only)
         skipped[step] = problems
         if place.rank == 0:
             logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
-            if events is not None:
-                events.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
+            place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
     if skipped and at_most != 0:
         raise CheckpointError(_explain_none(path, skipped, candidates, found.corruption if verified_only else None))
     if resume == "must" and at_most != 0:
@@ -131,15 +120,14 @@ def find_checkpoint(
     return None
 
 
-def _tell_corruption(found: _Found, require_verified: RequireVerified, events: EventLog | None) -> None:
+def _tell_corruption(found: _Found, require_verified: RequireVerified, place: Place) -> None:
     """Log and emit the consequence of a corruption mark, if there is one."""
     if found.corruption is None or not found.steps:
         return
     ignored = require_verified == "never"
     follows = "ignored, megasdc.checkpoint.require_verified is never" if ignored else "only verified checkpoints count"
     logger.warning("%s: %s", found.corruption, follows)
-    if events is not None:
-        events.emit("warning", "corruption_mark", message=found.corruption, ignored=ignored)
+    place.emit("warning", "corruption_mark", message=found.corruption, ignored=ignored)
 
 
 def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[int], corruption: str | None) -> str:
@@ -170,9 +158,7 @@ class _Found:
     corruption: str | None
 
 
-def _look_together(
-    path: Path, place: Place, events: EventLog | None, group: dist.ProcessGroup | None, *, clean: bool = True
-) -> _Found:
+def _look_together(path: Path, place: Place, *, clean: bool = True) -> _Found:
     """List the folders of all nodes; clean them first, or include what cleaning would restore."""
     cleaned: list[str] = []
     mine = _Found([], set(), None)
@@ -184,12 +170,11 @@ def _look_together(
             mine = _Found(steps, set(list_verified(path)), find_corruption(path))
         except OSError as error:
             problem = describe_error(error, f"look into {path}")
-    raise_together(problem, place, "checkpoints cannot be listed", group)
-    answers = gather_objects((place.node, cleaned, mine), group)
-    if place.rank == 0 and events is not None:
-        for name, lines, _ in answers:
-            for line in lines:
-                events.emit("clean", "checkpoint", message=line, node=name)
+    raise_together(problem, place, "checkpoints cannot be listed")
+    answers = place.gather((place.node, cleaned, mine))
+    for name, lines, _ in answers:
+        for line in lines:
+            place.emit("clean", "checkpoint", message=line, node=name)
     return _Found(
         steps=sorted({step for _, _, found in answers for step in found.steps}, reverse=True),
         verified={step for _, _, found in answers for step in found.verified},
@@ -197,14 +182,7 @@ def _look_together(
     )
 
 
-def _examine(
-    folder: Path,
-    place: Place,
-    storage: Storage,
-    dims: ParallelDims,
-    verify: bool,
-    group: dist.ProcessGroup | None,
-) -> tuple[Manifest | None, list[str]]:
+def _examine(folder: Path, place: Place, dims: ParallelDims, verify: bool) -> tuple[Manifest | None, list[str]]:
     """Check a checkpoint with all ranks; return this rank's manifest and the problems of all ranks.
 
     Raises:
@@ -213,13 +191,13 @@ def _examine(
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(folder)
-        problems = _check_share(folder, manifest, place, storage, verify)
+        problems = _check_share(folder, manifest, place, verify)
     except CheckpointError as error:
         problems = [str(error)]
     # Problems are gathered, not raised: every rank must reach this collective.
     found = (manifest.save_id, manifest.layout) if manifest else None
-    answers = gather_objects((place.node, found, problems), group)
-    prefix = storage == "node_local"
+    answers = place.gather((place.node, found, problems))
+    prefix = place.among.storage == "node_local"
     everybody = [f"{name}: {line}" if prefix else line for name, _, lines in answers for line in lines]
     problems = list(dict.fromkeys(everybody))  # ranks that read the same manifest report the same problems
     identities = {identity[0] for _, identity, _ in answers if identity}
@@ -237,10 +215,10 @@ def _examine(
     return manifest, problems
 
 
-def _check_share(folder: Path, manifest: Manifest, place: Place, storage: Storage, verify: bool) -> list[str]:
+def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -> list[str]:
     """Do the checks of every rank, and check this rank's share of the files."""
     problems = check_identity(folder, manifest)
-    if manifest.storage != storage:
+    if manifest.storage != (storage := place.among.storage):
         problems.append(f"manifest.json is of {manifest.storage} storage, megasdc.checkpoint.storage is {storage}")
     if not has_marker(folder, manifest):
         problems.append("the marker is missing: not every node finished the save")
@@ -249,7 +227,4 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, storage: Storag
         problems.append(f"{rank_state_file(place.rank)} is on another node: rank {place.rank} ran there when it saved")
     if place.leader:
         problems += find_unexpected(folder, manifest) + find_incomplete(manifest)
-    by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
-    for index in place.share(len(by_size)):
-        problems += check_file(folder, by_size[index], manifest, checksums=verify)
-    return problems
+    return problems + check_share(folder, manifest, place, checksums=verify)

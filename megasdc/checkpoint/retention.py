@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import delete_folder, list_steps, step_folder
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept.
+
+    Attributes:
+        last: the newest, and the newest verified one; 0: all.
+        every: those whose step is a multiple too; 0: none.
+    """
+
+    last: int = 0
+    every: int = 0
 
 
 def plan_retention(
@@ -33,25 +47,24 @@ def plan_retention(
 
 
 def apply_retention(
-    folder: Path, newest: int, keep_last: int, keep_every: int, verified: Collection[int] = ()
+    folder: Path, newest: int, keep: Retention, verified: Collection[int] = ()
 ) -> tuple[list[int], list[str]]:
     """Delete the checkpoints that need not be kept; incomplete ones are neither counted nor deleted.
 
     Args:
         folder: the checkpoint folder.
-        newest: see ``plan_retention``, as are the other arguments.
-        keep_last: see ``plan_retention``.
-        keep_every: see ``plan_retention``.
+        newest: see ``plan_retention``.
+        keep: which are kept.
         verified: see ``plan_retention``; from the marks of all nodes, so that all keep the same.
 
     Returns:
         The steps deleted, and one line for each that could not be deleted.
     """
-    if keep_last == 0:
+    if keep.last == 0:
         return [], []
     complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
     deleted, failed = [], []
-    for step in plan_retention(complete, newest, keep_last, keep_every, verified):
+    for step in plan_retention(complete, newest, keep.last, keep.every, verified):
         try:
             delete_folder(folder / step_folder(step))
             deleted.append(step)

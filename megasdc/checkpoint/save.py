@@ -13,21 +13,18 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megasdc.checkpoint.files import (
     LATEST_FILE,
-    SHARED_STATE_FILE,
-    commit_folder,
     delete_folder,
     rank_state_file,
     step_folder,
 )
 from megasdc.checkpoint.formats.allowlist import check_pickle
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
     FileRecord,
@@ -42,14 +39,27 @@ from megasdc.checkpoint.manifest import (
     write_marker,
 )
 from megasdc.checkpoint.marks import list_verified
-from megasdc.checkpoint.places import Place, Problem, Storage, describe_error, find_place, raise_together
-from megasdc.checkpoint.retention import apply_retention
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.writer import wrapped_writer
-from megasdc.durable import TEMPORARY_PREFIX, write_durably
+from megasdc.durable import TEMPORARY_PREFIX, commit_folder, write_durably
 from megasdc.errors import CheckpointError, MegasdcError
-from megasdc.events import EventLog
-from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """State saved beside the engine's own.
+
+    Attributes:
+        shared_state: JSON-compatible values, the same on all ranks.
+        rank_state: plain values and tensors of this rank.
+        client_state: further top-level keys of DeepSpeed's file of each stage, the same on all ranks.
+    """
+
+    shared_state: dict[str, Any]
+    rank_state: dict[str, Any]
+    client_state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,17 +85,10 @@ def save_checkpoint(
     engine: Any,
     folder: Path | str,
     step: int,
-    *,
+    state: SavedState,
     dims: ParallelDims,
-    storage: Storage = "shared",
-    shared_state: dict[str, Any],
-    rank_state: dict[str, Any],
-    client_state: dict[str, Any] | None = None,
-    events: EventLog | None = None,
-    keep_last: int = 0,
-    keep_every: int = 0,
-    node: str | None = None,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks,
+    keep: Retention | None = None,
 ) -> SaveResult:
     """Save one checkpoint as ``folder/step_NNNNNNNN``, through DeepSpeed.
 
@@ -93,16 +96,10 @@ def save_checkpoint(
         engine: the PipelineEngine.
         folder: the checkpoint folder; created if absent.
         step: optimizer step, first is 1. A checkpoint of the same step is replaced.
+        state: saved beside the engine's own.
         dims: layout and this rank's position in it.
-        storage: whether all ranks see one folder, or the ranks of each node one.
-        shared_state: JSON-compatible values, the same on all ranks.
-        rank_state: plain values and tensors of this rank.
-        client_state: further top-level keys of DeepSpeed's file of each stage, the same on all ranks.
-        events: log that rank 0 writes to.
-        keep_last: newest checkpoints kept, and the newest verified one; 0: all.
-        keep_every: checkpoints whose step is a multiple are kept too; 0: none.
-        node: name of this rank's node; None means the host's name.
-        group: group of all ranks, on the host; None means the default group.
+        ranks: all ranks of the world.
+        keep: which checkpoints are kept; None: all.
 
     Raises:
         StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.
@@ -112,19 +109,18 @@ def save_checkpoint(
     Sync: waits for the device.
     """
     started = time.monotonic()
-    place = find_place(storage, node, group)
-    job = _Job(engine, Path(folder), step, dims, storage, place, group)
+    keep, place = keep or Retention(), find_place(ranks)
+    job = _Job(engine, Path(folder), step, dims, place)
     try:
-        records = job.write(shared_state, rank_state, client_state or {})
+        records = job.write(state)
         job.commit(records)
     except MegasdcError as error:  # raised by all ranks together
-        if events is not None and place.rank == 0:
-            events.emit("error", "checkpoint_save", step=step, message=str(error))
+        place.emit("error", "checkpoint_save", step=step, message=str(error))
         raise
-    marks = gather_objects(list_verified(job.folder) if place.leader else [], group)
+    marks = place.gather(list_verified(job.folder) if place.leader else [])
     verified = {marked for steps in marks for marked in steps}
-    deleted, failed = apply_retention(job.folder, step, keep_last, keep_every, verified) if place.leader else ([], [])
-    answers = gather_objects((deleted, failed), group)
+    deleted, failed = apply_retention(job.folder, step, keep, verified) if place.leader else ([], [])
+    answers = place.gather((deleted, failed))
     result = SaveResult(
         path=job.final,
         step=step,
@@ -132,19 +128,18 @@ def save_checkpoint(
         duration_s=time.monotonic() - started,
         deleted=sorted({gone for steps, _ in answers for gone in steps}),
     )
-    if events is not None and place.rank == 0:
-        events.emit(
-            "save",
-            "checkpoint",
-            step=step,
-            path=str(result.path),
-            size_bytes=result.size_bytes,
-            duration_s=round(result.duration_s, 3),
-        )
-        for gone in result.deleted:
-            events.emit("delete", "checkpoint", step=gone, reason=f"keep_last {keep_last}, keep_every {keep_every}")
-        for line in (line for _, lines in answers for line in lines):
-            events.emit("warning", "checkpoint_not_deleted", step=step, message=line)
+    place.emit(
+        "save",
+        "checkpoint",
+        step=step,
+        path=str(result.path),
+        size_bytes=result.size_bytes,
+        duration_s=round(result.duration_s, 3),
+    )
+    for gone in result.deleted:
+        place.emit("delete", "checkpoint", step=gone, reason=f"keep_last {keep.last}, keep_every {keep.every}")
+    for line in (line for _, lines in answers for line in lines):
+        place.emit("warning", "checkpoint_not_deleted", step=step, message=line)
     return result
 
 
@@ -156,9 +151,12 @@ class _Job:
     folder: Path
     step: int
     dims: ParallelDims
-    storage: Storage
     place: Place
-    group: dist.ProcessGroup | None
+
+    @property
+    def node_local(self) -> bool:
+        """Whether every node has a folder of its own."""
+        return self.place.among.storage == "node_local"
 
     @property
     def temporary(self) -> Path:
@@ -170,9 +168,7 @@ class _Job:
         """Folder under its final name."""
         return self.folder / step_folder(self.step)
 
-    def write(
-        self, shared_state: dict[str, Any], rank_state: dict[str, Any], client_state: dict[str, Any]
-    ) -> list[FileRecord]:
+    def write(self, state: SavedState) -> list[FileRecord]:
         """Write this rank's files under the temporary name; return the records of all ranks."""
         if self.engine.checkpoint_engine.is_decoupled():
             raise CheckpointError(
@@ -181,14 +177,16 @@ class _Job:
             )
         self._agree(self._prepare() if self.place.leader else None)
         with wrapped_writer(
-            self.engine, writes_model=self.place.writes_model(self.dims), every_node=self.storage == "node_local"
+            self.engine, writes_model=self.place.writes_model(self.dims), every_node=self.node_local
         ) as writer:
-            self.engine.save_checkpoint(str(self.temporary), tag=".", client_state=client_state, save_latest=False)
-            writer.save(rank_state, str(self.temporary / rank_state_file(self.place.rank)))
+            self.engine.save_checkpoint(
+                str(self.temporary), tag=".", client_state=state.client_state, save_latest=False
+            )
+            writer.save(state.rank_state, str(self.temporary / rank_state_file(self.place.rank)))
         problem, records = writer.problem, []
         try:
             if problem is None and self.place.leader:
-                write_durably(self.temporary / SHARED_STATE_FILE, json.dumps(shared_state, indent=1) + "\n")
+                write_durably(self.temporary / SHARED_STATE_FILE, json.dumps(state.shared_state, indent=1) + "\n")
                 writer.written[self.temporary / SHARED_STATE_FILE] = None
             if problem is None:
                 records = [self._describe(path, tensors) for path, tensors in writer.written.items()]
@@ -197,14 +195,14 @@ class _Job:
         except (OSError, TypeError, ValueError) as error:
             problem = describe_error(error, f"finish {self.temporary}")
         self._agree(problem)
-        return sorted_records(record for answer in gather_objects(records, self.group) for record in answer)
+        return sorted_records(record for answer in self.place.gather(records) for record in answer)
 
     def commit(self, records: list[FileRecord]) -> None:
         """Rename the written folder to the checkpoint of its step, on all nodes."""
         manifest = self._manifest(records)
         # Order: renames on all nodes, then markers, then `latest`; all ranks agree after each step.
         self._agree(_attempt(self._rename, manifest) if self.place.leader else None)
-        if self.storage == "node_local":
+        if self.node_local:
             self._agree(_attempt(self._mark, manifest) if self.place.leader else None)
         self._agree(_attempt(self._point, manifest) if self.place.leader else None, saved=True)
 
@@ -231,9 +229,9 @@ class _Job:
             time=time.time(),
             layout=Layout(tensor=self.dims.tensor, pipeline=self.dims.pipeline, data=self.dims.data),
             world_size=self.dims.world_size,
-            storage=self.storage,
+            storage=self.place.among.storage,
             nodes=self.place.nodes,
-            node=self.place.node if self.storage == "node_local" else None,
+            node=self.place.node if self.node_local else None,
             engine=describe_engine(self.engine),
             versions=installed_versions(),
             files=[record for record in records if record.rank in mine],
@@ -258,16 +256,16 @@ class _Job:
                 f"{self.folder / LATEST_FILE} could not be written and names an earlier one or none"
             )
         try:
-            raise_together(problem, self.place, what, self.group)
+            raise_together(problem, self.place, what)
         except MegasdcError:
             if self.place.leader:
                 self._clean_up()
-            gather_objects(None, self.group)  # no rank raises before the folders are clean
+            self.place.gather(None)  # no rank raises before the folders are clean
             raise
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
-        if self.storage == "shared":
+        if not self.node_local:
             return
         with contextlib.suppress(CheckpointError, OSError):  # this node has renamed, but another failed
             manifest = read_manifest(self.final)

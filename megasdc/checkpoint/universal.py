@@ -13,16 +13,12 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from megasdc.checkpoint.files import UNIVERSAL_FILE, UNIVERSAL_STEP
+from megasdc.checkpoint.formats.records import Count, Record, Time, read_record, write_record
 from megasdc.checkpoint.kinds import UNIVERSAL, explain_folder, is_universal
 from megasdc.checkpoint.manifest import FileRecord, Layout, check_once
-from megasdc.checkpoint.records import Count, Record, Time, read_record, write_record
 from megasdc.errors import CheckpointError
 
 UNIVERSAL_FORMAT_VERSION = 1
-PARAMETERS_FOLDER = "zero"
-"""DeepSpeed's folder with a subfolder for each parameter."""
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""Tensors of a parameter, each unsharded and in fp32: master weight, first and second moment."""
 
 
 class UniversalManifest(Record):

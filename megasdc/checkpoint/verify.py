@@ -8,10 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.checks import check_file, check_identity, deleted_while_read, find_incomplete, find_unexpected
+from megasdc.checkpoint.checks import (
+    check_file,
+    check_identity,
+    deleted_while_read,
+    find_incomplete,
+    find_missing,
+    find_unexpected,
+)
 from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
 from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
-from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.checkpoint.manifest import FileRecord, Manifest, has_marker, read_manifest, read_other_nodes
 from megasdc.checkpoint.marks import Standing, find_standing
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.errors import CheckpointError
@@ -134,3 +141,47 @@ def verify_checkpoint(
 def is_called_universal(folder: Path) -> bool:
     """Whether a folder should be a universal checkpoint, by its content or name."""
     return is_universal(folder) or folder.name.startswith(UNIVERSAL_STEP)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of which the files of all ranks are in one folder, to convert it.
+
+    Attributes:
+        path: its folder.
+        manifest: of this node, or of shared storage.
+        records: all files by name, of all nodes whose manifests are in the folder.
+    """
+
+    path: Path
+    manifest: Manifest
+    records: dict[str, FileRecord]
+
+
+def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None, list[str]]:
+    """Check every file of a checkpoint, and that the files of all ranks are present.
+
+    With ``checkpoint.storage = "node_local"`` a node's folder lacks those of other nodes, see ``read_other_nodes``.
+
+    Returns:
+        The checkpoint, None if a manifest cannot be read; and the problems, one sentence an entry.
+    """
+    report: CheckpointReport = verify_checkpoint(folder, progress=progress)
+    try:
+        manifest = read_manifest(folder)
+        others = read_other_nodes(folder)
+    except CheckpointError as error:
+        return None, [str(error) if folder.exists() else deleted_while_read(folder)]
+    records = {record.name: record for record in manifest.files}
+    problems = list(report.problems)
+    for other in others:
+        if other.save_id != manifest.save_id:
+            problems.append(f"the manifest of node {other.node} is of another save of this step")
+            continue
+        for record in other.files:
+            if record.name not in records:
+                records[record.name] = record
+                problems += check_file(folder, record, other)
+    expected = {f"{name} is not in the manifest: it does not belong to this checkpoint" for name in records}
+    problems = [problem for problem in problems if problem not in expected]
+    return Source(folder, manifest, records), problems + find_missing(folder, manifest, set(records))

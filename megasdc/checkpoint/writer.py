@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
+from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import Problem, describe_error
 from megasdc.durable import sync_path
+from megasdc.tensors.bits import dtype_name
 
 
 class RecordingWriter:
     """Replaces DeepSpeed's checkpoint engine during one save.
-
-    Args:
-        inner: the checkpoint engine that writes.
 
     Attributes:
         problem: the first error; None: no error.
@@ -57,7 +56,7 @@ class RecordingWriter:
         except Exception as error:  # whatever it is, this rank must reach the barrier and report it
             self.problem = describe_error(error, f"write {target}")
             return
-        self.written[target] = describe_tensors(state_dict) if target.name.startswith("layer_") else None
+        self.written[target] = describe_tensors(state_dict) if layer_of(target.name) is not None else None
 
 
 def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
 def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
     """Data type and shape of each tensor of a state dict, such as ``float32[64, 64]``."""
     return {
-        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        name: f"{dtype_name(value.dtype)}{list(value.shape)}"
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }

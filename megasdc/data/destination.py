@@ -15,7 +15,7 @@ from megasdc.data.manifest import MANIFEST_FILE, Manifest
 from megasdc.data.sources import fingerprint_source
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.data.verify import verify_prepared
-from megasdc.durable import sync_path
+from megasdc.durable import commit_folder
 from megasdc.errors import DataError
 
 
@@ -68,12 +68,7 @@ def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:
 
 def publish(work: Path, out: Path) -> None:
     """Move the result to its destination; replaced data are removed only after that."""
-    replaced = work / "replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists() and any(out.iterdir()):
-        os.rename(out, replaced)
-    os.rename(work / "result", out)
-    sync_path(out.parent)
+    commit_folder(work / "result", out)
     shutil.rmtree(work)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megasdc.data.manifest import checksum_file
+from megasdc.durable import rename_durably, replacing, write_durably
 from megasdc.program import write_whole
 
 logger = logging.getLogger(__name__)
@@ -116,14 +117,12 @@ def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
         for name, array in zip(names, arrays, strict=True):
-            with open(partial / f"{name}.npy", "wb") as file:
+            with replacing(partial / f"{name}.npy", "wb") as file:
                 np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
         checksums = {path.name: checksum_file(path) for path in partial.iterdir()}
-        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
+        write_durably(partial / CHECKSUMS_FILE, json.dumps(checksums))
         partial.chmod(0o755)  # mkdtemp makes it private; other users may train on the same data
-        os.rename(partial, folder)
+        rename_durably(partial, folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         if not folder.is_dir():  # else another process was first, with the same content

@@ -8,7 +8,6 @@ of blocks; it is still read, and `megasdc verify-data --add-checksums` updates i
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megasdc.data.blocks import REMEDY, num_blocks
-from megasdc.durable import write_durably
+from megasdc.durable import sync_path, write_durably
 from megasdc.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -200,8 +199,7 @@ def checksum_file(path: Path, advance: Callable[[int], None] = lambda size: None
 
 def record_file(path: Path) -> FileRecord:
     """Sync a file to disk and return its size and checksum."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync_path(path)
     return FileRecord(size_bytes=path.stat().st_size, checksum=checksum_file(path))
 
 

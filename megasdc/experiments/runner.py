@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import step_folder
-from megasdc.durable import write_durably
+from megasdc.durable import rename_durably, write_durably
 from megasdc.errors import PeerError, StorageError
 from megasdc.events import EventLog
 from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
@@ -219,7 +219,7 @@ def _take_checkpoint(donor: Path, folder: Path, step: int) -> None:
     making = folder / f".{CHECKPOINTS}"
     shutil.rmtree(making, ignore_errors=True)
     shutil.copytree(donor / CHECKPOINTS / step_folder(step), making / step_folder(step), copy_function=_link)
-    os.replace(making, own)
+    rename_durably(making, own)
 
 
 def _link(source: str, target: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -29,22 +28,25 @@ from typing import Any
 from rich.console import Console
 
 from megasdc.checkpoint.checks import reading
-from megasdc.checkpoint.files import SHARED_STATE_FILE, commit_folder, remove_entry
 from megasdc.checkpoint.formats.allowlist import check_pickle, load_checked
-from megasdc.checkpoint.kinds import is_universal
-from megasdc.checkpoint.manifest import describe_file, installed_versions
-from megasdc.checkpoint.sources import Source, read_source
-from megasdc.checkpoint.universal import (
+from megasdc.checkpoint.formats.deepspeed_names import (
     PARAMETERS_FOLDER,
     STATES,
+    UNIVERSAL_OPTIMIZER,
+    kind_of_file,
+)
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, read_shared_state
+from megasdc.checkpoint.kinds import is_universal
+from megasdc.checkpoint.manifest import describe_file, installed_versions
+from megasdc.checkpoint.universal import (
     UNIVERSAL_FORMAT_VERSION,
     UniversalManifest,
     universal_folder,
     write_universal_manifest,
 )
-from megasdc.checkpoint.verify import find_folders
+from megasdc.checkpoint.verify import Source, find_folders, read_source
 from megasdc.config.deepspeed_part import precision_of
-from megasdc.durable import sync_path
+from megasdc.durable import commit_folder, remove_entry, sync_path
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.model.universal import UNIVERSAL_INFO_KEY
 
@@ -158,11 +160,7 @@ def convert_to_universal(
 
 
 def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
-    """Check DeepSpeed's output before anything loads it unrestricted.
-
-    Args:
-        folder: the output of ``ds_to_universal``.
-        names: parameters that the source holds.
+    """Check DeepSpeed's output before anything loads it unrestricted; ``names``: parameters that the source holds.
 
     Returns:
         Full shape of each parameter.
@@ -172,7 +170,7 @@ def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
     """
     for file in sorted(folder.glob("*.pt")):
         check_pickle(file)
-    check_pickle(folder / PARAMETERS_FOLDER / "optimizer_state.pt")
+    check_pickle(folder / UNIVERSAL_OPTIMIZER)
     found = {entry.name: entry for entry in sorted((folder / PARAMETERS_FOLDER).iterdir()) if entry.is_dir()}
     if found.keys() != names:
         different = sorted(found.keys() ^ names)
@@ -220,23 +218,21 @@ def _check_output(final: Path, source: Source, force: bool) -> None:
 
 def _check_source(source: Source) -> dict[str, Any]:
     """Load the shared state that megasdc saved; CheckpointError if what the conversion needs was not saved."""
-    first = sorted(name for name in source.records if name.startswith("mp_rank_"))[0]
-    if UNIVERSAL_INFO_KEY not in load_checked(source.path / first, mmap=True):
+    if UNIVERSAL_INFO_KEY not in load_checked(source.path / _stages(source)[0], mmap=True):
         raise CheckpointError(
             f"{source.path} was saved without {UNIVERSAL_INFO_KEY}, by an older megasdc: how its tensors were divided "
             "is not known. Resume from it at its own layout, save again, and convert that checkpoint"
         )
-    try:
-        state: dict[str, Any] = json.loads((source.path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source.path / SHARED_STATE_FILE} cannot be read: {error}") from error
-    return state
+    return read_shared_state(source.path)
+
+
+def _stages(source: Source) -> list[str]:
+    return sorted(name for name in source.records if kind_of_file(name) == "stages")
 
 
 def _saved_names(source: Source) -> set[str]:
     """Names of all parameters, from the files of all stages."""
-    stages = [name for name in source.records if name.startswith("mp_rank_")]
-    states = (load_checked(source.path / name, mmap=True) for name in stages)
+    states = (load_checked(source.path / name, mmap=True) for name in _stages(source))
     return {name for state in states for group in state["param_shapes"] for name in group}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,16 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.files import commit_folder, remove_entry
 from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
-from megasdc.durable import TEMPORARY_PREFIX, write_durably
+from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.interchange.export_tokenizer import PROBES, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
 from megasdc.progress import parts_bar
+from megasdc.tensors.bits import dtype_name
 
 DataType = Literal["fp32", "bf16", "as-saved"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -226,7 +228,7 @@ def export_hf(
             step=weights.step,
             path=str(target),
             architecture=hf_class(weights.model),
-            dtype=str(saved).removeprefix("torch."),
+            dtype=dtype_name(saved),
             num_parameters=sum(tensor.numel() for shard in shards.values() for tensor in shard.values()),
             files=list(shards),
             size_bytes=sum((folder / name).stat().st_size for name in shards),
@@ -237,43 +239,26 @@ def export_hf(
     return result
 
 
-class writing_folder:
+@contextmanager
+def writing_folder(target: Path) -> Iterator[Path]:
     """Context that creates a folder under a temporary name, renames it at the end, and removes it after an error.
-
-    Args:
-        target: the folder's final name.
 
     Raises:
         StorageError: it cannot be written.
     """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
-
-    def __enter__(self) -> Path:
-        try:
-            remove_entry(self.temporary)
-            self.temporary.mkdir(parents=True)
-        except OSError as error:
-            raise self._storage_error(error) from error
-        return self.temporary
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            try:
-                commit_folder(self.temporary, self.target)
-            except OSError as failure:
-                raise self._storage_error(failure) from failure
-            return
-        remove_entry(self.temporary)
-        if isinstance(error, OSError):
-            raise self._storage_error(error) from error
-
-    def _storage_error(self, error: OSError) -> StorageError:
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    try:
+        remove_entry(temporary)
+        temporary.mkdir(parents=True)
+        yield temporary
+        commit_folder(temporary, target)
+    except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free space or choose another folder" if full else "choose another folder"
-        return StorageError(f"{self.target} cannot be written: {error.strerror or error}; {remedy}")
+        raise StorageError(f"{target} cannot be written: {error.strerror or error}; {remedy}") from error
+    finally:
+        with contextlib.suppress(OSError):  # its parent is a file, or may not be written: nothing was begun
+            remove_entry(temporary)
 
 
 def divide(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:

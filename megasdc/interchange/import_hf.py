@@ -18,7 +18,7 @@ from megasdc.checkpoint.initial import (
     TOKENIZER_FOLDER,
     FileRecord,
     WeightsManifest,
-    layer_file,
+    weights_file,
 )
 from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
 from megasdc.data.tokenizer import kind_of_files, load_tokenizer
@@ -89,7 +89,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         with parts_bar("importing", len(todo), quiet=not progress) as advance:
             for index, found in todo.items():
                 layer = from_hf(model, index, shards.read([name for rule in found for name in rule.theirs]))
-                name = layer_file(index)
+                name = weights_file(index)
                 write_tensors(work / name, layer, layer.items())
                 if index == 0:
                     rows = layer["word_embeddings.weight"].shape[0]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import replacing
+from megasdc.durable import rename_durably, replacing
 from megasdc.metrics.names import METRICS
 
 METRICS_FILE = "metrics.jsonl"
@@ -108,5 +107,5 @@ def set_aside(run_dir: Path | str) -> Path | None:
     if not path.exists() or path.stat().st_size == 0:
         return None
     kept = path.with_name(f"metrics.until_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    os.replace(path, kept)
+    rename_durably(path, kept)
     return kept

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from megasdc.checkpoint.compare.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
-from megasdc.checkpoint.records import record_text
+from megasdc.checkpoint.formats.records import record_text
 from megasdc.errors import StorageError
 from megasdc.program import write_whole
 from megasdc.progress import bytes_bar

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megasdc.addresses import PHASES, Address
+from megasdc.durable import rename_durably
 from megasdc.errors import LaunchError, TraceError
 from megasdc.sdc.trace import Trace
 
@@ -81,7 +82,7 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
     for number, step, path in _files(folder):
         if number % world_size == rank and (number != rank or step >= first_step):
             kept = path.with_name(f"{path.stem}.until_{time.strftime('%Y%m%d-%H%M%S')}.trace")
-            os.replace(path, kept)
+            rename_durably(path, kept)
             renamed.append(kept)
     return renamed
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import write_durably
 from megasdc.errors import StorageError, TraceError
 
 FORMAT = "megasdc.stress.gemm.v1"
@@ -108,11 +109,9 @@ def save_products(
         "recorded": dict(recorded),
     }
     path = folder / f"{_digest(content['key'])[:12]}.gemm.json"
-    temporary = path.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_durably(path, json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --golden") from error
     return path

@@ -6,11 +6,11 @@ A file per host, written atomically after each round, so that a killed test cont
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import write_durably
 from megasdc.errors import StorageError, TraceError
 
 COLLECTIVES, GEMM, TRAINING = TESTS = ("collectives", "gemm", "training")
@@ -107,11 +107,9 @@ def save_state(folder: Path, state: HostState) -> None:
         StorageError: it cannot be written.
     """
     path = folder / f"{state.host}.json"
-    temporary = folder / f".{state.host}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"format": FORMAT, **asdict(state)}) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_durably(path, json.dumps({"format": FORMAT, **asdict(state)}) + "\n")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
 

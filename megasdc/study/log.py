@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import replacing
+from megasdc.durable import rename_durably, replacing
 from megasdc.errors import DataError
 from megasdc.events import open_lines
 
@@ -47,7 +47,7 @@ class StudyLog:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{rank:05d}.jsonl"
         if path.exists() and step == 0:
-            os.replace(path, folder / f"until_{time.strftime('%Y%m%d-%H%M%S')}_{path.name}")
+            rename_durably(path, folder / f"until_{time.strftime('%Y%m%d-%H%M%S')}_{path.name}")
         elif path.exists():
             _cut_back(path, step)
         self._file = open_lines(path)

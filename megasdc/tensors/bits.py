@@ -22,6 +22,11 @@ _LARGEST = torch.iinfo(torch.int64).max
 _BYTES = torch.arange(256)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a data type without its module, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def element_bits(dtype: torch.dtype) -> int:
     """Bits of one element.
 

@@ -11,9 +11,10 @@ from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.checkpoint.places import Problem, raise_together
+from megasdc.checkpoint.places import Problem, Ranks, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.save import save_checkpoint
+from megasdc.checkpoint.retention import Retention
+from megasdc.checkpoint.save import SavedState, save_checkpoint
 from megasdc.config import RunConfig, StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import Position, merge_positions, position_for
@@ -74,15 +75,10 @@ class Saver(StepHook):
             run.engine,
             self.folder,
             run.step,
-            dims=run.dims,
-            storage=self.section.storage,
-            shared_state=self._shared_state(run),
-            rank_state={"rng": capture_rng()},
-            client_state=self._client_state(run),
-            events=run.events,
-            keep_last=self.section.keep_last,
-            keep_every=self.section.keep_every,
-            group=run.host_group,
+            SavedState(self._shared_state(run), {"rng": capture_rng()}, self._client_state(run)),
+            run.dims,
+            Ranks(self.section.storage, run.host_group, run.events),
+            Retention(self.section.keep_last, self.section.keep_every),
         )
         run.passed_over.discard(run.step)
         run.paused_s += saved.duration_s
@@ -145,25 +141,23 @@ def resume(
     Collective: all ranks of the world.
     """
     section = config.megasdc.checkpoint
-    folder = checkpoint_folder(config)
+    folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
     at_most: int | None = None
     while True:
         found = find_checkpoint(
             folder,
-            dims=run.dims,
-            storage=section.storage,
+            run.dims,
+            ranks,
             verify=section.verify,
             resume="auto" if section.universal and section.resume == "must" else section.resume,
             require_verified=section.require_verified,
             at_most=at_most,
-            events=run.events,
-            group=run.host_group,
         )
         at_most = None if agree is None else agree(0 if found is None else found.step)
         if at_most is None:
             break
     if found is None:
-        leave_behind(folder, None, storage=section.storage, events=run.events, group=run.host_group)
+        leave_behind(folder, None, ranks)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
         if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
@@ -171,15 +165,8 @@ def resume(
         return hooks
     changed = ChangedSettings(run.engine, config, study)
     data = found.manifest.layout.data
-    loaded = load_checkpoint(
-        run.engine,
-        found,
-        run.dims,
-        check=lambda saved: changed.check(saved, data),
-        events=run.events,
-        group=run.host_group,
-    )
-    leave_behind(folder, found, storage=section.storage, events=run.events, group=run.host_group)
+    loaded = load_checkpoint(run.engine, found, run.dims, ranks, check=lambda saved: changed.check(saved, data))
+    leave_behind(folder, found, ranks)
     run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
     _restore_counters(run, state)
@@ -229,11 +216,11 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     Collective: all ranks of the world.
     """
     section, dims = config.megasdc.checkpoint, run.dims
-    found = open_universal(folder, storage=section.storage, verify=section.verify, group=run.host_group)
+    found = open_universal(folder, Ranks(section.storage, run.host_group), verify=section.verify)
     state = found.shared_state
     changed = ChangedSettings(run.engine, config, None)
     problem = changed.problem_of(state, found.manifest.source_layout.data)
-    raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed", run.host_group)
+    raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed")
     position = Position()
     try:
         if "loader" not in section.universal_without:
@@ -247,8 +234,8 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
         text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
         problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
     what = f"{found.path} cannot continue with this data, nothing was changed"
-    raise_together(problem, found.place, what, run.host_group)
-    load_universal(run.engine, found, group=run.host_group)
+    raise_together(problem, found.place, what)
+    load_universal(run.engine, found)
     _restore_counters(run, state)
     run.loader.position = position
     _prolong_stream(run)

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from megasdc.checkpoint.load import LoadedState, load_checkpoint
+from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.save import SaveResult, save_checkpoint
+from megasdc.checkpoint.retention import Retention
+from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.dims import ParallelDims
 
@@ -96,24 +98,24 @@ class Run:
             self.consumed = position + MICRO_BATCHES
         return losses
 
-    def save(self, folder: Path | str, **options: Any) -> SaveResult:
+    def save(self, folder: Path | str, keep_last: int = 0, keep_every: int = 0, **ranks: Any) -> SaveResult:
         """Save after the last step."""
         return save_checkpoint(
             self.engine,
             folder,
             self.engine.global_steps,
-            dims=self.dims,
-            shared_state={"positions": [self.consumed]},
-            rank_state={"rng": capture_rng(), "consumed": self.consumed},
-            **options,
+            SavedState({"positions": [self.consumed]}, {"rng": capture_rng(), "consumed": self.consumed}),
+            self.dims,
+            Ranks(**ranks),
+            Retention(keep_last, keep_every),
         )
 
-    def resume(self, folder: Path | str, **options: Any) -> LoadedState | None:
+    def resume(self, folder: Path | str, resume: Any = "auto", **ranks: Any) -> LoadedState | None:
         """Go on from the newest usable checkpoint."""
-        chosen = find_checkpoint(folder, dims=self.dims, **options)
+        chosen = find_checkpoint(folder, self.dims, Ranks(**ranks), resume=resume)
         if chosen is None:
             return None
-        loaded = load_checkpoint(self.engine, chosen, self.dims, node=options.get("node"))
+        loaded = load_checkpoint(self.engine, chosen, self.dims, Ranks(**ranks))
         restore_rng(loaded.rank_state["rng"])
         self.consumed = loaded.rank_state["consumed"]
         return loaded

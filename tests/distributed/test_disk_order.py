@@ -14,8 +14,7 @@ from harness import run_distributed
 from whole_runs import prepare_text
 
 from megasdc.checkpoint.aside import move_aside
-from megasdc.checkpoint.files import commit_folder
-from megasdc.durable import write_durably
+from megasdc.durable import commit_folder, write_durably
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,7 @@ from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.marks import find_corruption, list_verified, mark_corruption, mark_verified
-from megasdc.checkpoint.places import Place, find_place
+from megasdc.checkpoint.places import Place, Ranks, find_place
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.determinism import restore_rng
 from megasdc.errors import CheckpointError, StorageError
@@ -42,21 +42,23 @@ def _save_often(run: Run, folder: Path, options: dict[str, Any], *steps: int) ->
             run.save(folder, **options)
 
 
-def _resume(run: Run, folder: Path, events: EventLog | None = None, **options: Any) -> int | None:
+def _resume(
+    run: Run, folder: Path, events: EventLog | None = None, require_verified: Any = "auto", **options: Any
+) -> int | None:
     """As a run does it: choose, load, leave behind what was not trusted."""
-    chosen = find_checkpoint(folder, dims=run.dims, events=events, **options)
-    options.pop("require_verified", None)
+    ranks = Ranks(events=events, **options)
+    chosen = find_checkpoint(folder, run.dims, ranks, require_verified=require_verified)
     if chosen is not None:
-        loaded = load_checkpoint(run.engine, chosen, run.dims, node=options.get("node"))
+        loaded = load_checkpoint(run.engine, chosen, run.dims, ranks)
         restore_rng(loaded.rank_state["rng"])
         run.consumed = loaded.rank_state["consumed"]
-    leave_behind(folder, chosen, events=events, **options)
+    leave_behind(folder, chosen, ranks)
     return None if chosen is None else chosen.step
 
 
 def _after_corruption(root: str, storage: str) -> dict[str, Any]:
     folder, options = _folder(root, storage)
-    place = find_place(options.get("storage", "shared"), options.get("node"), None)
+    place = find_place(Ranks(**options))
     run = Run()
     events = EventLog(root, place.rank)
     run.train(2)
@@ -71,7 +73,7 @@ def _after_corruption(root: str, storage: str) -> dict[str, Any]:
         (folder / "corruption.json").unlink()
     torch.distributed.barrier()
     other = Run(seed=5)
-    ignored = find_checkpoint(folder, dims=other.dims, require_verified="never", events=events, **options)
+    ignored = find_checkpoint(folder, other.dims, Ranks(events=events, **options), require_verified="never")
     assert ignored is not None
     found: dict[str, Any] = {"never": ignored.step}
     found["auto"] = _resume(other, folder, events, **options)
@@ -113,7 +115,7 @@ def test_a_resume_after_corruption_lands_at_the_newest_verified_checkpoint(tmp_p
 
 def _interrupted(root: str) -> dict[str, Any]:
     folder, options = _folder(root, "node_local")
-    place = find_place("node_local", options["node"], None)
+    place = find_place(Ranks(**options))
     run = Run()
     _save_often(run, folder, options, 2, 4)
     mark_verified(folder, 2, 3, place)
@@ -153,7 +155,7 @@ def test_the_corruption_mark_stays_until_every_node_has_moved_its_candidates(tmp
 
 def _refused(root: str) -> dict[str, Any]:
     folder, options = _folder(root, "shared")
-    place = find_place("shared", None, None)
+    place = find_place(Ranks())
     run = Run()
     found: dict[str, Any] = {}
     mark_corruption(folder, 1, "incident.json", place)
@@ -208,7 +210,7 @@ def test_without_a_verified_checkpoint_a_run_does_not_go_on(tmp_path: Path) -> N
 
 def _retention(root: str, storage: str) -> dict[str, Any]:
     folder, options = _folder(root, storage)
-    place = find_place(options.get("storage", "shared"), options.get("node"), None)
+    place = find_place(Ranks(**options))
     run = Run()
     _save_often(run, folder, options, 1, 2)
     if storage == "shared" or place.rank == 0:  # the other node has no mark: both must keep the same

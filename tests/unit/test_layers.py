@@ -48,6 +48,8 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
+ROOMS = {"checkpoint": ["formats", "", "views", "compare"]}
+"""Folders inside a part: each may import itself and those before it; the empty name stands for the part's own files."""
 NO_TORCH = {"errors", "addresses", "durable", "imports", "events", "run_lock", "versions", "config"}
 
 
@@ -65,8 +67,8 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            if module == "megasdc":
-                yield from ((node.lineno, f"megasdc.{alias.name}") for alias in node.names)
+            if module in {"megasdc", *(f"megasdc.{part}" for part in ROOMS)}:
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
             else:
                 yield node.lineno, module
 
@@ -98,6 +100,25 @@ def test_imports_go_down(part):
         for line, module in imported(file):
             names = module.split(".")
             if names[0] == "megasdc" and len(names) > 1 and names[1] in LAYERS and not may_import(part, names[1]):
+                wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
+    assert wrong == []
+
+
+def room_of(names, rooms):
+    """Return the room of a module inside a part, from its names below the part; the empty one for the part's own."""
+    return names[0] if names and names[0] in rooms else ""
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_imports_inside_a_part_go_one_way(part):
+    """A room of a part imports no room that stands after it, and every folder of the part has its place."""
+    rooms, wrong = ROOMS[part], []
+    assert {entry.name for entry in (PACKAGE / part).iterdir() if (entry / "__init__.py").is_file()} <= set(rooms)
+    for file in (PACKAGE / part).rglob("*.py"):
+        own = rooms.index(room_of(file.relative_to(PACKAGE / part).parts, rooms))
+        for line, module in imported(file):
+            names = module.split(".")
+            if names[:2] == ["megasdc", part] and rooms.index(room_of(names[2:], rooms)) > own:
                 wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
     assert wrong == []
 

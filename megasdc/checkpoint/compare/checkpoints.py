@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from torch import Tensor
+
+from megasdc.checkpoint.compare.damage import Damage, Pattern, PieceDamage
 from megasdc.checkpoint.compare.report import Finding, Options, Report
-from megasdc.checkpoint.compare.scalars import compare_scalars
-from megasdc.checkpoint.compare.settle import settle
 from megasdc.checkpoint.compare.tensors import compare_tensors
-from megasdc.checkpoint.views.view import TENSOR_SLOTS, Slot, View, with_derived_weights
+from megasdc.checkpoint.compare.votes import all_intact, find_expected
+from megasdc.checkpoint.formats.pieces import Piece
+from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Scalar, Slot, View, with_derived_weights
 from megasdc.errors import CheckpointError
 
 __all__ = ["Finding", "Options", "Report", "compare_checkpoints", "tensors_to_compare"]
+
+_RANKLESS = ("engine/", "optimizer/")
+"""Scalars that represent those of all ranks; compared only where layouts differ."""
+_OF_A_LAYOUT = ("rank", "loader/")
+"""Scalars whose meaning depends on the layout; compared only where all have one layout."""
+_OF_ELEMENTS: tuple[Pattern, ...] = ("bit", "element", "run", "period", "scattered", "tail")
 
 
 def compare_checkpoints(
@@ -47,9 +57,9 @@ def compare_checkpoints(
         listed = "; ".join(f"{view.path} ({view.kind}) has {', '.join(view.slots)}" for view in views)
         raise CheckpointError(f"no tensor is in two of them that --only and --ignore leave: {listed}")
     compare_tensors(report, options, keys, jobs or len(os.sched_getaffinity(0)), progress or (lambda _: None))
-    compare_scalars(report, options)
+    _compare_scalars(report, options)
     report.notes += _left_out(views, options) + [note for view in views for note in view.notes]
-    report.findings = settle(report.findings, Counter(slot for _, slot in keys))
+    report.findings = _settle(report.findings, Counter(slot for _, slot in keys))
     report.problems = list(dict.fromkeys(report.problems))
     return report
 
@@ -69,3 +79,87 @@ def _left_out(views: Sequence[View], options: Options) -> list[str]:
         if options.wants("", slot) and 0 < len(without) < len(views):
             notes.append(f"{slot} is not in the format of {', '.join(without)}")
     return notes
+
+
+def _compare_scalars(report: Report, options: Options) -> None:
+    """Compare the scalars of all checkpoints that have some, and add differences to the report."""
+    views = [view for view in report.views if "scalar" in view.slots]
+    if len(views) < 2:
+        return
+    if options.wants("", "scalar"):
+        report.problems += [problem for view in views for problem in view.problems]
+    others = 0
+    layouts = {(view.kind, view.layout) for view in views}
+    for name in dict.fromkeys(name for view in views for name in view.scalars):
+        if not options.wants(name, "scalar"):
+            continue
+        if name.startswith(_RANKLESS if len(layouts) == 1 else _OF_A_LAYOUT):
+            continue
+        holders = [(view, view.scalars[name]) for view in views if name in view.scalars]
+        if len(holders) < 2:
+            continue
+        if name.endswith(GLOBAL_GENERATORS) and len({view.save_id for view, _ in holders}) > 1:
+            others += len({scalar.value for _, scalar in holders}) > 1
+            continue
+        report.num_compared += 1
+        _compare_scalar(report, name, holders)
+    if others:
+        report.notes.append(
+            f"global random generators of {others} ranks differ; training does not draw from them, so between two "
+            "saves that is no difference"
+        )
+
+
+def _compare_scalar(report: Report, name: str, holders: list[tuple[View, Scalar]]) -> None:
+    classes: dict[str, list[tuple[View, Scalar]]] = {}
+    for view, scalar in holders:
+        if scalar.value is None:
+            against = next((other for other, one in holders if one.value is not None), view)
+            detail = f"{scalar.file.name} does not hold it"
+            report.add((name, "scalar"), view, against, Damage("missing", detail, _place(scalar)))
+        else:
+            classes.setdefault(scalar.value, []).append((view, scalar))
+    if len(classes) < 2:
+        return
+    states = [[all_intact([view.changed(one.file)]) for view, one in members] for members in classes.values()]
+    right, basis = find_expected([len(members) for members in classes.values()], states)
+    value, members = list(classes.items())[right]
+    for found, wrong in classes.items():
+        for view, scalar in wrong if found != value else ():
+            detail = f"{found}, expected {value}"
+            report.add((name, "scalar"), view, members[0][0], Damage("scalar", detail, _place(scalar)), basis)
+
+
+def _place(scalar: Scalar) -> list[PieceDamage]:
+    return [PieceDamage.whole(Piece(scalar.file, scalar.owner, 1, _nothing))]
+
+
+def _nothing() -> Tensor:
+    raise FileNotFoundError
+
+
+def _settle(findings: list[Finding], num_tensors: Mapping[Slot, int]) -> list[Finding]:
+    """Give findings with one cause the same pattern.
+
+    In a file of which most tensors hold another state, few differing elements are not damage: one step changes few bf16
+    weights. If most tensors of a slot hold another state, the pattern is drift, not a shard's.
+    ``num_tensors``: number of tensors compared in each slot.
+    """
+    shards = Counter(file for one in findings if one.pattern == "shard" for file in one.files)
+    all_of = Counter(file for one in findings if one.slot != "scalar" for file in one.files)
+    other_state = {file for file, count in shards.items() if 2 * count > all_of[file] > 1}
+    findings = [
+        replace(one, pattern="shard") if one.pattern in _OF_ELEMENTS and one.files <= other_state else one
+        for one in findings
+    ]
+    drifted: dict[tuple[str, Slot], set[str]] = {}
+    for one in findings:
+        if one.covers_all and one.pattern == "shard":
+            drifted.setdefault((one.checkpoint, one.slot), set()).add(one.fqn)
+    return [
+        replace(one, pattern="drift")
+        if one.pattern == "shard"
+        and 2 * len(drifted.get((one.checkpoint, one.slot), ())) > num_tensors.get(one.slot, 0)
+        else one
+        for one in findings
+    ]

@@ -74,12 +74,12 @@ class PieceDamage:
 
 @dataclass(frozen=True)
 class Damage:
-    """A pattern with its details."""
+    """A pattern with its details; ``covers_all``: every piece differs as a whole."""
 
     pattern: Pattern
     detail: str
     pieces: list[PieceDamage]
-    covers_all: bool
+    covers_all: bool = False
 
 
 @dataclass

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.checks import deleted_while_read
-from megasdc.checkpoint.content import BLOCK_BYTES, Content, TensorContent
-from megasdc.checkpoint.digest_file import digest_file
 from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, UNIVERSAL_FILE, list_steps
 from megasdc.checkpoint.files import step_folder as name_of_step
+from megasdc.checkpoint.formats.content import BLOCK_BYTES, Content, TensorContent
+from megasdc.checkpoint.formats.digest_file import digest_file
+from megasdc.checkpoint.formats.records import Count, Record, Time, Xxh3, read_record
 from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, DATA, RUN, UNIVERSAL, explain_folder, kind_of
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
-from megasdc.checkpoint.manifest import Manifest, read_manifest
+from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
 from megasdc.checkpoint.marks import VERIFIED_FILE
-from megasdc.checkpoint.records import Count, Record, Time, Xxh3, read_record
 from megasdc.checkpoint.universal import read_universal_manifest
 from megasdc.durable import TEMPORARY_PREFIX
 from megasdc.errors import CheckpointError
@@ -240,13 +240,10 @@ def _digest_one(
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         return FileContent(
             name=own,
-            size_bytes=found.size_bytes,
-            xxh3_128=found.xxh3_128,
+            **vars(found),
             saved=None if record is None else record.xxh3_128,
             rank=None if record is None else record.rank,
             node=None if record is None else record.node,
-            content=found.content,
-            problem=found.problem,
         )
 
     return _describe(name, saved, list(pool.map(read, _files(folder))))
@@ -271,6 +268,5 @@ def _saved(folder: Path) -> Any:
     if kind != CHECKPOINT:
         return None
     manifest = read_manifest(folder)
-    others = [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
-    more = [file for other in others if other.save_id == manifest.save_id for file in other.files]
+    more = [file for other in read_other_nodes(folder) if other.save_id == manifest.save_id for file in other.files]
     return manifest.model_copy(update={"files": manifest.files + more})

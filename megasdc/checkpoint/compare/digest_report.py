@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megasdc.checkpoint.compare.digest import Digest
+from megasdc.checkpoint.compare.outcome import Outcome
 
 What = Literal["blocks", "bytes", "outside", "missing", "type", "value", "values"]
 WHATS: dict[What, str] = {
@@ -71,7 +72,7 @@ class Difference:
 
 
 @dataclass
-class DigestReport:
+class DigestReport(Outcome):
     """Result of a comparison of manifests.
 
     Attributes:
@@ -80,7 +81,6 @@ class DigestReport:
         num_files: files that are in at least two of them.
         differences: in order of checkpoints and files.
         checkpoints: for each checkpoint in at least two of them, whether it is the same, in order of step.
-        notes: what was not compared.
     """
 
     digests: list[Digest]
@@ -88,11 +88,10 @@ class DigestReport:
     num_files: int = 0
     differences: list[Difference] = field(default_factory=list)
     checkpoints: dict[str, bool] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """Whether everything that was compared is equal."""
+        """Whether there is no difference."""
         return not self.differences
 
     @property
@@ -106,18 +105,16 @@ class DigestReport:
         named = {one.digest for one in self.differences if one.basis}
         return [label for label in self.labels if label in named]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
+    def details(self) -> dict[str, Any]:
+        """Manifests, checkpoints and differences."""
         return {
             "manifests": [
                 {"label": label, "host": one.host, "path": one.path, "time": one.time, "as_saved": one.as_saved}
                 for label, one in zip(self.labels, self.digests, strict=True)
             ],
-            "same": self.same,
             "num_files": self.num_files,
             "checkpoints": self.checkpoints,
             "first_different": self.first_different,
             "odd": self.odd,
             "differences": [asdict(one) for one in self.differences],
-            "notes": self.notes,
         }

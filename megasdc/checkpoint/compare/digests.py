@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megasdc.checkpoint.compare.digest import CheckpointContent, Digest, FileContent
 from megasdc.checkpoint.compare.digest_report import BlockRange, Difference, DigestReport, What
 from megasdc.checkpoint.compare.votes import MOST, find_expected
-from megasdc.checkpoint.content import DIGEST_DIGITS, Content, TensorContent, parts_of
+from megasdc.checkpoint.formats.content import DIGEST_DIGITS, Content, TensorContent, parts_of
 from megasdc.errors import CheckpointError
 
 NO_BLOCKS = "blocks are not known: saved by a version that did not record them"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megasdc.checkpoint.compare.outcome import Outcome
 from megasdc.checkpoint.views.view import Slot
 from megasdc.model.kinds import EMBEDDING, FINAL_NORM, HEAD, NORM, POSITIONS, kind_of
 from megasdc.tensors.distance import Distance
@@ -70,7 +71,7 @@ class StepDrift:
 
 
 @dataclass
-class DriftReport:
+class DriftReport(Outcome):
     """Drift of all runs.
 
     Attributes:
@@ -78,16 +79,12 @@ class DriftReport:
         runs: checkpoint folders of the others.
         steps: steps compared, by run and then ascending.
         lacking: by folder, steps that others keep and this one does not.
-        problems: steps that could not be read and were not compared.
-        notes: further remarks.
     """
 
     reference: str
     runs: list[str]
     steps: list[StepDrift] = field(default_factory=list)
     lacking: dict[str, list[int]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def of(self, run: str) -> list[StepDrift]:
         """The compared steps of one run."""
@@ -104,11 +101,11 @@ class DriftReport:
 
     @property
     def same(self) -> bool:
-        """Whether everything that was compared is bitwise equal."""
+        """Whether all steps are bitwise equal."""
         return all(one.equal for one in self.steps)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
+    def details(self) -> dict[str, Any]:
+        """Runs and their steps."""
         runs = []
         for run in self.runs:
             first = self.first_divergent(run)
@@ -123,11 +120,8 @@ class DriftReport:
             )
         return {
             "reference": self.reference,
-            "same": self.same and not self.problems,
             "runs": runs,
             "steps_lacking": self.lacking,
-            "not_compared": self.problems,
-            "notes": self.notes,
         }
 
 

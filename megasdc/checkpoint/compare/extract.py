@@ -6,13 +6,12 @@ be equal, and compares whole tensors though only blocks were sent.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import IO, Self
 
 import xxhash
 from pydantic import model_validator
@@ -20,8 +19,9 @@ from pydantic import model_validator
 from megasdc.checkpoint.compare.digest import Digest, FileContent
 from megasdc.checkpoint.compare.digest_report import DigestReport
 from megasdc.checkpoint.compare.digests import differing_blocks
-from megasdc.checkpoint.content import DIGEST_DIGITS, Content, TensorContent
-from megasdc.checkpoint.records import Record, read_text, record_text
+from megasdc.checkpoint.formats.content import DIGEST_DIGITS, Content, TensorContent
+from megasdc.checkpoint.formats.records import Record, read_text, record_text
+from megasdc.durable import replacing
 from megasdc.errors import CheckpointError, StorageError
 
 EXTRACT_SUFFIX = ".extract"
@@ -192,7 +192,7 @@ def write_extracts(report: DigestReport, paths: dict[int, Path], folder: Path) -
         target = folder / f"{place + 1}.{digest.host}{EXTRACT_SUFFIX}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(target, "wb") as file:
+            with replacing(target, "wb") as file:
                 _write(file, index, path)
         except OSError as error:
             raise StorageError(f"{target} cannot be written: {error.strerror}; choose another --extract") from error
@@ -200,15 +200,13 @@ def write_extracts(report: DigestReport, paths: dict[int, Path], folder: Path) -
     return written
 
 
-def _write(file: BinaryIO, index: ExtractIndex, path: Path) -> None:
+def _write(file: IO[bytes], index: ExtractIndex, path: Path) -> None:
     file.write(record_text(index, indent=None).encode())
     for one in index.tensors:
         for number in one.blocks:
             start, size = one.extent(number)
             source = locate(path, one.checkpoint, one.file)
             file.write(read_block(source, one.tensor.offset + start, size, one.tensor.block(number)))
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def locate(path: Path, checkpoint: str, file: str) -> Path:

@@ -25,8 +25,8 @@ from megasdc.checkpoint.compare.extract import (
     read_block,
     read_extract,
 )
-from megasdc.checkpoint.content import parts_of
-from megasdc.checkpoint.digest_file import digest_file
+from megasdc.checkpoint.formats.content import parts_of
+from megasdc.checkpoint.formats.digest_file import digest_file
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.views.view import TENSOR_SLOTS, Entry, View
 from megasdc.errors import CheckpointError

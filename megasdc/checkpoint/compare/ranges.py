@@ -95,11 +95,7 @@ class PendingDigest:
 
 
 class RangeDigester:
-    """Digests ranges in threads.
-
-    Args:
-        pool: pool of the threads.
-    """
+    """Digests ranges in threads."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.compare.damage import MEANINGS, Pattern, PieceDamage
+from megasdc.checkpoint.compare.damage import MEANINGS, Damage, Pattern, PieceDamage
 from megasdc.checkpoint.compare.measure import Measure
+from megasdc.checkpoint.compare.outcome import Outcome
 from megasdc.checkpoint.views.view import Slot, View
 
 
@@ -122,48 +123,48 @@ class Finding:
 
 
 @dataclass
-class Report:
-    """What a comparison found.
+class Report(Outcome):
+    """What a comparison of checkpoints found.
 
     Attributes:
         views: the checkpoints.
         num_compared: tensors and values of which there are at least two copies.
         num_tolerated: tensors that differ within the tolerance.
         findings: in order of the checkpoints' tensors.
-        problems: what could not be read and was not compared.
-        notes: what was not compared because not all checkpoints have it.
     """
 
     views: list[View]
     num_compared: int = 0
     num_tolerated: int = 0
     findings: list[Finding] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """Whether everything that was compared is equal or within the tolerance."""
+        """Whether there is no finding."""
         return not self.findings
 
     def add(
         self,
-        fqn: str,
-        slot: Slot,
+        key: tuple[str, Slot],
         view: View,
         against: View,
-        pattern: Pattern,
-        detail: str,
-        pieces: list[PieceDamage],
+        damage: Damage,
         basis: str = "",
         measure: Measure | None = None,
-        covers_all: bool = False,
     ) -> None:
         """Add a finding in ``view``; the arguments are its attributes. Reads its files again, see ``View.changed``."""
-        states = {one.piece.file: view.changed(one.piece.file) for one in pieces}
-        unchanged = {file.name: None if state is None else not state for file, state in states.items()}
-        names = (str(view.path), str(against.path))
-        self.findings.append(Finding(fqn, slot, *names, basis, pattern, detail, measure, pieces, unchanged, covers_all))
+        states = {one.piece.file: view.changed(one.piece.file) for one in damage.pieces}
+        self.findings.append(
+            Finding(
+                *key,
+                checkpoint=str(view.path),
+                against=str(against.path),
+                basis=basis,
+                **vars(damage),
+                measure=measure,
+                unchanged={file.name: None if state is None else not state for file, state in states.items()},
+            )
+        )
 
     def merge(self, other: Report) -> None:
         """Add the results of other tensors of the same checkpoints."""
@@ -172,16 +173,13 @@ class Report:
         self.findings += other.findings
         self.problems += other.problems
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
+    def details(self) -> dict[str, Any]:
+        """Checkpoints, counts and findings."""
         return {
             "checkpoints": [{"path": str(v.path), "kind": v.kind, "layout": v.layout} for v in self.views],
-            "same": self.same and not self.problems,
             "num_compared": self.num_compared,
             "num_tolerated": self.num_tolerated,
             "findings": [finding.as_dict() for finding in self.findings],
-            "not_compared": self.problems,
-            "notes": self.notes,
         }
 
 

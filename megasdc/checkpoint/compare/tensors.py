@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.compare.damage import Classifying, PieceDamage
+from megasdc.checkpoint.compare.damage import Classifying, Damage, PieceDamage
 from megasdc.checkpoint.compare.measure import Measuring
 from megasdc.checkpoint.compare.ranges import BATCH_BYTES, PendingDigest, Range, RangeDigester
 from megasdc.checkpoint.compare.report import Options, Report
@@ -67,7 +67,7 @@ def compare_tensors(
                     judged.popleft().result()
 
         for key in sorted(keys, key=lambda key: TENSOR_SLOTS.index(key[1])):
-            tensor = _Tensor(report.views, options, *key)
+            tensor = _Tensor(report.views, options, key)
             found[key] = tensor.report
             tensor.start(digester)
             reading.append(tensor)
@@ -102,14 +102,14 @@ class _Tensor:
     ``report`` covers this tensor only; ``cost_bytes`` is what reading it costs, 0 before ``start``.
     """
 
-    def __init__(self, views: list[View], options: Options, fqn: str, slot: Slot) -> None:
-        self.options, self.fqn, self.slot = options, fqn, slot
+    def __init__(self, views: list[View], options: Options, key: tuple[str, Slot]) -> None:
+        self.options, self.key = options, key
         self.report, self.parts = Report(views), list[_Part]()
         self.cost_bytes = 0
-        having = [view for view in views if (fqn, slot) in view.entries]
-        for view in (view for view in views if slot in view.slots and view not in having):
-            self.report.add(fqn, slot, view, having[0], "missing", f"{view.path} has no such tensor", [])
-        entries = [view.entries[fqn, slot] for view in having]
+        having = [view for view in views if key in view.entries]
+        for view in (view for view in views if key[1] in view.slots and view not in having):
+            self.report.add(key, view, having[0], Damage("missing", f"{view.path} has no such tensor", []))
+        entries = [view.entries[key] for view in having]
         rows = _common_rows(entries)
         for view, entry in zip(having, entries, strict=True):
             for copy in entry.copies:
@@ -121,8 +121,8 @@ class _Tensor:
         try:
             self.parts.append(_Part(view, copy, copy.open(), shape))
         except PieceError as error:
-            damage = [PieceDamage.whole(piece) for piece in error.pieces]
-            self.report.add(self.fqn, self.slot, view, view, error.kind, str(error), damage, "its own layout")
+            damage = Damage(error.kind, str(error), [PieceDamage.whole(piece) for piece in error.pieces])
+            self.report.add(self.key, view, view, damage, "its own layout")
         except CheckpointError as error:
             self.report.problems.append(str(error))
 
@@ -160,25 +160,24 @@ class _Tensor:
 
     def _describe(self, part: _Part, right: _Part, against: View, basis: str) -> None:
         every = [PieceDamage.whole(piece) for piece in part.copy.pieces]
-        about = (self.fqn, self.slot, part.view, against)
+        about = (self.key, part.view, against)
         if right.shape != part.shape:
             detail = f"shape {list(part.shape)}, expected {list(right.shape)}"
-            self.report.add(*about, "shape", detail, every, basis)
+            self.report.add(*about, Damage("shape", detail, every), basis)
         elif right.opened.dtype != part.opened.dtype:
             values = "the same values but for rounding" if _equal_but_for_rounding(right, part) else "other values too"
             detail = f"{part.opened.dtype}, expected {right.opened.dtype}: {values}".replace("torch.", "")
-            self.report.add(*about, "dtype", detail, every, basis)
+            self.report.add(*about, Damage("dtype", detail, every), basis)
         else:
             measuring, classifying = Measuring(part.shape), Classifying(part.copy)
             for start, expected, got in _pairs(right, part):
                 measuring.add(expected, got)
                 classifying.add(start, expected, got)
-            measure, damage = measuring.result(), classifying.result()
+            measure = measuring.result()
             if self.options.tolerates(measure):
                 self.report.num_tolerated += 1
                 return
-            pattern, detail, pieces = damage.pattern, damage.detail, damage.pieces
-            self.report.add(*about, pattern, detail, pieces, basis, measure, damage.covers_all)
+            self.report.add(*about, classifying.result(), basis, measure)
 
 
 def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -28,11 +28,7 @@ def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> 
 
 
 def all_intact(changed: Sequence[bool | None]) -> bool | None:
-    """Whether all files are as they were saved; None: not known of all.
-
-    Args:
-        changed: result of ``View.changed`` for each file.
-    """
+    """Whether all files are as they were saved; None: not known of all."""
     if any(changed):
         return False
     return True if all(one is False for one in changed) else None

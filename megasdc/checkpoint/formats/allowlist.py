@@ -94,11 +94,6 @@ def refuse_classes(path: Path | str, unsafe: list[str]) -> CheckpointError:
 def load_part(path: Path, start: int, num_bytes: int) -> Any:
     """Check and load a file of ``torch.save`` that is part of another file, through torch's restricted unpickler.
 
-    Args:
-        path: the other file.
-        start: first byte of the part.
-        num_bytes: its bytes.
-
     Raises:
         FileNotFoundError: the file is not there.
         CheckpointError: it is too short, cannot be read, or the part is unsafe or damaged.

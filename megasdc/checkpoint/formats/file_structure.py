@@ -18,19 +18,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.checkpoint.content import type_of_bytes, type_text
-from megasdc.checkpoint.files import SHARED_STATE_FILE
 from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.formats.content import type_of_bytes, type_text
 from megasdc.checkpoint.formats.extents import place_in_file
-from megasdc.checkpoint.formats.tensor_files import DTYPES
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, read_shared_state
+from megasdc.checkpoint.formats.tensor_files import DTYPES, read_header
 from megasdc.errors import CheckpointError
+from megasdc.tensors.bits import dtype_name
 
 PICKLED = (".pt", ".pth", ".bin")
 _NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last_batch_iteration", "tokens", "samples")
 """Values that are kept by name, because a comparison should show them."""
 _OF_A_RUN = ("ds_config", "ds_version", "rng")
 """Keys that differ between runs of equal content: paths, a version, global generators that training does not use."""
-_SHARED = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 _unpickling = threading.Lock()
 """torch's list of allowed classes is shared by all threads."""
 
@@ -73,8 +73,7 @@ def read_structure(path: Path) -> Structure:
         if path.suffix == ".safetensors":
             return _read_safetensors(path, size)
         if path.name == SHARED_STATE_FILE:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            return _with_values(Structure(), {key: state[key] for key in _SHARED if key in state})
+            return _with_values(Structure(), counters_of(read_shared_state(path.parent)))
     except CheckpointError as error:
         return Structure(whole, problem=str(error))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -131,25 +130,18 @@ def _read_number(path: Path, span: Span, dtype: torch.dtype) -> Any:
 
 
 def _read_safetensors(path: Path, size: int) -> Structure:
-    """Names and offsets from the header.
-
-    Source: the format, https://huggingface.co/docs/safetensors/index#format.
-    """
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if 8 + length > size:
-            raise ValueError(f"its header of {length} bytes is longer than the file")
-        header = json.loads(file.read(length))
-    names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
+    """Names and offsets from the header; a type that training does not write is kept as it is named there."""
+    header, data = read_header(path)
+    names = {short: dtype_name(dtype) for dtype, short in DTYPES.items()}
     found, rest = Structure(), xxhash.xxh3_128(json.dumps(header.pop("__metadata__", None), sort_keys=True).encode())
     for name, one in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         start, end = one["data_offsets"]
         if not 0 <= start <= end:
             raise ValueError(f"{name} lies from byte {start} to {end} of its data")
-        if 8 + length + end > size:
-            raise ValueError(f"{name} ends at byte {8 + length + end}, the file has {size}")
+        if data + end > size:
+            raise ValueError(f"{name} ends at byte {data + end}, the file has {size}")
         kind = f"{names[one['dtype']]}{one['shape']}" if one["dtype"] in names else f"{one['dtype']} {one['shape']}"
-        found.spans.append(Span(name, kind, 8 + length + start, end - start))
+        found.spans.append(Span(name, kind, data + start, end - start))
     found.rest = rest.hexdigest()
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megasdc.checkpoint.formats.extents import Extent, Reader
 from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Places
 from megasdc.model.sharding import Split
+from megasdc.tensors.bits import dtype_name
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,7 @@ class Owner:
 
 
 class PieceError(Exception):
-    """A piece is missing, or its shape or type is unexpected; a difference, not a failure to compare.
-
-    Args:
-        kind: what is wrong.
-        text: the message.
-        pieces: the pieces affected.
-    """
+    """Pieces are missing, or their shape or type is unexpected; a difference, not a failure to compare."""
 
     def __init__(self, kind: Literal["missing", "shape", "dtype"], text: str, pieces: list[Piece]) -> None:
         super().__init__(text)
@@ -93,7 +88,7 @@ class Piece:
             what = "is not there" if isinstance(error, FileNotFoundError) else f"does not hold {error}"
             raise PieceError("missing", f"{self.file.name} {what}", [self]) from error
         if self.dtype is not None and tensor.dtype != self.dtype:
-            text = f"{self.file.name} holds {_name(tensor.dtype)}, needed is {_name(self.dtype)}"
+            text = f"{self.file.name} holds {dtype_name(tensor.dtype)}, needed is {dtype_name(self.dtype)}"
             raise PieceError("dtype", text, [self])
         if self.shape is not None and tuple(tensor.shape) != self.shape:
             text = f"{self.file.name} holds shape {list(tensor.shape)}, needed is {list(self.shape)}"
@@ -151,8 +146,8 @@ class Copy:
             try:
                 sources.append(piece.find())
                 if sources[-1].dtype != sources[0].dtype:
-                    text = f"{piece.file.name} holds {_name(sources[-1].dtype)}, others {_name(sources[0].dtype)}"
-                    raise PieceError("dtype", text, [piece])
+                    types = [dtype_name(sources[place].dtype) for place in (-1, 0)]
+                    raise PieceError("dtype", f"{piece.file.name} holds {types[0]}, others {types[1]}", [piece])
             except PieceError as error:
                 wrong.append(error)
         if wrong:
@@ -180,7 +175,3 @@ def whole_shape(local: tuple[int, ...], split: Split, tensor: int) -> tuple[int,
         return local
     dim = 1 if split is Split.ROW else 0
     return tuple(size * tensor if place == dim else size for place, size in enumerate(local))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

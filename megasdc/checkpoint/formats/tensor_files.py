@@ -9,7 +9,6 @@ Source: the format, https://huggingface.co/docs/safetensors/index#format.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.formats.extents import Extent, Stamp, changed_error
+from megasdc.durable import replacing
 from megasdc.errors import CheckpointError
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -38,7 +38,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
     """Write one safetensors file.
 
     Args:
-        path: the file to make.
+        path: the file to make; it appears whole.
         plan: its tensors, in order; only type and shape are used, so meta tensors suffice.
         tensors: the values, in the same order; each may be freed when the next is requested.
 
@@ -59,7 +59,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     expected = iter(plan.items())
-    with open(path, "wb") as file:
+    with replacing(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name, tensor in tensors:
@@ -72,8 +72,24 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         if (missing := next(expected, None)) is not None:
             raise ValueError(f"{path}: {missing[0]} was not written")
-        file.flush()
-        os.fsync(file.fileno())
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Names, types and offsets of a file's tensors, and the byte at which its data begin.
+
+    Raises:
+        ValueError: the file ends before its header does, or the header is no JSON object.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}, needed is an object")
+    return header, 8 + length
 
 
 @contextmanager
@@ -106,23 +122,19 @@ def locate_tensors(path: Path) -> dict[str, Extent]:
     """
     try:
         stamp = Stamp.of(path)
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if 8 + length > stamp.num_bytes:
-                raise ValueError(f"a header of {length} bytes in a file of {stamp.num_bytes}")
-            header = json.loads(file.read(length))
+        header, start = read_header(path)
         if (now := Stamp.of(path)) != stamp:
             raise changed_error(path, stamp, now)
         header.pop("__metadata__", None)
         found, end = {}, 0
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            extent = Extent(path, stamp, 8 + length + first, _NAMED[entry["dtype"]], tuple(entry["shape"]))
+            extent = Extent(path, stamp, start + first, _NAMED[entry["dtype"]], tuple(entry["shape"]))
             if extent.numel() * extent.dtype.itemsize != last - first:
                 raise ValueError(f"{name} {entry['dtype']}{entry['shape']} has {last - first} bytes")
             found[name], end = extent, max(end, last)
-        if 8 + length + end != stamp.num_bytes:
-            raise ValueError(f"tensors up to byte {8 + length + end} in a file of {stamp.num_bytes}")
+        if start + end != stamp.num_bytes:
+            raise ValueError(f"tensors up to byte {start + end} in a file of {stamp.num_bytes}")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; copy the folder again") from error
     except KeyError as error:

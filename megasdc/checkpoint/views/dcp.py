@@ -94,11 +94,7 @@ def open_dcp(path: Path) -> View:
 
 
 def place_of(path: tuple[str, ...]) -> _Place:
-    """The name and the slot of a tensor that was saved under nested dictionaries.
-
-    Args:
-        path: keys of the dictionaries, and its own.
-    """
+    """The name and the slot of a tensor that was saved under nested dictionaries."""
     if (found := _STATE.fullmatch(".".join(path))) is not None:
         return found["name"], found["kind"]  # type: ignore[return-value]
     while len(path) > 1 and path[0] in _WRAPPERS:

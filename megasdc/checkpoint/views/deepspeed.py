@@ -5,37 +5,30 @@ Weights: one file per pipeline layer and tensor rank. Master weights and moments
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from megasdc.checkpoint.content import parse_type
-from megasdc.checkpoint.files import SHARED_STATE_FILE, rank_state_file
+from megasdc.checkpoint.checks import find_missing
+from megasdc.checkpoint.files import rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.formats.content import parse_type
+from megasdc.checkpoint.formats.deepspeed_names import find_prefix, layer_file, shard_file, stage_file
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece, whole_shape
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, model_of, read_shared_state
 from megasdc.checkpoint.formats.state_files import StateFiles
-from megasdc.checkpoint.manifest import Manifest, read_manifest
-from megasdc.checkpoint.sources import find_missing
+from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
     digest_of,
-    lay_out,
-    optimizer_file,
+    locate_shards,
     read_stage,
-    shard_pieces,
-    shard_scalars,
 )
-from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
-from megasdc.parallel.dims import ParallelDims
-
-_SHARED_SCALARS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 
 
 def open_deepspeed(path: Path) -> View:
@@ -57,26 +50,12 @@ def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    file = path / SHARED_STATE_FILE
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        found = {key: state[key] for key in _SHARED_SCALARS if key in state}
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
-    names = {name if name.startswith("loader/") else f"run/{name}": value for name, value in flatten("", found)}
-    return {name: Scalar(repr(value), file, Owner()) for name, value in names.items()}, state
-
-
-def model_of(state: dict[str, Any], path: Path) -> ModelSection:
-    """The model section in the content of ``megasdc.json``.
-
-    Raises:
-        CheckpointError: it is missing or invalid.
-    """
-    try:
-        return ModelSection.model_validate(state["config"]["megasdc"]["model"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise CheckpointError(f"{path / SHARED_STATE_FILE} does not hold the model's section: {error!r}") from error
+    state = read_shared_state(path)
+    found = {
+        name if name.startswith("loader/") else f"run/{name}": Scalar(repr(value), path / SHARED_STATE_FILE, Owner())
+        for name, value in flatten("", counters_of(state))
+    }
+    return found, state
 
 
 class _Opening:
@@ -88,7 +67,7 @@ class _Opening:
         self.layout, self.manifest = manifest.layout, manifest
         self.hosts = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
         self.records = manifest.by_name()
-        for other in (read_manifest(path, file.name) for file in sorted(path.glob("manifest.*.json"))):
+        for other in read_other_nodes(path):
             _same_save(path, manifest, other)
             self.records |= other.by_name()
         if manifest.storage == "node_local" and (lacking := find_missing(path, manifest, set(self.records))):
@@ -97,8 +76,7 @@ class _Opening:
         self.real_rows = int(state["vocab_size"]) if state.get("vocab_size") else None
         model = model_of(state, path)
         self.splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
-        shard = next((name for name in self.records if name.endswith("_optim_states.pt")), "")
-        self.prefix = shard.partition("zero_pp_rank_")[0]  # bf16_ where weights are bf16
+        self.prefix = find_prefix(self.records)
         self.copies: dict[tuple[str, Slot], list[Copy]] = {}
         self.problems: list[str] = []
 
@@ -134,11 +112,11 @@ class _Opening:
         record = self.records.get(name)
         if record is None:
             return Owner()
-        dims = ParallelDims(self.layout.tensor, self.layout.pipeline, self.layout.data, record.rank)
+        dims = self.layout.dims(record.rank)
         return Owner(record.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank, record.node)
 
     def _stage(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
-        file = self.path / f"mp_rank_{pp_rank * self.layout.tensor + tp_rank:02d}_model_states.pt"
+        file = self.path / stage_file(pp_rank * self.layout.tensor + tp_rank)
         state, scalars = read_stage(self.files, file, self._writer(file.name), pp_rank, tp_rank)
         self.scalars |= scalars
         return state
@@ -152,7 +130,7 @@ class _Opening:
             self._add(name, "weight", tuple(shape), [(piece,) for piece in pieces])
 
     def _weight(self, index: int, key: str, tp_rank: int, shape: tuple[int, ...]) -> Piece:
-        name = f"layer_{index:02d}-model_{tp_rank:02d}-model_states.pt"
+        name = layer_file(index, tp_rank)
         saved = ((self.records[name].tensors or {}) if name in self.records else {}).get(key)
         return Piece(
             self.path / name,
@@ -167,16 +145,15 @@ class _Opening:
         """Add master weights and moments of one group of a stage's parameters."""
         pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
         for tp_rank, shapes in enumerate(shapes_of):
-            laid = lay_out(shapes, self.layout.data)
-            found: dict[tuple[str, Slot], list[Piece]] = {}
-            for dp_rank in range(self.layout.data):
-                owner = self._owner(pp_rank, dp_rank, tp_rank)
-                file = optimizer_file(self.path, self.prefix, dp_rank, pp_rank * self.layout.tensor + tp_rank)
-                self.scalars |= shard_scalars(self.files, file, owner, group)
-                for name, slot, piece in shard_pieces(self.files, file, owner, group, dp_rank, laid):
-                    found.setdefault((name, slot), []).append(piece)
-            for key, one in found.items():
-                pieces.setdefault(key, []).append(tuple(one))
+            stage = pp_rank * self.layout.tensor + tp_rank
+            shards = [
+                (self.path / shard_file(dp_rank, stage, self.prefix), self._owner(pp_rank, dp_rank, tp_rank))
+                for dp_rank in range(self.layout.data)
+            ]
+            found, scalars = locate_shards(self.files, shards, group, shapes)
+            self.scalars |= scalars
+            for key, shard in found.items():
+                pieces.setdefault(key, []).append(shard)
         for (name, slot), shards in pieces.items():
             self._add(name, slot, tuple(shapes_of[0][name]), shards)
 

@@ -22,9 +22,6 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 class HfShards:
     """The safetensors files of a model, with an index by tensor name.
 
-    Args:
-        folder: of the model.
-
     Raises:
         CheckpointError: there are none, or one in the index is missing.
     """
@@ -106,9 +103,6 @@ class HfShards:
 
 def section_of(fields: dict[str, Any]) -> ModelSection:
     """The model section for the fields of a ``config.json``.
-
-    Args:
-        fields: as ``megasdc.model.hf.model_fields`` returns them.
 
     Raises:
         ConfigError: fields are invalid; each is listed.

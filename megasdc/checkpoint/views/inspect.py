@@ -11,15 +11,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megasdc.checkpoint import kinds
 from megasdc.checkpoint.files import MANIFEST_FILE
+from megasdc.checkpoint.formats.deepspeed_names import PARAMETERS_FOLDER, kind_of_file
+from megasdc.checkpoint.formats.shared_state import model_of, read_shared_state
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.marks import find_standing
 from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
 from megasdc.checkpoint.verify import find_folders, is_called_universal
-from megasdc.checkpoint.views.deepspeed import model_of, shared_scalars
 from megasdc.checkpoint.views.hf_shards import section_of
 from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
@@ -27,6 +26,7 @@ from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError, ConfigError
 from megasdc.model.hf import model_fields
 from megasdc.model.kinds import kind_of
+from megasdc.tensors.bits import dtype_name
 
 OTHER = "other"
 
@@ -95,7 +95,7 @@ def describe_slots(view: View) -> dict[Slot, dict[str, Any]]:
             known = [dtype for dtype in dtypes if dtype is not None]
             width = known[0].itemsize if len(known) == 1 else 0
             stored = sum(piece.numel for copy in entry.copies for piece in copy.pieces) * width
-            dtype = "/".join(sorted(_name(dtype) for dtype in known)) or "unknown"
+            dtype = "/".join(sorted(map(dtype_name, known))) or "unknown"
             places = [total, total["by_dtype"].setdefault(dtype, dict(empty))]
             places.append(total["by_kind"].setdefault(_kind(fqn), dict(empty)))
             for place in places:
@@ -144,7 +144,7 @@ def _from_manifest(folder: Path, manifest: Manifest | UniversalManifest | None, 
             "layout": manifest.source_layout.model_dump(),
             "storage": f"universal, made from {manifest.source}",
             "written_by": {},
-            "tensors": {"zero": {name: f"float32{shape}" for name, shape in manifest.parameters.items()}},
+            "tensors": {PARAMETERS_FOLDER: {name: f"float32{shape}" for name, shape in manifest.parameters.items()}},
         }
     standing = find_standing(folder)
     return found | {
@@ -164,7 +164,7 @@ def _model(folder: Path) -> dict[str, Any]:
         if (folder / "config.json").is_file():
             model: ModelSection = section_of(model_fields(json.loads((folder / "config.json").read_text("utf-8"))))
         else:
-            model = model_of(shared_scalars(folder)[1], folder)
+            model = model_of(read_shared_state(folder), folder)
     except (CheckpointError, ConfigError, OSError, ValueError):
         return {}  # the view reports it, if the format needs it
     fields = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
@@ -197,16 +197,7 @@ def _sizes_by_kind(files: Iterable[FileRecord]) -> dict[str, int]:
     """Bytes by kind of file: layers, optimizer, stages, ranks, parameters of a universal checkpoint, other."""
     sizes: dict[str, int] = {}
     for record in files:
-        if record.name.startswith("layer_"):
-            kind = "layers"
-        elif record.name.endswith("_optim_states.pt"):
-            kind = "optimizer"
-        elif record.name.startswith("mp_rank_"):
-            kind = "stages"
-        elif record.name.startswith("zero/"):
-            kind = "parameters"
-        else:
-            kind = "ranks" if record.name.startswith("rank_") else "other"
+        kind = kind_of_file(record.name) or ("ranks" if record.name.startswith("rank_") else "other")
         sizes[kind] = sizes.get(kind, 0) + record.size_bytes
     return sizes
 
@@ -234,7 +225,3 @@ def _kind(fqn: str) -> str:
         return kind_of(name.rpartition(".")[0])
     except ValueError:
         return OTHER
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

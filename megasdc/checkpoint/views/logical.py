@@ -1,23 +1,23 @@
 """Unsharded weights of a checkpoint of any layout, one pipeline layer at a time.
 
-Needs no engine, process group or GPU. Only the weights' files are opened, memory-mapped: at most one layer is held.
+Needs no engine, process group or GPU. Only the weights' files are opened, memory-mapped: at most one layer is held. A
+``View`` would open more: it locates the optimizer's states too, and for that unpickles the files of all ranks.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megasdc.checkpoint.checks import reading
-from megasdc.checkpoint.files import SHARED_STATE_FILE
 from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.formats.deepspeed_names import layer_file
+from megasdc.checkpoint.formats.shared_state import model_of, read_shared_state
 from megasdc.checkpoint.initial import InitialWeights, pad_vocabulary
 from megasdc.checkpoint.kinds import is_initial_weights
 from megasdc.checkpoint.manifest import read_manifest
@@ -70,14 +70,9 @@ class CheckpointWeights:
         self.path = path
         self.manifest = read_manifest(path)
         self.step: int | None = self.manifest.step
-        try:
-            state = json.loads((path / SHARED_STATE_FILE).read_text(encoding="utf-8"))
-            self.config: dict[str, Any] | None = state["config"]
-            self.model = ModelSection.model_validate(state["config"]["megasdc"]["model"])
-        except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-            raise CheckpointError(
-                f"{path / SHARED_STATE_FILE} does not hold the configuration of a training run: {error!r}"
-            ) from error
+        state = read_shared_state(path)
+        self.model = model_of(state, path)
+        self.config: dict[str, Any] | None = state["config"]
         self.vocab_size: int = state.get("vocab_size") or _vocabulary_of_data(state["config"], path)
         self.tokenizer_checksum: str | None = state.get("tokenizer_checksum")
         self._splits: dict[int, dict[str, Split]] = {}
@@ -86,16 +81,13 @@ class CheckpointWeights:
             self._splits.setdefault(index, {})[rest] = split
         self._check_files()
 
-    def _file(self, index: int, tp_rank: int) -> str:
-        return f"layer_{index:02d}-model_{tp_rank:02d}-model_states.pt"
-
     def _check_files(self) -> None:
         known = self.manifest.by_name()
         missing = [
             name
             for index in self._splits
             for tp_rank in range(self.manifest.layout.tensor)
-            if (name := self._file(index, tp_rank)) not in known
+            if (name := layer_file(index, tp_rank)) not in known
         ]
         if missing:
             where = ""
@@ -122,7 +114,7 @@ class CheckpointWeights:
         splits = self._splits.get(index)
         if splits is None:
             return {}
-        files = [self.path / self._file(index, tp_rank) for tp_rank in range(self.manifest.layout.tensor)]
+        files = [self.path / layer_file(index, tp_rank) for tp_rank in range(self.manifest.layout.tensor)]
         with reading(self.path, self.manifest.save_id):
             states = [load_checked(file, mmap=True) for file in files]
         for file, state in zip(files, states, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megasdc.checkpoint.files import MANIFEST_FILE
+from megasdc.checkpoint.formats.deepspeed_names import stage_file
 from megasdc.checkpoint.kinds import CHECKPOINT, DCP, MODEL, UNIVERSAL, ZERO, explain_folder, kind_of
 from megasdc.checkpoint.views.dcp import open_dcp
 from megasdc.checkpoint.views.deepspeed import open_deepspeed
@@ -44,7 +45,7 @@ def open_view(path: Path) -> View:
             raise CheckpointError(
                 explain_folder(path, "one checkpoint or one model")
                 or f"{path} is no checkpoint: it has no {MANIFEST_FILE}, universal.json, config.json of a model, "
-                "mp_rank_00_model_states.pt or .metadata"
+                f"{stage_file()} or .metadata"
             )
         view = _OPENERS[kind](path)
         view.notes += _links_out(path)

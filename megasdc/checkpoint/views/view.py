@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.formats.pieces import Copy, Owner
+from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.manifest import FileRecord
 from megasdc.errors import CheckpointError
 
@@ -34,6 +34,11 @@ class Entry:
 
     copies: tuple[Copy, ...]
     real_rows: int | None = None
+
+    @classmethod
+    def of_piece(cls, piece: Piece, shape: tuple[int, ...], real_rows: int | None = None) -> Entry:
+        """A tensor of which there is one copy, in one piece."""
+        return cls((Copy(shape, ((piece,),)),), real_rows)
 
     @property
     def num_bytes(self) -> int:
@@ -103,9 +108,6 @@ class View:
 
 def with_derived_weights(views: Sequence[View]) -> list[View]:
     """Make checkpoints with only master weights comparable with those with only weights, such as exported models.
-
-    Args:
-        views: the checkpoints.
 
     Returns:
         The same views; if one has weights but no master weights, those without weights get weights derived from their

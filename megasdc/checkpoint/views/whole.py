@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasdc.checkpoint.formats.deepspeed_names import UNIVERSAL_OPTIMIZER, parameter_file
 from megasdc.checkpoint.formats.extents import Extent, read_whole
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.shared_state import model_of
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.formats.tensor_files import locate_tensors
-from megasdc.checkpoint.universal import PARAMETERS_FOLDER, read_universal_manifest
-from megasdc.checkpoint.views.deepspeed import model_of, shared_scalars
+from megasdc.checkpoint.universal import read_universal_manifest
+from megasdc.checkpoint.views.deepspeed import shared_scalars
 from megasdc.checkpoint.views.hf_shards import HfShards, section_of
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.config import ModelSection
@@ -60,12 +62,12 @@ def open_universal_view(path: Path) -> View:
         fqn = torch_name(name)
         rows = state.get("vocab_size") if splits.get(fqn) is Split.VOCABULARY else None
         for slot, stem in _UNIVERSAL_FILES.items():
-            file = path / PARAMETERS_FOLDER / name / f"{stem}.pt"
+            file = path / parameter_file(name, stem)
             stored = partial(files.tensor, file, "param")
             entries[fqn, slot] = _entry(file, tuple(shape), stored, torch.float32, rows)
-        file = path / PARAMETERS_FOLDER / name / f"{_UNIVERSAL_FILES['master']}.pt"
+        file = path / parameter_file(name, _UNIVERSAL_FILES["master"])
         derived[fqn, "weight"] = _entry(file, tuple(shape), partial(_rounded, files, file, dtype), dtype, rows)
-    file = path / PARAMETERS_FOLDER / "optimizer_state.pt"
+    file = path / UNIVERSAL_OPTIMIZER
     try:
         groups = files.load(file)["param_groups"]
     except FileNotFoundError:
@@ -154,7 +156,7 @@ def open_file_view(path: Path) -> View:
 
 def _entry(file: Path, shape: tuple[int, ...], stored: Any, dtype: torch.dtype | None, rows: int | None) -> Entry:
     piece = Piece(file, Owner(), torch.Size(shape).numel(), stored, shape=shape, dtype=dtype)
-    return Entry((Copy(shape, ((piece,),)),), rows)
+    return Entry.of_piece(piece, shape, rows)
 
 
 def _same(extent: Extent) -> Extent:

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasdc.checkpoint.formats.deepspeed_names import SHARD_FILES, find_prefix, shard_file, stage_file
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.formats.state_files import StateFiles
-from megasdc.checkpoint.kinds import STAGE_FILE
 from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
-    lay_out,
-    optimizer_file,
+    locate_shards,
     read_stage,
-    shard_pieces,
-    shard_scalars,
     text_of,
 )
 from megasdc.errors import CheckpointError
@@ -50,7 +47,7 @@ def open_zero1(path: Path) -> View:
         CheckpointError: the file of the model cannot be read, the checkpoint is of a pipeline, of model-parallel ranks
             or of another stage of ZeRO, or the layout of parameters is not supported.
     """
-    files, first = StateFiles(), path / STAGE_FILE
+    files, first = StateFiles(), path / stage_file()
     writer = Owner(0, 0, 0, 0)
     state, scalars = read_stage(files, first, writer, 0, 0)
     replicas = _replicas(path, state)
@@ -62,15 +59,11 @@ def open_zero1(path: Path) -> View:
         }
     prefix = _prefix(files, path)
     for group, shapes in enumerate(state["param_shapes"]):
-        laid = lay_out(shapes, replicas)
-        found: dict[tuple[str, Slot], list[Piece]] = {}
-        for dp_rank in range(replicas):
-            file, owner = optimizer_file(path, prefix, dp_rank, 0), Owner(dp_rank, dp_rank, 0, 0)
-            scalars |= shard_scalars(files, file, owner, group)
-            for name, slot, piece in shard_pieces(files, file, owner, group, dp_rank, laid):
-                found.setdefault((name, slot), []).append(piece)
+        shards = [(path / shard_file(dp_rank, 0, prefix), Owner(dp_rank, dp_rank, 0, 0)) for dp_rank in range(replicas)]
+        found, values = locate_shards(files, shards, group, shapes)
+        scalars |= values
         for (name, slot), pieces in found.items():
-            entries[name, slot] = Entry((Copy(tuple(shapes[name]), (tuple(pieces),)),))
+            entries[name, slot] = Entry((Copy(tuple(shapes[name]), (pieces,)),))
     return View(
         path=path,
         kind="DeepSpeed with ZeRO",
@@ -95,17 +88,19 @@ def _replicas(path: Path, state: dict[str, Any]) -> int:
             "a checkpoint of one, or gather the model into one file"
         )
     if not isinstance(replicas, int) or replicas < 1:
-        raise CheckpointError(f"{path / STAGE_FILE} says that {replicas!r} ranks saved it; needed is a number above 0")
+        raise CheckpointError(
+            f"{path / stage_file()} says that {replicas!r} ranks saved it; needed is a number above 0"
+        )
     return replicas
 
 
 def _prefix(files: StateFiles, path: Path) -> str:
     """Prefix of the optimizer's files; CheckpointError if there are none, or of another ZeRO stage than 1 and 2."""
-    found = sorted(path.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"))
+    found = sorted(path.glob(SHARD_FILES))
     if not found:
         raise CheckpointError(
-            f"{path} has no files *zero_pp_rank_*_optim_states.pt: it was saved without ZeRO, or they were not copied; "
-            f"to compare weights alone, name {path / STAGE_FILE}"
+            f"{path} has no files {SHARD_FILES}: it was saved without ZeRO, or they were not copied; "
+            f"to compare weights alone, name {path / stage_file()}"
         )
     for file in found:
         try:
@@ -114,7 +109,7 @@ def _prefix(files: StateFiles, path: Path) -> str:
             continue  # reported when its tensors are read
         if stage not in (1, 2):
             raise CheckpointError(f"{file} is of ZeRO stage {int(stage)}; stages 1 and 2 can be compared")
-    return found[0].name.partition("zero_pp_rank_")[0]
+    return find_prefix(file.name for file in found)
 
 
 def _weights(files: StateFiles, file: Path, writer: Owner, state: dict[str, Any]) -> dict[tuple[str, Slot], Entry]:
@@ -126,7 +121,6 @@ def _weights(files: StateFiles, file: Path, writer: Owner, state: dict[str, Any]
     entries: dict[tuple[str, Slot], Entry] = {}
     for name, shape in shapes.items():
         stored = partial(files.tensor, file, "module", name)
-        entries[name, "weight"] = Entry(
-            (Copy(shape, ((Piece(file, writer, torch.Size(shape).numel(), stored, shape=shape),),)),)
-        )
+        piece = Piece(file, writer, torch.Size(shape).numel(), stored, shape=shape)
+        entries[name, "weight"] = Entry.of_piece(piece, shape)
     return entries

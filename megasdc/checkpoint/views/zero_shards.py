@@ -9,7 +9,7 @@ without the padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -54,37 +54,37 @@ def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fra
     return length, found
 
 
-def optimizer_file(folder: Path, prefix: str, dp_rank: int, stage: int) -> Path:
-    """The file of one rank's optimizer.
-
-    Args:
-        folder: the checkpoint.
-        prefix: ``bf16_`` if weights are bf16, else empty.
-        dp_rank: its dp rank.
-        stage: number of its stage file: pp_rank x tensor ranks + tp_rank.
-    """
-    return folder / f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
-
-
-def shard_pieces(
-    files: StateFiles, file: Path, owner: Owner, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
-) -> Iterator[tuple[str, Slot, Piece]]:
-    """The pieces of one group's parameters in one rank's file.
+def locate_shards(
+    files: StateFiles, shards: Sequence[tuple[Path, Owner]], group: int, shapes: dict[str, torch.Size]
+) -> tuple[dict[tuple[str, Slot], tuple[Piece, ...]], dict[str, Scalar]]:
+    """Locate master weights and moments of one group of a stage's parameters.
 
     Args:
         files: cache of opened files.
-        file: the rank's file.
-        owner: the rank.
+        shards: file and rank of each shard, by dp rank.
         group: number of the optimizer's parameter group.
-        dp_rank: shard that the file must hold.
-        laid: result of ``lay_out``.
+        shapes: of the group's parameters on this stage and tensor rank, in order.
 
     Returns:
-        Name, slot and piece of each parameter and slot.
+        The pieces of each parameter and slot, in order; step and learning rate of each rank.
 
     Raises:
-        CheckpointError: the file's map is none that ZeRO-1 makes.
+        CheckpointError: the map in a file is none that ZeRO-1 makes.
     """
+    laid = lay_out(shapes, len(shards))
+    found: dict[tuple[str, Slot], list[Piece]] = {}
+    scalars: dict[str, Scalar] = {}
+    for dp_rank, (file, owner) in enumerate(shards):
+        scalars |= _shard_scalars(files, file, owner, group)
+        for name, slot, piece in _shard_pieces(files, file, owner, group, dp_rank, laid):
+            found.setdefault((name, slot), []).append(piece)
+    return {key: tuple(pieces) for key, pieces in found.items()}, scalars
+
+
+def _shard_pieces(
+    files: StateFiles, file: Path, owner: Owner, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
+) -> Iterator[tuple[str, Slot, Piece]]:
+    """Yield name, slot and piece of a group's parameters in the file that must hold the shard of ``dp_rank``."""
     length, expected = laid
     holds = _check_map(files, file, group, dp_rank, expected)
     lean = _master_length(files, file, dp_rank, laid)
@@ -100,7 +100,7 @@ def shard_pieces(
             yield name, slot, Piece(file, owner, numel, stored, start, (size,), torch.float32, holds)
 
 
-def shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> dict[str, Scalar]:
+def _shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> dict[str, Scalar]:
     """Step and learning rate of one group in one rank's file; empty if the file cannot be read."""
     try:
         base = files.load(file)["optimizer_state_dict"]["base_optimizer_state"]

@@ -15,7 +15,7 @@ from megasdc.addresses import Address
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
-from megasdc.checkpoint.places import Place, find_place
+from megasdc.checkpoint.places import Place, Ranks, find_place
 from megasdc.config import RunConfig
 from megasdc.errors import StorageError
 from megasdc.events import read_events
@@ -79,7 +79,7 @@ class Incidents:
         dims, group = self._run.dims, self._run.host_group
         here = (socket.gethostname(), device_name(self._run.engine.device), dims.dp_rank, dims.pp_rank, dims.tp_rank)
         self._ranks = [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
-        self._place = find_place(self._config.megasdc.checkpoint.storage, None, group)
+        self._place = find_place(Ranks(self._config.megasdc.checkpoint.storage, group))
 
     def mark(self, step: int, see: str | None = None, *, any_rank: bool = False) -> None:
         """Restrict the next start to verified checkpoints; a mark that cannot be written is logged.

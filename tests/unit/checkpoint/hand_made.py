@@ -23,7 +23,7 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.views.deepspeed import lay_out
+from megasdc.checkpoint.views.zero_shards import lay_out
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.config import ModelSection
 from megasdc.model.sharding import Split, parameter_splits, split_name, take_shard

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from megasdc import durable
 from megasdc.checkpoint import files
 from megasdc.checkpoint.formats.allowlist import check_pickle, find_unsafe_classes, load_checked
 from megasdc.checkpoint.manifest import (
@@ -262,12 +263,12 @@ def test_a_rename_that_does_not_reach_the_disk_is_undone(
         raise OSError(5, "Input/output error")
 
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(files, "sync_path", fail)
+    monkeypatch.setattr(durable, "sync_path", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        files.commit_folder(new, final)
+        durable.commit_folder(new, final)
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     monkeypatch.undo()
-    files.commit_folder(new, final)
+    durable.commit_folder(new, final)
     assert [path.relative_to(final).as_posix() for path in final.iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002"]
 

@@ -26,7 +26,7 @@ from megasdc.checkpoint.marks import (
     read_mark,
 )
 from megasdc.checkpoint.places import Place
-from megasdc.checkpoint.retention import apply_retention, plan_retention
+from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
@@ -139,7 +139,7 @@ def test_retention_keeps_the_newest_verified(tmp_path: Path) -> None:
     assert plan_retention([1, 2, 3, 4, 5], 5, 2, 0, {1, 2, 5}) == [1, 2, 3]
     assert plan_retention([1, 2, 3, 4, 5], 4, 1, 0, {2, 5}) == [1, 3], "the mark of a later step does not count"
     mark_verified(tmp_path, 2, 3, LEADER)
-    assert apply_retention(tmp_path, 5, 1, 0, list_verified(tmp_path)) == ([1, 3, 4], [])
+    assert apply_retention(tmp_path, 5, Retention(1), list_verified(tmp_path)) == ([1, 3, 4], [])
     assert list_steps(tmp_path) == [2, 5]
 
 

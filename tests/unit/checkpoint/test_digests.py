@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from megasdc.checkpoint.compare.digest import digest_path, read_digest
 from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.checkpoint.compare.votes import INTACT
-from megasdc.checkpoint.content import BLOCK_BYTES
-from megasdc.checkpoint.digest_file import digest_file
+from megasdc.checkpoint.formats.content import BLOCK_BYTES
+from megasdc.checkpoint.formats.digest_file import digest_file
+from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.manifest import Layout, Manifest, describe_file, write_manifest
-from megasdc.checkpoint.records import record_text
 from megasdc.cli import app as megasdc_app
 from megasdc.errors import CheckpointError
 from megasdc.report.checkpoint_command import app

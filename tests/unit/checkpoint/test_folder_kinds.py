@@ -15,10 +15,11 @@ from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint import kinds
-from megasdc.checkpoint.files import commit_folder, remove_leftovers
+from megasdc.checkpoint.files import remove_leftovers
 from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.load_universal import open_universal
 from megasdc.checkpoint.manifest import Layout, describe_file
+from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.universal import (
     UniversalManifest,
     read_universal_manifest,
@@ -29,6 +30,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.cli import app
+from megasdc.durable import commit_folder
 from megasdc.errors import CheckpointError, ConfigError, StorageError
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.interchange.export_hf import check_out, writing_folder
@@ -167,7 +169,7 @@ def test_a_linked_folder_is_replaced_and_nothing_stays(tmp_path: Path) -> None:
 def _refused_universal(folder: Path) -> str:
     """The message of a start at a folder that is no universal checkpoint; one process is all ranks."""
     with pytest.raises(CheckpointError) as caught:
-        open_universal(folder)
+        open_universal(folder, Ranks())
     return str(caught.value)
 
 

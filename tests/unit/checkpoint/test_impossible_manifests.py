@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from megasdc.checkpoint.compare.digest import Digest, digest_path, read_digest
 from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.checkpoint.compare.extract import read_extract, write_extracts
-from megasdc.checkpoint.content import parse_type
-from megasdc.checkpoint.sources import read_source
+from megasdc.checkpoint.formats.content import parse_type
+from megasdc.checkpoint.verify import read_source
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.checkpoint.views.open import open_view

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.compare.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
-from megasdc.checkpoint.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
-from megasdc.checkpoint.records import record_text
+from megasdc.checkpoint.formats.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
+from megasdc.checkpoint.formats.deepspeed_names import layer_file, shard_file
+from megasdc.checkpoint.formats.records import record_text
 from megasdc.errors import ConfigError
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress
@@ -178,7 +179,7 @@ def _layers(draw: random.Random, total: int) -> Iterator[FileContent]:
     for layer in range(_LAYERS):
         for tp_rank in range(_TENSOR_RANKS):
             tensors = [(name, f"bfloat16[{size}]", 2 * size) for name in _LAYER_TENSORS]
-            name = f"layer_{layer + 2:02d}-model_{tp_rank:02d}-model_states.pt"
+            name = layer_file(layer + 2, tp_rank)
             yield _file(draw, name, tp_rank, tensors, {}, [])
 
 
@@ -194,7 +195,7 @@ def _shards(draw: random.Random, total: int, ranks: int, harmed: int | None) -> 
         ]
         names = (_MASTER, f"{_MOMENTS}/exp_avg", f"{_MOMENTS}/exp_avg_sq")
         tensors = [(name, f"float32[{numel}]", 4 * numel) for name in names]
-        name = f"bf16_zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
+        name = shard_file(dp_rank, stage, "bf16_")
         file = _file(draw, name, rank, tensors, {f"{_MOMENTS}/step": "1000.0"}, fragments)
         yield _with_one_block_changed(file) if rank == harmed else file
 

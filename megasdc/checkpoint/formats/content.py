@@ -14,14 +14,14 @@ from typing import Annotated, Self
 import torch
 from pydantic import Field, model_validator
 
-from megasdc.checkpoint.records import Count, Record
+from megasdc.checkpoint.formats.deepspeed_names import layer_of, parameter_of
+from megasdc.checkpoint.formats.records import Count, Record
+from megasdc.tensors.bits import dtype_name
 
 BLOCK_BYTES = 4 << 20
 DIGEST_DIGITS = 32
 """Hexadecimal digits of one XXH3-128."""
 _TYPE = re.compile(r"(\w+)( ?)\[((?:\d+(?:, \d+)*)?)\]( strided)?")
-_LAYER = re.compile(r"layer_(\d+)-model_\d+-model_states\.pt")
-_UNIVERSAL = re.compile(r"zero/(.+)/(fp32|exp_avg|exp_avg_sq)\.pt")
 _MASTER = re.compile(r"optimizer_state_dict/single_partition_of_fp32_groups/(\d+)")
 _MOMENT = re.compile(r"optimizer_state_dict/base_optimizer_state/state/(\d+)/(exp_avg|exp_avg_sq)")
 
@@ -107,7 +107,7 @@ def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
 def type_text(tensor: torch.Tensor) -> str:
     """Data type and shape, such as ``float32[64, 64]``."""
     order = "" if tensor.is_contiguous() else " strided"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{order}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{order}"
 
 
 def type_of_bytes(count: int) -> str:
@@ -128,10 +128,10 @@ def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tup
         where the parameter is not known.
     """
     numel = prod(tensor.shape) if tensor.dtype is not None else 0
-    if match := _LAYER.fullmatch(file):
-        yield f"{int(match[1])}.{tensor.name}", "weight", 0, numel
-    elif match := _UNIVERSAL.fullmatch(file):
-        yield match[1], "master" if match[2] == "fp32" else match[2], 0, numel
+    if (layer := layer_of(file)) is not None:
+        yield f"{layer}.{tensor.name}", "weight", 0, numel
+    elif (named := parameter_of(file)) is not None:
+        yield named[0], "master" if named[1] == "fp32" else named[1], 0, numel
     elif (match := _MASTER.fullmatch(tensor.name) or _MOMENT.fullmatch(tensor.name)) and int(match[1]) < len(
         content.fragments
     ):

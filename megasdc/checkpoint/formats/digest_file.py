@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from megasdc.checkpoint.content import BLOCK_BYTES, Content, TensorContent
+from megasdc.checkpoint.formats.content import BLOCK_BYTES, Content, TensorContent
 from megasdc.checkpoint.formats.file_structure import Span, Structure, read_structure
 from megasdc.errors import CheckpointError
 
@@ -37,11 +37,6 @@ def digest_file(
     path: Path, *, block_bytes: int = BLOCK_BYTES, progress: Callable[[int], None] | None = None
 ) -> FileDigest:
     """Read a file once, from its first byte to its last.
-
-    Args:
-        path: the file.
-        block_bytes: size of a block.
-        progress: called with the number of bytes of each piece read.
 
     Raises:
         CheckpointError: it became shorter while it was read.
