@@ -8,7 +8,7 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.checks import CheckSettings, Detection
 from megasdc.train.detection.coverage import CheckPlan
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.golden_key import golden_key
@@ -56,19 +56,14 @@ def build_detection(
         Incidents(config, run),
         () if injector is None else (injector,),
     )
-    return Detection(
+    settings = CheckSettings(
         sections.audit,
         sections.sdc,
-        run,
-        batches,
-        disputes,
-        parameters,
         algorithm,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
-        signals=signals,
-        plan=plan,
     )
+    return Detection(settings, run, batches, disputes, parameters, signals, plan)
 
 
 def watches_of(detection: Detection) -> list[Watch]:

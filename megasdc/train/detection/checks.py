@@ -23,12 +23,13 @@ from megasdc.engine.hooks import EngineHook
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.recompute import Repeats, compare_recomputed
+from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.coverage import CheckPlan
 from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.evidence import Evidence
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.process.signals import StopSignals
@@ -44,60 +45,67 @@ Weight gradients, as many bytes again, are part of the gradient norm, which is a
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Evidence of one rank in a step.
+class CheckSettings:
+    """Settings of a run's checks.
 
     Args:
-        parameters: checksums of its parameters before the step; empty where they were not read.
-        audited: results of the shared micro-batch; empty outside audits.
-        repeats: forward results against their recomputation.
+        audit: which steps are audited.
+        sdc: checks of every step, and when the golden workload is run without a dispute.
+        algorithm: of the checksums.
+        recomputes: whether activations are recomputed.
+        save_interval: steps between checkpoints; 0: none.
     """
 
-    parameters: Trace
-    audited: Trace
-    repeats: Repeats
+    audit: AuditSection
+    sdc: SdcSection
+    algorithm: ChecksumAlgorithm
+    recomputes: bool
+    save_interval: int
+
+    @property
+    def checks_recompute(self) -> bool:
+        """Whether forward results are compared with their recomputation in every step."""
+        always_on = self.sdc.always_on
+        return always_on.enabled and self.recomputes and always_on.recompute is not False
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether results are checked for NaN and Inf in every step."""
+        return self.sdc.always_on.enabled and self.sdc.always_on.finite
 
 
 class Detection(StepHook, EngineHook):
     """Checks each step as configured, and has findings settled before the step is committed.
 
     Args:
-        audit: which steps are audited.
-        sdc: checks of every step, and when the golden workload is run without a dispute.
+        settings: what is checked, and when.
         run: with engine, loader and events.
         batches: this replica's micro-batches.
         disputes: settles findings.
         parameters: reads those of this rank.
-        algorithm: of the checksums.
-        recomputes: whether activations are recomputed.
-        save_interval: steps between checkpoints; 0: none.
         signals: of this process; SIGUSR2 requests an audit.
         plan: what is covered; reported at the start.
     """
 
     def __init__(
         self,
-        audit: AuditSection,
-        sdc: SdcSection,
+        settings: CheckSettings,
         run: Run,
         batches: StepBatches,
         disputes: Disputes,
         parameters: ParameterReader,
-        algorithm: ChecksumAlgorithm,
-        *,
-        recomputes: bool,
-        save_interval: int,
         signals: StopSignals,
         plan: CheckPlan,
     ) -> None:
-        self._audit = audit
+        sdc = settings.sdc
+        self._audit = settings.audit
         self._always_on = sdc.always_on
         self._golden_at_start = sdc.golden_at_start
         self._golden_interval = sdc.golden_interval
         self._golden_step: int | None = None  # the last step before which the golden workload was run
         self._batches = batches
         self._disputes = disputes
-        self._save_interval = save_interval
+        self._save_interval = settings.save_interval
         self._signals = signals
         self._plan = plan
         self._host_group = run.host_group
@@ -106,24 +114,17 @@ class Detection(StepHook, EngineHook):
         self._covered: Collection[int] = ()
         self._parameters = parameters
         every = list_submodules(run.engine.module)
-        self.checks_recompute = sdc.always_on.enabled and recomputes and sdc.always_on.recompute is not False
+        checked = [one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None)]
         self._audited = Tracer(
-            algorithm,
+            settings.algorithm,
             TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]),
-            [one.fqn for one in choose_submodules(every, audit.granularity, None)] if audit.enabled else [],
+            [one.fqn for one in choose_submodules(every, self._audit.granularity, None)] if self._audit.enabled else [],
         )
         self._checked = Tracer(
-            algorithm,
-            TraceSection(phases=[FORWARD, RECOMPUTE]),
-            [one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None)]
-            if self.checks_recompute
-            else [],
+            settings.algorithm, TraceSection(phases=[FORWARD, RECOMPUTE]), checked if settings.checks_recompute else []
         )
-        checks_finite = sdc.always_on.enabled and sdc.always_on.finite
         self._finite = FiniteRecorder()
-        self._finite_fqns = frozenset(
-            one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None) if checks_finite
-        )
+        self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
         self._offer: Any = None
         self._asked = torch.zeros(1, dtype=torch.int64)

@@ -41,7 +41,7 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import prepare_cpu
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
-from megasdc.train.detection.disputes import EVENT_KIND
+from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
 from megasdc.train.faults import build_injector
