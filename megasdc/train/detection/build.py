@@ -5,6 +5,7 @@ from __future__ import annotations
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
 from megasdc.data.step_batches import StepBatches
+from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
@@ -18,7 +19,6 @@ from megasdc.train.detection.observe import Observation, Watch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run
 
 
 def detects(sections: MegasdcSection) -> bool:

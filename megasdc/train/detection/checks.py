@@ -19,9 +19,11 @@ from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, 
 from megasdc.config import AuditSection, SdcSection, TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
+from megasdc.parallel.step_agreement import Field
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
@@ -33,7 +35,6 @@ from megasdc.train.detection.evidence import Evidence
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class CheckSettings:
         return self.sdc.always_on.enabled and self.sdc.always_on.finite
 
 
-class Detection(StepHook, EngineHook):
+class Detection(Hook):
     """Checks each step as configured, and has findings settled before the step is committed.
 
     Args:
@@ -106,7 +107,6 @@ class Detection(StepHook, EngineHook):
         self._batches = batches
         self._disputes = disputes
         self._save_interval = settings.save_interval
-        self._signals = signals
         self._plan = plan
         self._host_group = run.host_group
         self._requested = False
@@ -126,8 +126,8 @@ class Detection(StepHook, EngineHook):
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
-        self._offer: Any = None
-        self._asked = torch.zeros(1, dtype=torch.int64)
+        self._request = Field(lambda: float(signals.take_audit_request()))
+        self.fields = (self._request,) if self._audit.enabled else ()
 
     # --- what is listened to ------------------------------------------------------------------------------------
 
@@ -169,8 +169,7 @@ class Detection(StepHook, EngineHook):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Add this hook to the engine, and find out which positions are comparable."""
-        run.engine.hooks.append(self)
+        """Find out which positions are comparable, and report what is covered."""
         self._disputes.on_start(run)
         if run.dims.rank == 0:
             for line in self._plan.lines:
@@ -189,7 +188,6 @@ class Detection(StepHook, EngineHook):
         if self._golden_interval and step % self._golden_interval == 0 and step != self._golden_step:
             self._check_golden(run)
         self._auditing = self.is_audit(step)
-        self._requested = False
         if self.search is not None:
             self.search.begin()
         number = run.engine.micro_batches
@@ -258,12 +256,6 @@ class Detection(StepHook, EngineHook):
         self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Start the exchange of audit requests between ranks; does not block."""
-        if self._audit.enabled:
-            self._asked = torch.tensor([int(self._signals.take_audit_request())])
-            self._offer = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
-
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Search for the cause of a skipped step, if it is not known yet; parameters are unchanged."""
         if self.search is not None and engine.is_skipped and self.search.place is None:
@@ -275,11 +267,9 @@ class Detection(StepHook, EngineHook):
         if self._auditing:
             run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
             self._disputes.after_audit(run, result)
-        if self._offer is not None:
-            self._offer.wait()
-            self._requested = bool(self._asked.item())
-            if self._requested:
-                run.events.emit("audit", "requested", step=run.step + 1)
+        self._requested = bool(self._request.value)
+        if self._requested:
+            run.events.emit("audit", "requested", step=run.step + 1)
 
     def before_save(self, run: Run) -> None:
         """Compare the parameters about to be saved, since the next step would do so only after the save.

@@ -15,6 +15,7 @@ from typing import Any
 from megasdc.config import SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
+from megasdc.engine.run import Run
 from megasdc.errors import CorruptionError
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
@@ -29,7 +30,6 @@ from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents, Settled, describe, say
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.suspects import Suspects
-from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)
 

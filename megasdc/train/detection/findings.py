@@ -12,6 +12,7 @@ from typing import Any
 
 from megasdc.addresses import FORWARD, PARAMETER
 from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
@@ -36,7 +37,6 @@ from megasdc.train.detection.gather import gather_traces
 from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.suspects import Suspects
-from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)
 

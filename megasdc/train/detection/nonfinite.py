@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
 from megasdc.model.inputs import InputProbe
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
@@ -23,7 +24,6 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_of, kind_of
 from megasdc.train.detection.observe import Observation
-from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)
 

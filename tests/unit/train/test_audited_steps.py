@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megasdc.config import AuditSection, SdcSection
+from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.checks import CheckSettings, Detection
-from megasdc.train.run import Run
 
 
 def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:

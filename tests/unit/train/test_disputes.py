@@ -16,6 +16,7 @@ from hand_made import write_checkpoint
 from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.config import parse_config
+from megasdc.engine.run import Run
 from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
@@ -26,7 +27,6 @@ from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.golden_answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.train.detection.incidents import Incidents
-from megasdc.train.run import Run
 
 STEP = 7
 DIFFER = Agreed((((0, 0),),), ((),), ())
