@@ -46,14 +46,14 @@ class DropCompute(Hook):
     All ranks act alike from counts that they exchange in every step; only whether to start the next micro-batch is
     decided on one rank of each replica.
 
-    Attributes:
-        times: the hook that measures a step; it comes before hooks that take time.
-
     Args:
         section: the section, enabled.
         run: with engine and loader, at the step from which it continues.
         writer: where rank 0 writes metrics; None on other ranks.
         interval: steps between metrics.
+
+    Attributes:
+        times: the hook that measures a step; it comes before hooks that take time.
 
     Raises:
         ConfigError: decisions to replay cannot be read.

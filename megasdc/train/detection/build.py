@@ -7,7 +7,6 @@ from megasdc.config.problems.detection import asks_golden
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector
-from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.checks import CheckSettings, Detection
 from megasdc.train.detection.coverage import CheckPlan
@@ -47,7 +46,7 @@ def build_detection(
     sections, dims = config.megasdc, run.dims
     algorithm = default_algorithm(run.engine.device)
     parameters = ParameterReader(run.engine, algorithm)
-    keys = golden_key(config, ParallelDims(dims.tensor, dims.pipeline, dims.data), algorithm.name)
+    keys = golden_key(config, dims.at(0), algorithm.name)
     disputes = Disputes(
         sections.sdc,
         run,

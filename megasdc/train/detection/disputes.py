@@ -308,6 +308,6 @@ def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) 
     """
     positions: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for rank, key in enumerate(keys):
-        place = ParallelDims(dims.tensor, dims.pipeline, dims.data, rank)
+        place = dims.at(rank)
         positions.setdefault((place.pp_rank, place.tp_rank), []).append(key)
     return {position for position, found in positions.items() if all(key == found[0] for key in found)}

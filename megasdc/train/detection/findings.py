@@ -14,7 +14,6 @@ from megasdc.addresses import FORWARD, PARAMETER
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
@@ -150,7 +149,7 @@ class Findings:
                 rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
         by_position: dict[int, set[tuple[int, ...]]] = {}
         for rank, (_, _, values) in enumerate(found):
-            by_position.setdefault(rank - self._place(rank).dp_rank * self._dims.tensor, set()).add(tuple(values))
+            by_position.setdefault(self._dims.at(rank).first_replica_rank, set()).add(tuple(values))
         if any(len(values) > 1 for values in by_position.values()):
             suspects = tuple(range(self._dims.world_size))
             rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
@@ -169,7 +168,7 @@ class Findings:
         sent = gather_objects((copies.addresses, copies.checksums), self._group)
         rulings = []
         for stage in range(self._dims.pipeline):
-            ranks = [rank for rank in range(self._dims.world_size) if self._place(rank).pp_rank == stage]
+            ranks = [rank for rank in range(self._dims.world_size) if self._dims.at(rank).pp_rank == stage]
             for place, address in enumerate(sent[ranks[0]][0]):
                 values = {rank: sent[rank][1][place] for rank in ranks}
                 usual, most = Counter(values.values()).most_common(1)[0]
@@ -183,9 +182,6 @@ class Findings:
                 )
                 break
         return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
-
-    def _place(self, rank: int) -> ParallelDims:
-        return ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, rank)
 
     def _tell_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:

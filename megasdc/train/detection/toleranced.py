@@ -175,8 +175,7 @@ class TolerancedChecks(Hook):
             return
         for name, tolerance in self._tolerances.items():
             tolerance.load_state_dict(state["tolerances"][name])
-        first = self._dims.rank - self._dims.dp_rank * self._dims.tensor
-        self._outliers.load_state_dict(state["features"][str(first)])
+        self._outliers.load_state_dict(state["features"][str(self._dims.first_replica_rank)])
 
     def close(self) -> None:
         """Remove the update check's hook."""
