@@ -1,9 +1,9 @@
 """Training engine of one optimizer step: our subclass of DeepSpeed's PipelineEngine.
 
-It adds to DeepSpeed's engine: hooks around every micro-batch and before the optimizer step, the number of the
-micro-batch that a buffer holds, losses weighted by the tokens used, the sum of partial gradients under sequence
-parallelism, and whether and why a step was skipped. It is used with one stage too. Names that start with an
-underscore are DeepSpeed 0.19's; a test fails if they disappear.
+It adds to DeepSpeed's engine: hooks around every micro-batch and before the optimizer step, one reduction of what they
+have all ranks agree on, the number of the micro-batch that a buffer holds, losses weighted by the tokens used, the sum
+of partial gradients under sequence parallelism, and whether and why a step was skipped. It is used with one stage too.
+Names that start with an underscore are DeepSpeed 0.19's; a test fails if they disappear.
 """
 
 from __future__ import annotations
