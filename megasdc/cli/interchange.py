@@ -140,7 +140,7 @@ def generate(
     Keeps no cache: the whole text is recomputed for each token. The model sees the last max_positions tokens.
     """
     with stdout_kept_clean():
-        from megasdc.train.inference import generate
+        from megasdc.train.generation import generate
 
         result = generate(
             source,

@@ -1,9 +1,9 @@
 """Training engine of one optimizer step: our subclass of DeepSpeed's PipelineEngine.
 
-It adds to DeepSpeed's engine: hooks around every micro-batch and before the optimizer step, the number of the
-micro-batch that a buffer holds, losses weighted by the tokens used, the sum of partial gradients under sequence
-parallelism, and whether and why a step was skipped. It is used with one stage too. Names that start with an
-underscore are DeepSpeed 0.19's; a test fails if they disappear.
+It adds to DeepSpeed's engine: hooks around every micro-batch and before the optimizer step, one reduction of what they
+have all ranks agree on, the number of the micro-batch that a buffer holds, losses weighted by the tokens used, the sum
+of partial gradients under sequence parallelism, and whether and why a step was skipped. It is used with one stage too.
+Names that start with an underscore are DeepSpeed 0.19's; a test fails if they disappear.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
-from megasdc.engine.hooks import EngineHook
 from megasdc.model.randomness import DropoutStreams
 from megasdc.optim.step_control import StepControl
 from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale_gradients
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.step_agreement import StepAgreement
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class TrainingEngine(PipelineEngine):
         dims: layout and place of this rank.
         streams: dropout streams of the model; None for a model without.
         masks_tokens: whether the data can mask tokens out of the loss.
-        hooks: called in this order.
         **options: passed to DeepSpeed's engine.
 
     Collective: all ranks of the world.
@@ -71,14 +70,14 @@ class TrainingEngine(PipelineEngine):
         dims: ParallelDims,
         streams: DropoutStreams | None = None,
         masks_tokens: bool = False,
-        hooks: tuple[EngineHook, ...] = (),
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.dims = dims
-        self.hooks = list(hooks)
-        self.last_hook = EngineHook()
-        """Called last before the reduction and the optimizer step; sees the gradients that other hooks changed."""
+        self.hooks: list[Any] = []
+        """Called in this order; each is a ``megasdc.engine.hooks.Hook``, whose module imports this one."""
+        self.agreement = StepAgreement(None)
+        """Reduces the fields of the hooks once in a step."""
         self.step_control = StepControl(self.optimizer, self.mpu.get_data_parallel_group())
         self.streams = streams
         self.masks_tokens = masks_tokens
@@ -136,6 +135,7 @@ class TrainingEngine(PipelineEngine):
             self.train_batch(data_iter=batches)
         finally:
             self._running_step = None
+        self.agreement.finish()
         loss_sum, used, completed = self._totals.tolist()
         # DeepSpeed has added the planned samples; only completed ones count
         self.global_samples += round(completed) * self.micro_batch_size - self.train_batch_size()
@@ -191,7 +191,7 @@ class TrainingEngine(PipelineEngine):
 
         The data iterator must yield the step's micro-batches again.
 
-        Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``.
+        Collective: all ranks of the replica, in ``Hook.after_micro_batches``.
         """
         self.optimizer.zero_grad()
         self._begin()
@@ -206,7 +206,7 @@ class TrainingEngine(PipelineEngine):
         Args:
             micro_batch: its number in the step.
 
-        Collective: all ranks of the replica, in ``EngineHook.after_micro_batches``, or in ``after_optimizer_step`` of
+        Collective: all ranks of the replica, in ``Hook.after_micro_batches``, or in ``after_optimizer_step`` of
             a skipped step, whose parameters are unchanged.
         """
         kept = self.total_loss, self._tokens, self._planned_tokens
@@ -308,7 +308,7 @@ class TrainingEngine(PipelineEngine):
 
     def _run_reduce_tied_grads(self) -> None:
         self._completed = self._started
-        for hook in tuple(self.hooks):  # a copy: a hook may change the list while it runs
+        for hook in tuple(self.hooks):  # a copy: an observer may be attached or removed meanwhile
             hook.after_micro_batches(self)
         super()._exec_reduce_tied_grads()
         if self._partial_sums:
@@ -319,7 +319,7 @@ class TrainingEngine(PipelineEngine):
                 dist.all_reduce(accumulated_gradient(self.optimizer, parameter), group=group)
 
     def _run_reduce_grads(self) -> None:
-        for hook in (*self.hooks, self.last_hook):
+        for hook in self.hooks:
             hook.before_reduction(self)
         super()._exec_reduce_grads()
         self._totals = self._reduce_totals(self.total_loss)
@@ -331,8 +331,9 @@ class TrainingEngine(PipelineEngine):
             scale_gradients(self.optimizer, self.gradient_factor)
 
     def _run_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        for hook in (*self.hooks, self.last_hook):
+        for hook in self.hooks:
             hook.before_optimizer_step(self)
+        self.agreement.start(field for hook in self.hooks for field in hook.fields)  # runs while the optimizer steps
         super()._exec_optimizer_step(lr_kwargs)
         for hook in tuple(self.hooks):
             hook.after_optimizer_step(self)

@@ -1,19 +1,51 @@
-"""Hooks: the points of a step at which a feature is called."""
+"""Hooks: the points of a run and of a step at which a feature is called."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.run import Run
+from megasdc.parallel.step_agreement import Field
 
 
-class EngineHook:
+class Hook:
     """Base class of hooks; each method does nothing unless overridden.
 
-    Hooks are called in the order of the engine's list. A hook calls no other hook. On a rank that fails, no further
-    hook is called.
+    Hooks are called on every rank, in the order of the engine's list, which is the one of
+    ``megasdc.train.build_hooks``. They may call collectives, except in ``close``. A hook calls no other hook. On a rank
+    that fails, no further hook is called but for ``close``.
     """
+
+    fields: Sequence[Field] = ()
+    """What all ranks agree on for this hook in each step, the same fields on all of them; known in ``after_step``."""
+
+    # --- between steps ------------------------------------------------------------------------------------------
+
+    def on_start(self, run: Run) -> None:
+        """Training is about to start, or to continue from a checkpoint."""
+
+    def before_step(self, run: Run) -> None:
+        """A step is about to start."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """A step has ended; ``run`` includes it already."""
+
+    def on_end(self, run: Run) -> None:
+        """The last step has ended without an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to restore after a resume, in plain values, the same on all ranks; empty: nothing is saved."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned at the checkpoint."""
+
+    def close(self) -> None:
+        """Release resources: files, signal handlers. Called once, also after an error."""
+
+    # --- in a step ----------------------------------------------------------------------------------------------
 
     def before_micro_batches(self, engine: TrainingEngine) -> None:
         """A step begins."""
@@ -54,3 +86,8 @@ class EngineHook:
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """The optimizer has stepped, or skipped the step (``engine.is_skipped``); parameters are gathered."""
+
+
+def is_stateful(hook: Hook) -> bool:
+    """Whether a hook has a state to save."""
+    return type(hook).state_dict is not Hook.state_dict

@@ -21,7 +21,7 @@ from megasdc.addresses import (
     UPDATE,
     Address,
 )
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.model.submodules import Attachment, Submodule
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 
@@ -32,16 +32,17 @@ Listener = Callable[[Address, Tensor], Tensor | None]
 """Called with the address and value of a result; returns None, or the value to use instead, [the same shape]."""
 
 
-class Observer(EngineHook):
+class Observer(Hook):
     """Calls listeners with the results of one rank, in the order in which they are computed.
 
     While it is attached, forward and backward passes in training are observed; evaluations are not.
 
     Args:
-        engine: the engine; the observer adds itself to its hooks.
+        engine: the engine; the observer adds itself to its hooks, and ``close`` removes it.
         submodules: to observe, from ``list_submodules(engine.module)``.
         listeners: called in this order for every result.
         gradients: whether backward results and weight gradients are observed too.
+        after: the engine's hook that it follows; None, or none of them: it follows all.
 
     Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
         the collectives of column-parallel layers are called from another place.
@@ -53,6 +54,7 @@ class Observer(EngineHook):
         submodules: Sequence[Submodule],
         listeners: Sequence[Listener],
         gradients: bool = True,
+        after: Hook | None = None,
     ) -> None:
         self._undo = ExitStack()
         self._listeners = tuple(listeners)
@@ -73,7 +75,8 @@ class Observer(EngineHook):
         self._undo.callback(attachment.close)
         handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: self._emit_update(engine))
         self._undo.callback(handle.remove)
-        engine.hooks.append(self)
+        place = engine.hooks.index(after) + 1 if after in engine.hooks else len(engine.hooks)
+        engine.hooks.insert(place, self)
         self._undo.callback(engine.hooks.remove, self)
 
     def close(self) -> None:

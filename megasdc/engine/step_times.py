@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 
 if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
@@ -35,7 +35,7 @@ class StepRecord:
     step_s: float
 
 
-class StepTimes(EngineHook):
+class StepTimes(Hook):
     """Measures times between the engine's hook calls; must come before hooks that take time.
 
     On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, and

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 
 if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
 
 
-class TimeSplit(EngineHook):
+class TimeSplit(Hook):
     """Sums the time between the engine's hook calls.
 
     On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, so

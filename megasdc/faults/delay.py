@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megasdc.config import DelaySpec
 from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, Place
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.errors import ConfigError, DataError
 from megasdc.faults.schedule import in_steps, is_here
 from megasdc.parallel.dims import ParallelDims
@@ -79,7 +79,7 @@ def check_delays(specs: Sequence[DelaySpec], micro_batches: int, stages: int) ->
         raise ConfigError(problems)
 
 
-class InjectedDelays(EngineHook):
+class InjectedDelays(Hook):
     """Sleeps before micro-batches as the entries specify.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 
 from megasdc.config import ProcessFaultSpec
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.faults.schedule import in_steps, is_here
 from megasdc.parallel.dims import ParallelDims
 
@@ -23,7 +23,7 @@ OnProcessFault = Callable[[int, ProcessFaultSpec, int, int | None], None]
 """Called with (index of the spec, spec, step, micro_batch) before the fault; for ``slow`` at its first pass only."""
 
 
-class ProcessFaults(EngineHook):
+class ProcessFaults(Hook):
     """Ends, stops or slows this rank as the specs say.
 
     Each spec acts once in the life of a process; ``slow`` acts on every pass that fits.

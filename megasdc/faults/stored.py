@@ -12,13 +12,13 @@ from megasdc.addresses import Address
 from megasdc.config.sections.faults import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.faults.injector import Injector
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 
 
-class StateFaults(EngineHook):
+class StateFaults(Hook):
     """Injects faults into accumulated gradients before their sum over replicas, and into optimizer states.
 
     Args:

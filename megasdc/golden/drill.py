@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megasdc.config import FaultSpec, MegasdcSection, ProcessFaultSpec, expand_faults
 from megasdc.config.problems.faults import fault_place_problems, fault_problems
 from megasdc.config.sections.faults import CHECKPOINT, TOKENS
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Listener
 from megasdc.errors import ConfigError
 from megasdc.faults.injector import Injector
@@ -98,9 +98,9 @@ class Drill:
         """Of each process fault, 1 if it has acted on this rank, else 0."""
         return [int(index in self._process.acted) for index in range(self._num_process_faults)]
 
-    def start(self, repeat: int) -> tuple[list[Listener], list[EngineHook]]:
+    def start(self, repeat: int) -> tuple[list[Listener], list[Hook]]:
         """Listeners and hooks that inject faults into one repeat, drawn anew; a process fault acts once in all."""
-        hooks: list[EngineHook] = [self._process] if self._process.armed else []
+        hooks: list[Hook] = [self._process] if self._process.armed else []
         if not self._specs:
             return [], hooks
         specs = [spec.model_copy(update={"seed": spec.seed + repeat * SEEDS_APART}) for spec in self._specs]

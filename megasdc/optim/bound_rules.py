@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 
 from megasdc.config import HookSpec
 from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, theta_at
-from megasdc.tensors.bound import Limits
+from megasdc.tensors.bound_limits import Limits
 
 
 @dataclass(frozen=True)

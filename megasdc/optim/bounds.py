@@ -21,11 +21,12 @@ from megasdc.optim.copies import digest
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
 from megasdc.parallel.dims import ParallelDims
-from megasdc.tensors.bound import SUMS, Limits, bound_
+from megasdc.tensors.bound import bound_
+from megasdc.tensors.bound_limits import SUMS, Limits
 
 PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
 COLUMNS = (*SUMS, "elements")
-"""Counts of each parameter: ``megasdc.tensors.bound.SUMS``, and the number of elements seen."""
+"""Counts of each parameter: ``megasdc.tensors.bound_limits.SUMS``, and the number of elements seen."""
 _SQUARES, _NAN, _INF, _RATIO = (SUMS.index(name) for name in ("squares", "nan", "inf", "largest_ratio"))
 
 

@@ -7,7 +7,7 @@ the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ class ParallelDims:
         if world_size % (tensor * pipeline):
             raise ValueError(f"{world_size} ranks are not a multiple of tensor {tensor} x pipeline {pipeline}")
         return cls(tensor, pipeline, world_size // (tensor * pipeline), rank)
+
+    def at(self, rank: int) -> ParallelDims:
+        """The coordinates of another rank of this layout."""
+        return replace(self, rank=rank)
+
+    @property
+    def first_replica_rank(self) -> int:
+        """The rank of the first replica at the same stage and tensor rank."""
+        return self.rank - self.dp_rank * self.tensor
 
     @property
     def world_size(self) -> int:

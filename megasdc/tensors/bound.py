@@ -8,8 +8,9 @@ element within a few fp32 ULP of its limit may be decided otherwise than in exac
 Gradients are stored times a loss scale; limits apply to unscaled values. An element within its limit keeps its bits. A
 bounded one becomes the limit with its own sign; in 16 bits the limit is rounded towards zero, so it is never exceeded.
 
-This file has the settings, the sums, the choice of an implementation, and the formula in torch operations that every
-implementation follows: `megasdc.tensors.bound_host` on the host, `megasdc.tensors.bound_kernel` on a GPU.
+This file has the choice of an implementation, and the formula in torch operations that every implementation follows:
+`megasdc.tensors.bound_host` on the host, `megasdc.tensors.bound_kernel` on a GPU. Settings and sums are in
+`megasdc.tensors.bound_limits`.
 
 Source: Pei, Lausen, Karypis 2025, IEEE Micro, https://doi.org/10.1109/MM.2025.3642709, eq. 1; Huang et al. 2025, SPAM,
 ICLR, https://arxiv.org/abs/2501.06842, for V from before the step. Ours: the floor of V, the policies for non-finite
@@ -21,94 +22,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megasdc.errors import LaunchError
+from megasdc.tensors.bound_limits import DTYPES, SUMS, Factors, Limits, factors
 
 logger = logging.getLogger(__name__)
 
 COMPILED, TRITON, FORMULA = "fused C pass", "fused Triton kernel", "formula in torch's operations"
 """Implementations; see `implementation`."""
-NON_FINITE = ("keep", "zero", "bound")
-"""Policies for NaN and Inf; see `Limits`."""
-SUMS = ("squares", "mass", "removed", "by_absolute", "by_spike", "nan", "inf", "largest_ratio")
-"""Sums of a pass, by index; see `bound_`."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 1 << 16
 """Elements processed at once, to save memory and stay in a CPU's cache."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the magnitude of an element.
-
-    Args:
-        absolute: theta_abs, above 0; inf: no such limit.
-        spike: theta, above 0; g^2 / V' may not be above it; inf: no such limit.
-        floor: lower limit of V', at least 0. An element with V' = 0 passes the spike rule, so that none is frozen at
-            zero before it has a history.
-        v_factor: V' = max(V * v_factor, floor); 1 / (1 - beta2^t) for Adam's bias correction, 1 for none.
-        scale: loss scale, above 0: stored values are scale times the gradient.
-        non_finite: ``keep``: NaN and Inf stay; ``zero``: both become 0; ``bound``: Inf becomes its limit with its sign,
-            0 where it has none, and NaN becomes 0.
-
-    Raises:
-        ValueError: a value is outside its range.
-    """
-
-    absolute: float = math.inf
-    spike: float = math.inf
-    floor: float = 0.0
-    v_factor: float = 1.0
-    scale: float = 1.0
-    non_finite: str = "keep"
-
-    def __post_init__(self) -> None:
-        for name in ("absolute", "spike"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, inf for no limit; got {getattr(self, name)}")
-        for name in ("v_factor", "scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        if not 0 <= self.floor < math.inf:
-            raise ValueError(f"floor must be at least 0 and finite, got {self.floor}")
-        if self.non_finite not in NON_FINITE:
-            raise ValueError(f"non_finite must be one of {', '.join(NON_FINITE)}; got {self.non_finite!r}")
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The fp32 numbers from which every implementation computes limits.
-
-    The limit of an element, in stored units, is min(absolute, spike * q), q = max(sqrt(V) * root_factor, root_floor).
-
-    Args:
-        absolute: limit in stored units; inf: none.
-        spike: sqrt(theta) * scale; inf: none.
-        root_factor: sqrt(v_factor).
-        root_floor: sqrt(floor).
-    """
-
-    absolute: float
-    spike: float
-    root_factor: float
-    root_floor: float
-
-
-@lru_cache(maxsize=64)
-def factors(limits: Limits) -> Factors:
-    """The fp32 numbers of limits."""
-    return Factors(
-        absolute=_fp32(limits.absolute * limits.scale),
-        spike=_fp32(math.sqrt(limits.spike) * limits.scale),
-        root_factor=_fp32(math.sqrt(limits.v_factor)),
-        root_floor=_fp32(math.sqrt(limits.floor)),
-    )
 
 
 def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
@@ -257,12 +184,6 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         return narrow
     return (narrow.view(torch.int16) - (narrow.to(torch.float32) > values).to(torch.int16)).view(dtype)
-
-
-def _fp32(value: float) -> float:
-    """The nearest fp32 number, inf if it is too large."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
 
 
 def _describe(tensor: Tensor) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megasdc.errors import LaunchError
-from megasdc.tensors.bound import DTYPES, NON_FINITE, Limits, factors
+from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, Limits, factors
 
 SOURCE = Path(__file__).with_name("bound_host.c")
 OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")

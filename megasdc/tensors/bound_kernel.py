@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasdc.errors import LaunchError
-from megasdc.tensors.bound import SUMS, Limits, factors
+from megasdc.tensors.bound_limits import SUMS, Limits, factors
 
 try:
     import triton

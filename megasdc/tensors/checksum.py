@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megasdc.errors import ConfigError
 from megasdc.tensors.bits import as_bits
-from megasdc.tensors.mixed_sum import mixed_sum
+from megasdc.tensors.mixed_sum import mixed_sum_formula
 
 _MASK = (1 << 64) - 1
 
@@ -80,7 +80,12 @@ class MixedSum:
 
     def start(self, tensor: Tensor) -> Tensor:
         """The value on the tensor's device; see `ChecksumAlgorithm.start`."""
-        return mixed_sum(row_major_bits(tensor).view(-1))
+        bits = row_major_bits(tensor).view(-1)
+        if bits.device.type == "cuda":
+            from megasdc.tensors.mixed_sum_kernel import fused_mixed_sum  # needs Triton
+
+            return fused_mixed_sum(bits)
+        return mixed_sum_formula(bits)
 
 
 ALGORITHMS: dict[str, ChecksumAlgorithm] = {one.name: one for one in (Xxh3(), MixedSum())}

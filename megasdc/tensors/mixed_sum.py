@@ -25,27 +25,6 @@ CHUNK = 1 << 16
 """Elements processed at once, to save memory and stay in a CPU's cache."""
 
 
-def mixed_sum(bits: Tensor) -> Tensor:
-    """The mixed sum, by the fused kernel on a GPU and by the formula elsewhere.
-
-    Args:
-        bits: [n], contiguous, signed integers of the elements' width.
-
-    Returns:
-        [] int64 on the same device, the bits of the unsigned value.
-
-    Raises:
-        LaunchError: the tensor is on a GPU and Triton is not installed.
-
-    Sync: none.
-    """
-    if bits.device.type == "cuda":
-        from megasdc.tensors.mixed_sum_kernel import fused_mixed_sum
-
-        return fused_mixed_sum(bits)
-    return mixed_sum_formula(bits)
-
-
 def mixed_sum_formula(bits: Tensor) -> Tensor:
     """The mixed sum in torch's integer operations (int64 wraps modulo 2^64); the reference for every kernel.
 

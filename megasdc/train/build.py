@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
 from megasdc.durable import write_durably
 from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import is_stateful
+from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
 from megasdc.events import EventLog
 from megasdc.model.compiled import require_compiler
 from megasdc.parallel import ParallelDims, groups
+from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders
 from megasdc.train.build_engine import build_training_engine, check_memory_here
@@ -40,7 +44,6 @@ from megasdc.train.process.heap import keep_freed_memory
 from megasdc.train.process.hold_folder import hold_folders
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
-from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import checkpoint_folder, resume
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.versions.installed import component_versions, untested_versions
@@ -69,68 +72,103 @@ def build_run(
     Collective: all ranks of the world.
     """
     clock.mark("imports")
-    if config.megasdc.model.fuse:
-        require_compiler("cuda" if torch.cuda.is_available() else "cpu")
-    part, folders = None, _own_folders(config)
-    if cut is not None:
-        part = StudyPart(config.megasdc.study, cut, prepare_run_folder(Path(config.megasdc.logging.run_dir)))
-        whole, config = config, replica_config(config, cut.replica)
-    sections = config.megasdc
-    layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
-    manifests = verify_data(sections.data)
-    manifest = manifests[0]
-    check_memory_here(config, layout, manifest.tokenizer.vocab_size)
-    folder = prepare_run_folder(Path(sections.logging.run_dir))
-    if int(os.environ.get("RANK", "0")) == 0:
-        prepare_monitor_folders(config.deepspeed)
-    prepare_cpu(sections.parallel.threads)
-    set_deterministic(sections.determinism)
+    place = _place(config, cut)
+    config, sections = place.config, place.config.megasdc
+    layout, manifests = _check_host(config)
     clock.mark("checks")
-    on_met = (lambda: None) if signals.start is None else signals.start.met
-    bridge = None if part is None else meet(part, sections.parallel, on_met)
-    if bridge is None:
-        groups.init_process_group(
-            sections.parallel.timeout_s,
-            run_dir=sections.logging.run_dir,
-            on_met=on_met,
-            share_devices=sections.parallel.share_devices,
-        )
+    bridge = _meet(place, signals)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)
     store = groups.default_store() if bridge is None else bridge.store
-    locks = hold_folders(folders, store, *launch, sections.parallel.timeout_s, held)
-    events = EventLog(folder, dims.rank)
+    locks = hold_folders(_own_folders(place.whole), store, *launch, sections.parallel.timeout_s, held)
+    events = EventLog(Path(sections.logging.run_dir), dims.rank)
     if dims.rank == 0:
-        versions = installed_versions()
-        events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=versions)
+        events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
         _tell_untested(events, speaks=launch[0] == 0)
         _tell_unchecked(sections.data, manifests, events)
-    engine = build_training_engine(config, layout, dims, manifest.tokenizer.vocab_size, clock)
+    engine = build_training_engine(config, layout, dims, manifests[0].tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
-    run, kept = _assemble(config, folder, engine, loader, events, split)
+    run, kept = _assemble(config, engine, loader, events, split)
     drills = Drills(
         build_injector(sections, run),
         build_process_faults(sections, run),
-        [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else [],
+        DelayReport(sections.delay, sections.logging.interval, run) if sections.delay else None,
     )
+    part = place.part
     agree = None if bridge is None else partial(agree_on_checkpoint, bridge)
     hook_states = resume(run, config, agree, None if part is None else part.section)
     if dims.rank == 0:  # only now: a refused resume must not change the run folder
-        _write_resolved(folder, config)
+        _write_resolved(run.folder, config)
         if part is not None and part.cut.launch_rank == 0:
-            _write_resolved(part.folder, whole)
+            _write_resolved(part.folder, place.whole)
     clock.mark("resume")
     study = None
     if part is not None and bridge is not None:
         study = Study(part, bridge, run, eval_loader, sections.checkpoint.interval)
     run.hooks = build_hooks(
-        HookParts(config, run, manifest, eval_loader, kept, split, clock, signals, study, drills, locks)
+        HookParts(config, run, manifests[0], eval_loader, kept, split, clock, signals, study, drills, locks)
     )
     _load_hooks(run, hook_states)
     return run
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What this rank trains.
+
+    Args:
+        config: of its run.
+        whole: of the launch; another one than ``config`` in a study.
+        part: place in the study; None without.
+    """
+
+    config: RunConfig
+    whole: RunConfig
+    part: StudyPart | None
+
+
+def _place(whole: RunConfig, cut: Cut | None) -> _Place:
+    if whole.megasdc.model.fuse:
+        require_compiler("cuda" if torch.cuda.is_available() else "cpu")
+    if cut is None:
+        return _Place(whole, whole, None)
+    part = StudyPart(whole.megasdc.study, cut, prepare_run_folder(Path(whole.megasdc.logging.run_dir)))
+    return _Place(replica_config(whole, cut.replica), whole, part)
+
+
+def _check_host(config: RunConfig) -> tuple[Layout, list[Manifest]]:
+    """Check layout, data, memory and folders, and prepare this process; the manifests are of the training data."""
+    sections = config.megasdc
+    layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    manifests = verify_data(sections.data)
+    check_memory_here(config, layout, manifests[0].tokenizer.vocab_size)
+    prepare_run_folder(Path(sections.logging.run_dir))
+    if int(os.environ.get("RANK", "0")) == 0:
+        prepare_monitor_folders(config.deepspeed)
+    prepare_cpu(sections.parallel.threads)
+    set_deterministic(sections.determinism)
+    return layout, manifests
+
+
+def _meet(place: _Place, signals: StopSignals) -> Bridge | None:
+    """Join the process group of this run; returns the bridge to the other replicas of a study.
+
+    Collective: all ranks of the launch.
+    """
+    section = place.config.megasdc.parallel
+    on_met = (lambda: None) if signals.start is None else signals.start.met
+    if place.part is not None:
+        return meet(place.part, section, on_met)
+    groups.init_process_group(
+        section.timeout_s,
+        run_dir=place.config.megasdc.logging.run_dir,
+        on_met=on_met,
+        share_devices=section.share_devices,
+    )
+    return None
 
 
 def _tell_untested(events: EventLog, speaks: bool) -> None:
@@ -150,7 +188,7 @@ def _load_hooks(run: Run, states: dict[str, Any]) -> None:
     Unused and missing states are reported: a section was turned off or on, or a hook was renamed.
     """
     left = {name: state for name, state in states.items() if state}
-    stateful = {type(hook).__name__ for hook in run.hooks if type(hook).state_dict is not StepHook.state_dict}
+    stateful = {type(hook).__name__ for hook in run.hooks if is_stateful(hook)}
     for hook in run.hooks:
         if state := left.pop(type(hook).__name__, None):
             hook.load_state_dict(state)
@@ -170,7 +208,6 @@ def _load_hooks(run: Run, states: dict[str, Any]) -> None:
 
 def _assemble(
     config: RunConfig,
-    folder: Path,
     engine: TrainingEngine,
     loader: MicroBatchLoader,
     events: EventLog,
@@ -180,12 +217,10 @@ def _assemble(
     sections = config.megasdc
     host_group = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
     groups.set_all_timeouts(sections.parallel.timeout_s)
-    if split is not None:
-        engine.hooks.append(split)
     batches: Iterator[MicroBatch] = loader if split is None else split.watch(loader)
     kept = StepBatches(loader, batches) if detects(sections) else None
     run = Run(
-        folder=folder,
+        folder=Path(sections.logging.run_dir),
         dims=engine.dims,
         engine=engine,
         loader=loader,

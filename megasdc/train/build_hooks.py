@@ -12,9 +12,12 @@ from megasdc.config import RunConfig, ffn_width
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
+from megasdc.faults.stored import StateFaults
 from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
@@ -25,6 +28,7 @@ from megasdc.train.detection.build import build_detection, build_search, build_t
 from megasdc.train.detection.checks import Detection
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.observe import Observation, watch_for_faults, watch_for_trace
+from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
@@ -34,7 +38,6 @@ from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
-from megasdc.train.run import Run, StepHook
 from megasdc.train.saving import Saver, checkpoint_folder
 from megasdc.train.stop import SkipWatch, StopWatch
 from megasdc.train.study import Study
@@ -55,12 +58,22 @@ class Drills:
     Args:
         injector: of faults in tensors; None without.
         process_faults: of this rank; None without.
-        delays: report of the injected delays; at most one.
+        delays: the injected delays and their report; None without.
     """
 
     injector: Injector | None
     process_faults: ProcessFaults | None
-    delays: list[DelayReport]
+    delays: DelayReport | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Hooks that observe the tensors of a step; each is None where nothing asks for it."""
+
+    observation: Observation | None
+    detection: Detection | None
+    toleranced: TolerancedChecks | None
+    trace: TraceRecorder | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ class HookParts:
         manifest: of the training data.
         eval_loader: None without evaluation.
         kept: keeps the batches of a step, where a check may read them again; else None.
-        split: of the time of a step; on rank 0 only.
+        split: hook that times the parts of a step; on rank 0 only.
         clock: of the start.
         signals: received by this rank.
         study: of this replica; None without.
@@ -94,44 +107,56 @@ class HookParts:
     locks: Sequence[RunLock]
 
 
-def build_hooks(parts: HookParts) -> list[StepHook]:
-    """Build a run's hooks, in the order they are called.
-
-    Folder locks and the start report come first; then DropCompute, recording and detection, gradient bounds, decisions
-    to stop (of this run, then of a study's replicas), evaluation, garbage collection, reports and checkpoints; last the
-    report of delays and the faults that damage a complete checkpoint.
+def build_hooks(parts: HookParts) -> list[Hook]:
+    """Build a run's hooks, in the order in which they are called, in a step and between steps.
 
     Args:
         parts: inputs.
 
     Collective: all ranks of the world.
     """
-    run, sections = parts.run, parts.config.megasdc
+    run, sections, drills, study = parts.run, parts.config.megasdc, parts.drills, parts.study
     training, interval = sections.training, sections.logging.interval
-    recording, detection = _recording(parts)
+    recording = _recording(parts)
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
-    vocab = padded_vocab_size(parts.manifest.tokenizer.vocab_size, sections.model.vocab_multiple)
-    sizes = model_sizes(sections.model, ffn_width(sections.model), vocab)
-    _say_sizes(parts, sizes)
-    hooks: list[StepHook] = [FolderWatch(parts.locks), StartReport(parts.clock)]
-    if sections.drop_compute.enabled:
-        hooks.append(DropCompute(sections.drop_compute, run, writer, interval))
-    hooks += recording
-    if sections.optimizer_hooks:
-        hooks.append(GradientBounds(sections.optimizer_hooks, run, interval, writer))
-    hooks.append(SkipWatch(training.max_skipped_steps))
-    hooks.append(StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step))
-    if parts.study is not None:
-        hooks.append(parts.study)
-    if parts.eval_loader is not None and training.eval_interval:
-        hooks.append(Evaluator(parts.eval_loader, training.eval_interval, writer))
-    if training.garbage_collection == "managed":
-        hooks.append(ManagedCollection(training.garbage_collection_interval))
-    hooks.append(_reporter(parts, sizes, writer))
-    before_save = None if detection is None else detection.before_save
-    study = None if parts.study is None else parts.study.section
-    hooks.append(Saver(parts.config, writer, parts.manifest.tokenizer.checksum, before_save, study))
-    return hooks + _drilling(parts)
+    drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
+    specs = sections.optimizer_hooks
+    bounds = GradientBounds(specs, run, interval, writer) if specs else None
+    managed = training.garbage_collection == "managed"
+    order: list[Hook | None] = [
+        # Before anything is written: whether the folder is still this launch's.
+        FolderWatch(parts.locks),
+        StartReport(parts.clock),
+        # How much a step computes, and how long it takes. Times begin before injected delays, and so include them.
+        drop and drop.times,
+        drills.delays and drills.delays.delays,
+        parts.split,
+        drop,
+        # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
+        recording.detection,
+        recording.toleranced,
+        drills.injector and StateFaults(run.engine, drills.injector),
+        drills.process_faults,
+        recording.observation,
+        recording.toleranced and recording.toleranced.shards,
+        recording.trace,
+        study and study.in_step,
+        # The last that changes gradients: nothing that comes after it acts in a step.
+        bounds,
+        # Whether to stop: this run, then a study's replicas.
+        SkipWatch(training.max_skipped_steps),
+        StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),
+        study,
+        # What is measured, then what is kept.
+        _evaluator(parts, writer),
+        ManagedCollection(training.garbage_collection_interval) if managed else None,
+        _reporter(parts, writer),
+        _saver(parts, writer, recording.detection),
+        # What may damage a checkpoint that is complete.
+        drills.delays,
+        _fault_drill(parts),
+    ]
+    return [hook for hook in order if hook is not None]
 
 
 def _build_detection(parts: HookParts) -> Detection | None:
@@ -149,8 +174,8 @@ def _build_detection(parts: HookParts) -> Detection | None:
     return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan)
 
 
-def _recording(parts: HookParts) -> tuple[list[StepHook], Detection | None]:
-    """Hooks that observe the tensors of a step, and the detection among them; all watches share one observation."""
+def _recording(parts: HookParts) -> Recording:
+    """Hooks that observe the tensors of a step; all watches share one observation."""
     config, run, injector = parts.config, parts.run, parts.drills.injector
     tracer = build_tracer(config.megasdc.trace, run.engine)
     watches = [] if injector is None else [watch_for_faults(injector, run.engine)]
@@ -160,23 +185,27 @@ def _recording(parts: HookParts) -> tuple[list[StepHook], Detection | None]:
         watches.append(watch_for_trace(tracer))
     if (detection := _build_detection(parts)) is not None:
         watches += watches_of(detection)
-    hooks: list[StepHook] = []
-    if watches:
-        observation = Observation(run.engine, watches)
-        hooks.append(observation)
-        if detection is not None:
-            detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
-    if detection is not None:
-        hooks.append(detection)
-    if (toleranced := build_toleranced(config.megasdc, run, parts.signals)) is not None:
-        hooks.append(toleranced)
-    if tracer is not None:
-        hooks.append(TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)))
-    return hooks, detection
+    observation = Observation(run.engine, watches) if watches else None
+    if detection is not None and observation is not None:
+        detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
+    return Recording(
+        observation,
+        detection,
+        build_toleranced(config.megasdc, run, parts.signals),
+        tracer and TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
+    )
 
 
-def _reporter(parts: HookParts, sizes: ModelSizes, writer: MetricsWriter | None) -> Reporter:
+def _evaluator(parts: HookParts, writer: MetricsWriter | None) -> Evaluator | None:
+    interval = parts.config.megasdc.training.eval_interval
+    return Evaluator(parts.eval_loader, interval, writer) if parts.eval_loader is not None and interval else None
+
+
+def _reporter(parts: HookParts, writer: MetricsWriter | None) -> Reporter:
     sections = parts.config.megasdc
+    vocab = padded_vocab_size(parts.manifest.tokenizer.vocab_size, sections.model.vocab_multiple)
+    sizes = model_sizes(sections.model, ffn_width(sections.model), vocab)
+    _say_sizes(parts, sizes)
     return Reporter(
         interval=sections.logging.interval,
         flops_per_token=sizes.flops_per_token(sections.data.sequence_length),
@@ -188,13 +217,17 @@ def _reporter(parts: HookParts, sizes: ModelSizes, writer: MetricsWriter | None)
     )
 
 
-def _drilling(parts: HookParts) -> list[StepHook]:
+def _saver(parts: HookParts, writer: MetricsWriter | None, detection: Detection | None) -> Saver:
+    before_save = None if detection is None else detection.before_save
+    study = None if parts.study is None else parts.study.section
+    return Saver(parts.config, writer, parts.manifest.tokenizer.checksum, before_save, study)
+
+
+def _fault_drill(parts: HookParts) -> FaultDrill | None:
     drills, sections = parts.drills, parts.config.megasdc
-    hooks: list[StepHook] = [*drills.delays]
-    if sections.faults or sections.process_faults:
-        folder = checkpoint_folder(parts.config)
-        hooks.append(FaultDrill(drills.injector, drills.process_faults, folder, parts.run.host_group))
-    return hooks
+    if not (sections.faults or sections.process_faults):
+        return None
+    return FaultDrill(drills.injector, drills.process_faults, checkpoint_folder(parts.config), parts.run.host_group)
 
 
 def _say_sizes(parts: HookParts, sizes: ModelSizes) -> None:

@@ -17,8 +17,8 @@ from megasdc.checkpoint.places import Problem
 from megasdc.config import RunConfig, StudySection
 from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
 from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError
-from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -7,22 +7,26 @@ from collections.abc import Sequence
 
 from megasdc.config import DelaySpec
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.faults.delay import InjectedDelays, check_delays
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
 EVENT_KIND = "delay"
 
 
-class DelayReport(StepHook):
+class DelayReport(Hook):
     """Injects delays into this run, warns of them at the start, and reports what each rank has slept.
 
     Args:
         specs: the entries of `delay`, at least one.
         interval: steps between two events of a rank.
-        run: its engine gets the hook before all others, so that their times include no delay.
+        run: with engine and events.
+
+    Attributes:
+        delays: the hook that sleeps.
 
     Raises:
         ConfigError: a file of delays cannot be used.
@@ -32,15 +36,13 @@ class DelayReport(StepHook):
         check_delays(specs, run.engine.micro_batches, run.dims.pipeline)
         self._specs = specs
         self._interval = interval
-        self._delays = InjectedDelays(specs, run.dims)
+        self.delays = InjectedDelays(specs, run.dims)
         self._first_step = run.step + 1
-        if self._delays.here:
-            run.engine.hooks.insert(0, self._delays)
 
     def on_start(self, run: Run) -> None:
         """Warn that this run has injected delays."""
         self._first_step = run.step + 1
-        gathered = gather_objects(self._delays.here, run.host_group)
+        gathered = gather_objects(self.delays.here, run.host_group)
         if run.dims.rank != 0:
             return
         for index, spec in enumerate(self._specs):
@@ -51,8 +53,8 @@ class DelayReport(StepHook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Report what this rank has slept since the last report."""
-        if not self._delays.here or (run.step % self._interval and not run.is_last_step):
+        if not self.delays.here or (run.step % self._interval and not run.is_last_step):
             return
-        slept_s, cut_s = self._delays.take()
+        slept_s, cut_s = self.delays.take()
         run.events.emit(EVENT_KIND, "slept", step=run.step, first_step=self._first_step, slept_s=slept_s, cut_s=cut_s)
         self._first_step = run.step + 1

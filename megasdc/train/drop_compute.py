@@ -6,9 +6,6 @@ import math
 import socket
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megasdc.config import DropComputeSection
 from megasdc.config.sections.drop_compute import (
     AUTO,
@@ -32,17 +29,18 @@ from megasdc.dropcompute.recent import RecentSteps
 from megasdc.dropcompute.time_log import TimeLog
 from megasdc.dropcompute.tuning import TimeWindow, tune
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.errors import ConfigError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.step_agreement import Field
 from megasdc.train.drop_report import DropReport
 from megasdc.train.process.garbage import CollectionTimer
-from megasdc.train.run import Run, StepHook
 
 
-class DropCompute(StepHook, EngineHook):
+class DropCompute(Hook):
     """Runs the section `drop_compute`: measures, chooses the threshold, decides and counts.
 
     All ranks act alike from counts that they exchange in every step; only whether to start the next micro-batch is
@@ -53,6 +51,9 @@ class DropCompute(StepHook, EngineHook):
         run: with engine and loader, at the step from which it continues.
         writer: where rank 0 writes metrics; None on other ranks.
         interval: steps between metrics.
+
+    Attributes:
+        times: the hook that measures a step; it comes before hooks that take time.
 
     Raises:
         ConfigError: decisions to replay cannot be read.
@@ -79,8 +80,10 @@ class DropCompute(StepHook, EngineHook):
         self._hosts: list[str] = []
         self._log: DecisionLog | None = None
         self._time_log: TimeLog | None = None
-        self._counts = torch.zeros(dims.data, dtype=torch.int64)
-        self._exchange: Any = None
+        self._completed = Field(
+            lambda: engine.completed if engine.decides else None, places=dims.data, place=dims.dp_rank
+        )
+        self.fields = (self._completed,)
         self._group = new_replica_group(dims)
         self.times = StepTimes(engine.device)
         self._clock = ClockDecisions(self.times, section.device_lag, _sigmas(section))
@@ -91,8 +94,6 @@ class DropCompute(StepHook, EngineHook):
         self._garbage = CollectionTimer()
         engine.gate = self.gate
         engine.divides_by_used = section.gradients == COMPUTED
-        engine.hooks.insert(0, self.times)
-        engine.hooks.append(self)
 
     def _read_replayed(self) -> dict[int, StepDecisions] | None:
         """The decisions to replay, read on rank 0 and sent to all ranks; None: none.
@@ -175,27 +176,22 @@ class DropCompute(StepHook, EngineHook):
     # --- in and after a step ------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Start the exchange of the replicas' completed micro-batches; does not block.
+        """Compare what the ranks of this replica have completed; only with `check_agreement`.
 
         Raises:
-            RuntimeError: ranks of this replica have completed different numbers; only with `check_agreement`.
+            RuntimeError: they have completed different numbers.
         """
         if self._section.check_agreement:
             completed = gather_objects(engine.completed, self._group)
             if len(set(completed)) > 1:
                 ranks = replica_ranks(engine.dims, engine.dims.dp_rank)
                 raise RuntimeError(f"ranks {ranks} have completed {completed} micro-batches of one step")
-        self._counts = torch.zeros(engine.dims.data, dtype=torch.int64)
-        if engine.decides:
-            self._counts[engine.dims.dp_rank] = engine.completed
-        self._exchange = dist.all_reduce(self._counts, group=self._run.host_group, async_op=True)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count, log, skip dropped samples, check the drop rate, and choose the threshold when the window is full."""
         self.gate.finish()
-        self._exchange.wait()
         engine, section = run.engine, self._section
-        step = StepDecisions(engine.micro_batches, tuple(self._counts.tolist()))
+        step = StepDecisions(engine.micro_batches, tuple(int(count) for count in self._completed.values))
         record, gc_s = self.times.take(), self._garbage.take()
         self._clock.learn(record)
         if self._time_log is not None:

@@ -13,8 +13,8 @@ from megasdc.dropcompute.decisions import StepDecisions
 from megasdc.dropcompute.gate import replica_ranks
 from megasdc.dropcompute.recent import SlowReplica
 from megasdc.dropcompute.tuning import Tuning
+from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)
 

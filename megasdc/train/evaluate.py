@@ -8,13 +8,14 @@ import time
 
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
 
-class Evaluator(StepHook):
+class Evaluator(Hook):
     """Evaluates every ``interval`` steps and at the end.
 
     Args:

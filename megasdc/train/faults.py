@@ -9,15 +9,16 @@ from typing import Any
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.config import MegasdcSection, ProcessFaultSpec, expand_faults
-from megasdc.config.sections.faults import CHECKPOINT, COLLECTIVE, OPTIMIZER_STATE, TOKENS
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.events import EventLog, read_events
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.process import ProcessFaults
-from megasdc.faults.stored import HarmedBatches, StateFaults, harm_file
+from megasdc.faults.stored import HarmedBatches, harm_file
 from megasdc.faults.unfired import why_unfired
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ EVENT_KIND = "fault"
 
 
 def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
-    """Build the run's fault injection, and install it where no observer comes: token stream and engine hooks.
+    """Build the run's fault injection, and install it in the token stream where faults are to be there.
 
     Args:
         sections: the run's sections.
@@ -43,15 +44,13 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
         lambda firing: _tell(run.events, firing),
         vocab_size=run.loader.dataset.vocab_size,
     )
-    if injector.wants(COLLECTIVE, OPTIMIZER_STATE):
-        run.engine.hooks.append(StateFaults(run.engine, injector))
     if injector.wants(TOKENS):
         run.batches = HarmedBatches(run.batches, injector, run.engine)
     return injector
 
 
 def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | None:
-    """Build this rank's process faults, and hook them to the engine if any apply; None without ``process_faults``.
+    """Build this rank's process faults; None without ``process_faults``.
 
     Args:
         sections: the run's sections.
@@ -70,10 +69,7 @@ def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | 
         said = {"spec": index, "fault": spec.kind, "phase": spec.phase, "as_configured": names[index]}
         run.events.emit(EVENT_KIND, "process", step=step, micro_batch=micro_batch, **said)
 
-    faults = ProcessFaults(sections.process_faults, run.dims, tell, fired_before=told)
-    if faults.armed:
-        run.engine.hooks.append(faults)
-    return faults
+    return ProcessFaults(sections.process_faults, run.dims, tell, fired_before=told)
 
 
 def _tell(events: EventLog, firing: Firing) -> None:
@@ -81,7 +77,7 @@ def _tell(events: EventLog, firing: Firing) -> None:
     events.emit(EVENT_KIND, "injected", step=address.step, micro_batch=address.micro_batch, **firing.fields())
 
 
-class FaultDrill(StepHook):
+class FaultDrill(Hook):
     """Warns that faults are armed, damages saved checkpoints, saves what has fired, and reports what never did.
 
     Args:

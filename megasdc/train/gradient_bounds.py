@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megasdc.config import HookSpec
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.errors import ConfigError, NonFiniteError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
@@ -25,7 +26,6 @@ from megasdc.optim.hooks import GradientHook, GradientPart, load_hook
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
 from megasdc.optim.zero1 import owned_fragments
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ TIED_NAME = "0.word_embeddings.weight"
 """Name of a tied parameter on every stage."""
 
 
-class GradientBounds(StepHook, EngineHook):
+class GradientBounds(Hook):
     """Runs the entries of `optimizer_hooks`; the last hook that changes gradients before the optimizer.
 
     Args:
@@ -66,7 +66,6 @@ class GradientBounds(StepHook, EngineHook):
         self._copies_told = False
         if self._bounds.acts(AFTER_NORM):
             self._inner.register_step_pre_hook(lambda inner, *_: self._bounds.bound_clipped(inner, engine.step_number))
-        engine.last_hook = self
 
     # --- in a step ----------------------------------------------------------------------------------------------
 

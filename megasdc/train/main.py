@@ -213,8 +213,8 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
     with imports_kept(), library, compiled_when_called(), names_checked():
         from megasdc.parallel import groups
         from megasdc.train.build import build_run
+        from megasdc.train.loop import train
         from megasdc.train.process.startup import StartClock
-        from megasdc.train.run import train
 
     try:
         run = build_run(config, StartClock(started_at), signals, held, cut)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.zero1 import squared_norm
 from megasdc.train.process.garbage import CollectionTimer
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ BAR_INTERVAL_S = 1.0
 """Least seconds between two redraws of the progress bar."""
 
 
-class Reporter(StepHook):
+class Reporter(Hook):
     """Reports every ``interval`` steps.
 
     Args:

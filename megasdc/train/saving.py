@@ -20,13 +20,14 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.position import Position, merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng, seed_generators
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook, is_stateful
+from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.changed_settings import ChangedSettings
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def checkpoint_folder(config: RunConfig) -> Path:
     return Path(sections.checkpoint.folder or Path(sections.logging.run_dir) / "checkpoints")
 
 
-class Saver(StepHook):
+class Saver(Hook):
     """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
 
     Args:
@@ -102,7 +103,7 @@ class Saver(StepHook):
             "loader": merge_positions([state for state in states if state is not None]),
             "vocab_size": run.loader.dataset.vocab_size,
             "tokenizer_checksum": self.tokenizer_checksum,
-            "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks},
+            "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks if is_stateful(hook)},
             "config": self.config.resolved(),
             "study": None if self.study is None else self.study.model_dump(mode="json"),
         }

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.errors import NonFiniteError
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.step_agreement import MIN, Field
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
 
-class SkipWatch(StepHook):
+class SkipWatch(Hook):
     """Reports every skipped step with its reason, and ends a run that skips too many in a row.
 
     Args:
@@ -63,11 +63,11 @@ class SkipWatch(StepHook):
         self.in_a_row = state["in_a_row"]
 
 
-class StopWatch(StepHook, EngineHook):
+class StopWatch(Hook):
     """Stops a run at the next step boundary on SIGTERM or SIGUSR1, at its time limit, or at a given step.
 
-    Ranks may receive a signal at different moments, so they agree once a step on the largest reason. The exchange runs
-    during the optimizer step, so that no rank waits for it; a later signal counts for the next step.
+    Ranks may receive a signal at different moments, so they agree once a step on the largest; a signal that comes after
+    the agreement has begun counts for the next step.
 
     Args:
         signals: received by this rank since it started.
@@ -82,32 +82,22 @@ class StopWatch(StepHook, EngineHook):
         self.signals = signals
         self.stop_step = stop_step
         self.deadline = None if time_limit_s is None else started_at + time_limit_s
-        self._seen = torch.zeros(2, dtype=torch.int64)
-        self._exchange: Any = None
-        self._host_group: Any = None
+        self._signal = Field(lambda: self.signals.received)
+        self._time_left_s = Field(self._own_time_left_s, MIN, default=math.inf)
+        self.fields = (self._signal, self._time_left_s)
 
     def on_start(self, run: Run) -> None:
         """Stop before the first step if a signal came while the run was built; the time limit is not checked yet."""
-        self._host_group = run.host_group
-        self._offer(late=False)
-        self._agree(run)
-        run.engine.hooks.append(self)
-
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Start the exchange of this rank's reasons."""
-        self._offer(late=self.deadline is not None and time.monotonic() >= self.deadline)
+        self._decide(run, max(gather_objects(self.signals.received, run.host_group)), time_is_up=False)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Agree whether to stop."""
-        self._agree(run)
+        """Stop if a rank has a reason."""
+        self._decide(run, int(self._signal.value), time_is_up=self._time_left_s.value <= 0)
 
-    def _offer(self, late: bool) -> None:
-        self._seen = torch.tensor([self.signals.received, int(late)])
-        self._exchange = dist.all_reduce(self._seen, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+    def _own_time_left_s(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
 
-    def _agree(self, run: Run) -> None:
-        self._exchange.wait()
-        number, time_is_up = self._seen.tolist()
+    def _decide(self, run: Run, number: int, *, time_is_up: bool) -> None:
         if number:
             run.stop_reason = f"signal {signal.Signals(number).name}"
         elif time_is_up:

@@ -18,7 +18,8 @@ from megasdc.config import ParallelSection, StudySection
 from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel import groups, meeting
 from megasdc.parallel.bridge import Bridge
@@ -31,7 +32,6 @@ from megasdc.study.results import ResultSync
 from megasdc.study.state import overwrite_training_state
 from megasdc.study.tables import describe, summarize_study
 from megasdc.train.detection.observe import Watch
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) 
     return Bridge(cut, part.section.trusted, store, section.timeout_s)
 
 
-class Study(StepHook):
+class Study(Hook):
     """Compares this replica with the trusted one.
 
     It comes after the hooks that decide to stop and before those that evaluate and save, so that all replicas end at
@@ -80,6 +80,9 @@ class Study(StepHook):
         run: with engine and resumed step.
         eval_loader: this replica's validation samples; None: none.
         save_interval: steps between checkpoints; 0: only at the end.
+
+    Attributes:
+        in_step: the hook of mode parameter_sync, which comes after fault injection and before bounds; else None.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Study(StepHook):
         self._write_start(run)
         self._results: ResultSync | None = None
         self._distances: ShardNorms | None = None
-        self._in_step: ParameterSync | None = None
+        self.in_step: ParameterSync | None = None
         mode, submodules = part.section.mode, list_submodules(run.engine.module)
         if mode == COMPUTATION_SYNC:
             self._results = ResultSync(part.section, bridge, self._log.tell)
@@ -103,7 +106,7 @@ class Study(StepHook):
             self._distances = ShardNorms(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
         if mode == PARAMETER_SYNC:
             assert self._distances is not None, "made for every mode but computation_sync"
-            self._in_step = ParameterSync(bridge, self._distances, self._tell_distances)
+            self.in_step = ParameterSync(bridge, self._distances, self._tell_distances)
 
     def watches(self) -> list[Watch]:
         """Watches of the run's results, after fault injection; none in modes that compare states only."""
@@ -130,13 +133,6 @@ class Study(StepHook):
     def on_start(self, run: Run) -> None:
         """Stop all replicas if one stops before its first step."""
         self._agree_to_stop(run)
-
-    def before_step(self, run: Run) -> None:
-        """Move the synchronization hook behind all hooks that may inject faults."""
-        if self._in_step is not None:
-            if self._in_step in run.engine.hooks:
-                run.engine.hooks.remove(self._in_step)
-            run.engine.hooks.append(self._in_step)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Log the step's comparison, and agree on stopping."""
@@ -219,7 +215,7 @@ class Study(StepHook):
         self._log.close()
 
 
-class ParameterSync(EngineHook):
+class ParameterSync(Hook):
     """Compares gradients before the optimizer step, and takes over the trusted replica's state after it.
 
     Args:

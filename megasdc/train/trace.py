@@ -14,16 +14,17 @@ import torch
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.config import RunConfig, TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm
-from megasdc.train.run import Run, StepHook
 
 TRACE_FOLDER = "trace"
 
 
-class TraceRecorder(StepHook):
+class TraceRecorder(Hook):
     """Writes what the tracer recorded in a step to this rank's file in ``<run_dir>/trace``.
 
     The file is created after the first step. Earlier files of steps that are rerun are renamed, not lost.

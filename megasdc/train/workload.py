@@ -11,7 +11,7 @@ import torch
 from megasdc.config import GoldenSection, RunConfig, check_layout, parse_config
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Listener, Observer
 from megasdc.errors import ConfigError
 from megasdc.model.randomness import mix
@@ -83,7 +83,7 @@ class Workload:
         self,
         case: Case,
         listeners: Sequence[Listener],
-        hooks: Sequence[EngineHook] = (),
+        hooks: Sequence[Hook] = (),
         steps: int | None = None,
     ) -> list[StepResult]:
         """Run the workload's steps from its start state, with listeners on its results.
@@ -101,8 +101,8 @@ class Workload:
             self.engine.reset_activation_shape()
             self._length = case.sequence_length
         with ExitStack() as undo:
-            undo.callback(self.engine.hooks.__setitem__, slice(None), list(self.engine.hooks))
-            self.engine.hooks += hooks
+            undo.callback(setattr, self.engine, "hooks", self.engine.hooks)
+            self.engine.hooks = [*self.engine.hooks, *hooks]
             undo.callback(Observer(self.engine, self.submodules, listeners).close)
             batches = self._batches(case)
             return [self.engine.train_step(batches) for _ in range(steps or self.section.steps)]
@@ -112,7 +112,7 @@ class Workload:
         case: Case,
         algorithm_name: str,
         before: Sequence[Listener] = (),
-        hooks: Sequence[EngineHook] = (),
+        hooks: Sequence[Hook] = (),
         *,
         all_steps: bool = False,
         steps: int | None = None,

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 SMALL = ["--blocks", "2", "--hidden", "128", "--other", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
 COMPARED = {"before_step", "after_micro_batches"}
 AUDITED = {"attach", "forward", "backward", "recompute", "weight_grad"}
-EACH_STEP = {"before_optimizer_step", "after_step"}
+EACH_STEP = {"agreement", "after_step"}
 
 
 class Tags(HTMLParser):

@@ -39,12 +39,12 @@ LLAMA = {**MODELS["llama"], "num_query_groups": 2}
 
 def _save_at_once(config: str) -> tuple[int, str | None]:
     """Start a run, save without training, and end."""
-    from megasdc.train import run as run_module
+    from megasdc.train import loop as loop_module
 
     def save(run: Any) -> None:
         next(hook for hook in run.hooks if type(hook).__name__ == "Saver").after_step(run, None)
 
-    run_module.train = save
+    loop_module.train = save
     return pretrain_rank(config, [])
 
 

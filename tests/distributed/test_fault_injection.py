@@ -14,7 +14,7 @@ from tiny import GPT, LLAMA, VOCAB, make_engine, micro_batches, train_steps
 from megasdc.addresses import Address
 from megasdc.config import FaultSpec, ModelSection, ParallelSection
 from megasdc.config.submodule_names import submodule_slots
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Observer
 from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.faults.stored import HarmedBatches, StateFaults
@@ -40,7 +40,7 @@ PHASES: list[dict[str, Any]] = [
 ]
 
 
-class _States(EngineHook):
+class _States(Hook):
     """Keeps what the reduction and the optimizer take in, after it may have been harmed."""
 
     def __init__(self, engine: Any, keep: Any) -> None:

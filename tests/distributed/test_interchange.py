@@ -271,7 +271,7 @@ def test_a_tokenizer_of_transformers_is_exported_as_it_is(tmp_path: Path, data: 
 
     from megasdc.config import DataSection
     from megasdc.data.prepare import prepare
-    from megasdc.train.inference import generate
+    from megasdc.train.generation import generate
 
     original = _byte_level_tokenizer(tmp_path / "tokenizer")
     section = DataSection.model_validate(

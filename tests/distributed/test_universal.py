@@ -67,11 +67,12 @@ def _whole_state(engine: Any) -> dict[str, Any]:
 
 def _pretrain_and_look(config: str, overrides: list[str], out: str, at: int) -> tuple[int, str | None]:
     """Train, and write the whole state: at the start if that is past step 0, and after step ``at``."""
-    from megasdc.train import run as run_module
+    from megasdc.engine.hooks import Hook
+    from megasdc.train import loop as loop_module
 
-    train = run_module.train
+    train = loop_module.train
 
-    class Look(run_module.StepHook):
+    class Look(Hook):
         def after_step(self, run: Any, result: Any) -> None:
             if run.step == at:
                 self.write(run, "at")
@@ -88,7 +89,7 @@ def _pretrain_and_look(config: str, overrides: list[str], out: str, at: int) -> 
         run.hooks.insert(0, look)
         train(run)
 
-    run_module.train = looked_at
+    loop_module.train = looked_at
     return pretrain_rank(config, overrides)
 
 

@@ -12,7 +12,7 @@ from harness import run_distributed
 from megasdc.addresses import WEIGHT_GRAD, Address
 from megasdc.config import parse_config
 from megasdc.config.sections.faults import OPTIMIZER_STATE
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.errors import ConfigError
 from megasdc.parallel import groups
 from megasdc.sdc.verdict import Finding, judge
@@ -51,7 +51,7 @@ def _skip_a_step(folder: str) -> tuple[str, list[bool]]:
     kept = [workload.engine.hooks == before]
     workload.submodules = None  # an observer that cannot be made
     with pytest.raises(TypeError):
-        workload.run(case, [], [EngineHook()])
+        workload.run(case, [], [Hook()])
     return str(error.value), [*kept, workload.engine.hooks == before]
 
 

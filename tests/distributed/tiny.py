@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megasdc.config.sections.megasdc import ModelSection, ParallelSection
 from megasdc.engine.engine import TrainingEngine, build_engine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
 from megasdc.optim.zero1 import is_bf16_optimizer
@@ -138,7 +138,7 @@ def _join(pieces: list[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
     return torch.cat([block[i] for i in range(stride) for block in blocks], dim)
 
 
-class GradientTap(EngineHook):
+class GradientTap(Hook):
     """Keeps the full reduced gradients of each step, by parameter name, put together from the owners' parts."""
 
     def __init__(self) -> None:

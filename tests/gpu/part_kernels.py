@@ -107,8 +107,9 @@ def _checksums(recorder: Recorder, device: torch.device) -> None:
 
 
 def _bounds(recorder: Recorder, device: torch.device) -> None:
-    from megasdc.tensors.bound import NON_FINITE, SUMS, Limits, bound_formula_
+    from megasdc.tensors.bound import bound_formula_
     from megasdc.tensors.bound_kernel import bound_on_gpu_
+    from megasdc.tensors.bound_limits import NON_FINITE, SUMS, Limits
 
     cases = [Limits(0.03), Limits(0.03, 4.0), Limits(spike=2.0), *(Limits(0.03, 4.0, non_finite=n) for n in NON_FINITE)]
     wrong: list[Any] = []
@@ -224,8 +225,8 @@ def _checksum_rates(recorder: Recorder, device: torch.device) -> None:
 
 
 def _bound_rates(recorder: Recorder, device: torch.device) -> None:
-    from megasdc.tensors.bound import SUMS, Limits
     from megasdc.tensors.bound_kernel import bound_on_gpu_
+    from megasdc.tensors.bound_limits import SUMS, Limits
 
     for million in (16, 128):
         gradient = torch.randn(million << 20, device=device)

@@ -1,6 +1,7 @@
 """Imports go down in layers only, and the lowest layers need no torch."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,14 @@ def imported(file):
                 yield node.lineno, module
 
 
+def submodules_imported(file):
+    """Yield every dotted name that may be an imported module: of ``from a import b`` both a and a.b."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    yield from (module for _, module in imported(file))
+
+
 def may_import(part, other):
     """Tell whether the rule lets one part import another."""
     if part == other:
@@ -121,6 +130,17 @@ def test_imports_inside_a_part_go_one_way(part):
             if names[:2] == ["megasdc", part] and rooms.index(room_of(names[2:], rooms)) > own:
                 wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
     assert wrong == []
+
+
+def test_no_modules_import_each_other():
+    """No circle, not even inside functions or for types alone: what two modules share is in a third."""
+    modules = {".".join(("megasdc", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in FILES}
+    graph = {
+        name: {module for module in submodules_imported(file) if module in modules and module != name}
+        for name, file in modules.items()
+    }
+    assert len(graph) > 200 and sum(map(len, graph.values())) > 1000, "the imports were found"
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if part_of(file) in NO_TORCH], ids=lambda file: file.stem)

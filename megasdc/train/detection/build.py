@@ -5,10 +5,10 @@ from __future__ import annotations
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
 from megasdc.data.step_batches import StepBatches
+from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector
-from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.checks import CheckSettings, Detection
 from megasdc.train.detection.coverage import CheckPlan
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.golden_key import golden_key
@@ -18,7 +18,6 @@ from megasdc.train.detection.observe import Observation, Watch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run
 
 
 def detects(sections: MegasdcSection) -> bool:
@@ -47,7 +46,7 @@ def build_detection(
     sections, dims = config.megasdc, run.dims
     algorithm = default_algorithm(run.engine.device)
     parameters = ParameterReader(run.engine, algorithm)
-    keys = golden_key(config, ParallelDims(dims.tensor, dims.pipeline, dims.data), algorithm.name)
+    keys = golden_key(config, dims.at(0), algorithm.name)
     disputes = Disputes(
         sections.sdc,
         run,
@@ -56,19 +55,14 @@ def build_detection(
         Incidents(config, run),
         () if injector is None else (injector,),
     )
-    return Detection(
+    settings = CheckSettings(
         sections.audit,
         sections.sdc,
-        run,
-        batches,
-        disputes,
-        parameters,
         algorithm,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
-        signals=signals,
-        plan=plan,
     )
+    return Detection(settings, run, batches, disputes, parameters, signals, plan)
 
 
 def watches_of(detection: Detection) -> list[Watch]:

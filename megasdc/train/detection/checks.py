@@ -19,20 +19,22 @@ from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, 
 from megasdc.config import AuditSection, SdcSection, TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
+from megasdc.parallel.step_agreement import Field
 from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.recompute import Repeats, compare_recomputed
+from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.coverage import CheckPlan
 from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.evidence import Evidence
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -44,61 +46,67 @@ Weight gradients, as many bytes again, are part of the gradient norm, which is a
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Evidence of one rank in a step.
-
-    Args:
-        parameters: checksums of its parameters before the step; empty where they were not read.
-        audited: results of the shared micro-batch; empty outside audits.
-        repeats: forward results against their recomputation.
-    """
-
-    parameters: Trace
-    audited: Trace
-    repeats: Repeats
-
-
-class Detection(StepHook, EngineHook):
-    """Checks each step as configured, and has findings settled before the step is committed.
+class CheckSettings:
+    """Settings of a run's checks.
 
     Args:
         audit: which steps are audited.
         sdc: checks of every step, and when the golden workload is run without a dispute.
+        algorithm: of the checksums.
+        recomputes: whether activations are recomputed.
+        save_interval: steps between checkpoints; 0: none.
+    """
+
+    audit: AuditSection
+    sdc: SdcSection
+    algorithm: ChecksumAlgorithm
+    recomputes: bool
+    save_interval: int
+
+    @property
+    def checks_recompute(self) -> bool:
+        """Whether forward results are compared with their recomputation in every step."""
+        always_on = self.sdc.always_on
+        return always_on.enabled and self.recomputes and always_on.recompute is not False
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether results are checked for NaN and Inf in every step."""
+        return self.sdc.always_on.enabled and self.sdc.always_on.finite
+
+
+class Detection(Hook):
+    """Checks each step as configured, and has findings settled before the step is committed.
+
+    Args:
+        settings: what is checked, and when.
         run: with engine, loader and events.
         batches: this replica's micro-batches.
         disputes: settles findings.
         parameters: reads those of this rank.
-        algorithm: of the checksums.
-        recomputes: whether activations are recomputed.
-        save_interval: steps between checkpoints; 0: none.
         signals: of this process; SIGUSR2 requests an audit.
         plan: what is covered; reported at the start.
     """
 
     def __init__(
         self,
-        audit: AuditSection,
-        sdc: SdcSection,
+        settings: CheckSettings,
         run: Run,
         batches: StepBatches,
         disputes: Disputes,
         parameters: ParameterReader,
-        algorithm: ChecksumAlgorithm,
-        *,
-        recomputes: bool,
-        save_interval: int,
         signals: StopSignals,
         plan: CheckPlan,
     ) -> None:
-        self._audit = audit
+        sdc = settings.sdc
+        self._audit = settings.audit
         self._always_on = sdc.always_on
         self._golden_at_start = sdc.golden_at_start
         self._golden_interval = sdc.golden_interval
         self._golden_step: int | None = None  # the last step before which the golden workload was run
         self._batches = batches
         self._disputes = disputes
-        self._save_interval = save_interval
-        self._signals = signals
+        self._save_interval = settings.save_interval
         self._plan = plan
         self._host_group = run.host_group
         self._requested = False
@@ -106,27 +114,20 @@ class Detection(StepHook, EngineHook):
         self._covered: Collection[int] = ()
         self._parameters = parameters
         every = list_submodules(run.engine.module)
-        self.checks_recompute = sdc.always_on.enabled and recomputes and sdc.always_on.recompute is not False
+        checked = [one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None)]
         self._audited = Tracer(
-            algorithm,
+            settings.algorithm,
             TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]),
-            [one.fqn for one in choose_submodules(every, audit.granularity, None)] if audit.enabled else [],
+            [one.fqn for one in choose_submodules(every, self._audit.granularity, None)] if self._audit.enabled else [],
         )
         self._checked = Tracer(
-            algorithm,
-            TraceSection(phases=[FORWARD, RECOMPUTE]),
-            [one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None)]
-            if self.checks_recompute
-            else [],
+            settings.algorithm, TraceSection(phases=[FORWARD, RECOMPUTE]), checked if settings.checks_recompute else []
         )
-        checks_finite = sdc.always_on.enabled and sdc.always_on.finite
         self._finite = FiniteRecorder()
-        self._finite_fqns = frozenset(
-            one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None) if checks_finite
-        )
+        self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
-        self._offer: Any = None
-        self._asked = torch.zeros(1, dtype=torch.int64)
+        self._request = Field(lambda: float(signals.take_audit_request()))
+        self.fields = (self._request,) if self._audit.enabled else ()
 
     # --- what is listened to ------------------------------------------------------------------------------------
 
@@ -168,8 +169,7 @@ class Detection(StepHook, EngineHook):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Add this hook to the engine, and find out which positions are comparable."""
-        run.engine.hooks.append(self)
+        """Find out which positions are comparable, and report what is covered."""
         self._disputes.on_start(run)
         if run.dims.rank == 0:
             for line in self._plan.lines:
@@ -188,7 +188,6 @@ class Detection(StepHook, EngineHook):
         if self._golden_interval and step % self._golden_interval == 0 and step != self._golden_step:
             self._check_golden(run)
         self._auditing = self.is_audit(step)
-        self._requested = False
         if self.search is not None:
             self.search.begin()
         number = run.engine.micro_batches
@@ -257,12 +256,6 @@ class Detection(StepHook, EngineHook):
         self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Start the exchange of audit requests between ranks; does not block."""
-        if self._audit.enabled:
-            self._asked = torch.tensor([int(self._signals.take_audit_request())])
-            self._offer = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._host_group, async_op=True)
-
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Search for the cause of a skipped step, if it is not known yet; parameters are unchanged."""
         if self.search is not None and engine.is_skipped and self.search.place is None:
@@ -274,11 +267,9 @@ class Detection(StepHook, EngineHook):
         if self._auditing:
             run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
             self._disputes.after_audit(run, result)
-        if self._offer is not None:
-            self._offer.wait()
-            self._requested = bool(self._asked.item())
-            if self._requested:
-                run.events.emit("audit", "requested", step=run.step + 1)
+        self._requested = bool(self._request.value)
+        if self._requested:
+            run.events.emit("audit", "requested", step=run.step + 1)
 
     def before_save(self, run: Run) -> None:
         """Compare the parameters about to be saved, since the next step would do so only after the save.

@@ -172,7 +172,7 @@ class _Tiers:
         return Asked(checksums, extremes, int(section.enabled))
 
     def audit(self) -> Asked:
-        """Operations of an audited step; its three exchanges: choice of samples, agreement, request of an audit."""
+        """Operations of an audited step; its exchanges: choice of samples, agreement, request of an audit (shared)."""
         if not self._sections.audit.enabled:
             return Asked(_NOTHING, _NOTHING, 0)
         return Asked(self._audit_reads() + self._parameters, _NOTHING, 3)

@@ -1,4 +1,4 @@
-"""Settlement of findings: all ranks gather the same evidence, repeat the work, and come to the same ruling.
+"""Settlement of findings: rulings of all ranks, the policy that follows from them, and what may be verified after it.
 
 Every function here is called by all ranks at the same point, since findings need collectives. After an exception none
 is called.
@@ -7,57 +7,35 @@ is called.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasdc.addresses import FORWARD, PARAMETER
 from megasdc.config import SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
+from megasdc.engine.run import Run
 from megasdc.errors import CorruptionError
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.ballot import Ballot
-from megasdc.sdc.evidence import Counts, count_differing
-from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
-from megasdc.sdc.replay import (
-    GOLDEN,
-    INCONCLUSIVE,
-    INTERMITTENT,
-    MAJORITY,
-    NOT_REPRODUCED,
-    REPLAY,
-    Ruling,
-    repeated_value,
-    settle,
-    to_repeat,
-)
+from megasdc.sdc.replay import NOT_REPRODUCED
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import AFFECTED, DIVERGENT
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
-from megasdc.sdc.vote import vote
-from megasdc.train.detection.gather import gather_traces
+from megasdc.train.detection.evidence import Evidence, Rehearse
+from megasdc.train.detection.findings import Findings
 from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents, Settled, describe, say
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.suspects import Suspects
-from megasdc.train.run import Run
-
-if TYPE_CHECKING:
-    from megasdc.train.detection.checks import Evidence
 
 logger = logging.getLogger(__name__)
 
-Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
-"""Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
 SEVERITY = ("warn", "repair", "halt")
 STATE_TIERS = ("parameters", "copies")
 """Checks of the state at the start of a step, that is, of the step before."""
-EVENT_KIND = "sdc"
 
 
 class Disputes:
@@ -84,14 +62,13 @@ class Disputes:
         self._section = section
         self._dims = run.dims
         self._group = run.host_group
-        self._events = run.events
         self._keys = dict(keys)
-        self._parameters = parameters
         self._incidents = incidents
         self._before = tuple(before)
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: GoldenCheck | None = None
         self._suspects = Suspects()
+        self._findings = Findings(run, section.repeats, parameters, self._suspects)
         self._accepted: int | None = None
         self._committed_wrong: int | None = None
         self._wrong_since: int | None = None
@@ -107,7 +84,7 @@ class Disputes:
         everywhere = self._dims.pipeline * self._dims.tensor
         if len(self._comparable) < everywhere:
             names = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
-            self._tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
+            self._findings.tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
             logger.warning(
                 "%d of %d positions have replicas that differ in %s: their results cannot be compared",
                 everywhere - len(self._comparable),
@@ -118,7 +95,7 @@ class Disputes:
             path, keep = Path(self._section.golden), self._section.golden_interval is not None
             golden = GoldenCheck(path, self._dims, self._group, self._before, keep=keep)
             if unfit := golden.unfit():
-                self._tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
+                self._findings.tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
                 logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])
             else:
                 self._golden = golden
@@ -171,17 +148,21 @@ class Disputes:
         step, earlier = engine.step_number, self._suspects.ranks
         audit_differs = self.can_compare(agreed.differing[1])
         if agreed.differing[0]:
-            again = self._act(step, self._settle_parameters(engine, evidence.parameters), repaired)
+            again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired)
             if audit_differs and not again:  # ranks with wrong parameters computed other results
-                self._tell("audit_void", step=step, reason="the parameters were not equal")
+                self._findings.tell("audit_void", step=step, reason="the parameters were not equal")
             return again
         if agreed.stages[0]:
-            return self._act(step, self._settle_copies(engine, evidence.parameters), repaired)
+            return self._act(step, self._findings.of_copies(engine, evidence.parameters), repaired)
         again = False
         if agreed.raised[0]:
-            again = self._act(step, self._settle_recompute(engine, evidence.repeats, rehearse, earlier), repaired)
+            found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
+            again = self._act(step, found, repaired)
         if audit_differs and not again:
-            again = self._act(step, self._settle_audit(engine, evidence.audited, rehearse, earlier), repaired)
+            found = self._findings.of_audit(
+                engine, evidence.audited, rehearse, earlier, self._comparable, lambda: self._ask_verified(step)
+            )
+            again = self._act(step, found, repaired)
         return again
 
     def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed, *, repaired: bool) -> bool:
@@ -202,26 +183,9 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
-            differ = self._settle_parameters if agreed.differing[0] else self._settle_copies
+            differ = self._findings.of_parameters if agreed.differing[0] else self._findings.of_copies
             again = self._act(engine.step_number, differ(engine, own), repaired)
         return self._commit(engine.step_number, again)
-
-    def _settle_audit(
-        self, engine: TrainingEngine, own: Trace, rehearse: Rehearse, earlier: Collection[int]
-    ) -> Settled:
-        audit = gather_traces(own, self._dims, self._group)
-        ballot = vote(audit, self._dims, self._comparable)
-        self._tell_finding(engine.step_number, ballot)
-        again = [gather_traces(rehearse(engine, 0)[0], self._dims, self._group) for _ in range(self._section.repeats)]
-        golden = None if self._golden is None else self._ask(self._golden, engine.step_number).verified
-        repeats = {
-            (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
-            for rank, place in to_repeat(ballot)
-        }
-        rulings = settle(ballot, repeats, golden, earlier)
-        named = {ruling.rank for ruling in rulings if ruling.rank is not None}
-        self._tell_overruled(engine.step_number, ballot, named, golden or {})
-        return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
 
     def check_golden(self, step: int) -> float:
         """Run the golden workload on all ranks without a dispute, and act by policy.
@@ -246,10 +210,13 @@ class Disputes:
             self._commit(step, again=False)
         return answer.seconds
 
+    def _ask_verified(self, step: int) -> Mapping[int, bool] | None:
+        return None if self._golden is None else self._ask(self._golden, step).verified
+
     def _ask(self, golden: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
         answer = golden.ask(step, repeats)
         wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, UNCLEAR))
-        self._tell(
+        self._findings.tell(
             "golden",
             step=step,
             compared=answer.compared,
@@ -268,91 +235,6 @@ class Disputes:
             )
         return answer
 
-    def _settle_recompute(
-        self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]
-    ) -> Settled:
-        first = own.unrepeated[0] if own.unrepeated else None
-        counts = count_by_submodule(FORWARD, [one.address.fqn for one in own.unrepeated], self._dims.rank)
-        found = gather_objects((first, own.compared, counts), self._group)
-        flagged = origins({rank: one for rank, (one, *_) in enumerate(found) if one is not None}, self._dims)
-        for rank, one in flagged.items():
-            self._tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
-        again: dict[int, list[Any]] = {rank: [] for rank in flagged}
-        for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
-            for _ in range(self._section.repeats):
-                trace = rehearse(engine, micro_batch)[1]
-                mine = None
-                if first is not None and first.address.micro_batch == micro_batch:
-                    mine = pair_at(trace, first.address)
-                for rank, pair in enumerate(gather_objects(mine, self._group)):
-                    if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
-                        again[rank].append(pair)
-        return Settled(
-            "recompute",
-            min(one.address.micro_batch or 0 for one in flagged.values()),
-            tuple(judge_recomputed(rank, one, again[rank], rank in earlier) for rank, one in flagged.items()),
-            sum(compared for _, compared, _ in found),
-            merge_counts(counts for *_, counts in found),
-        )
-
-    def _settle_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
-        """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
-
-        A wrong master shard is gathered by all ranks and is not detected here.
-        """
-        engine.optimizer.update_lp_params()
-        self._parameters.start()
-        now = self._parameters.take()
-        triples = zip(own.addresses, own.checksums, now.checksums, strict=True)
-        changed = [(address, before, after) for address, before, after in triples if before != after]
-        counts = count_by_submodule(PARAMETER, [address.fqn for address, *_ in changed], self._dims.rank)
-        found = gather_objects((changed[0] if changed else None, counts, now.checksums), self._group)
-        rulings = []
-        for rank, (first, _, _) in enumerate(found):
-            if first is not None:
-                address, before, after = first
-                self._tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
-                verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
-                rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
-        by_position: dict[int, set[tuple[int, ...]]] = {}
-        for rank, (_, _, values) in enumerate(found):
-            by_position.setdefault(rank - _replica(rank, self._dims) * self._dims.tensor, set()).add(tuple(values))
-        if any(len(values) > 1 for values in by_position.values()):
-            suspects = tuple(range(self._dims.world_size))
-            rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
-        compared = self._dims.world_size * len(own)
-        merged = merge_counts(of_rank for _, of_rank, _ in found)
-        return Settled("parameters", None, tuple(rulings), compared, merged)
-
-    def _settle_copies(self, engine: TrainingEngine, own: Trace) -> Settled:
-        """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.
-
-        All replicas have the same wrong copy, so one of them made it in its update, and none can be named. All are
-        gathered again, which repairs one that became wrong after the update.
-        """
-        engine.optimizer.update_lp_params()
-        copies = self._parameters.copies(own)
-        sent = gather_objects((copies.addresses, copies.checksums), self._group)
-        rulings = []
-        for stage in range(self._dims.pipeline):
-            ranks = [rank for rank in range(self._dims.world_size) if self._place(rank).pp_rank == stage]
-            for place, address in enumerate(sent[ranks[0]][0]):
-                values = {rank: sent[rank][1][place] for rank in ranks}
-                usual, most = Counter(values.values()).most_common(1)[0]
-                if most == len(ranks):
-                    continue
-                wrong = tuple(rank for rank in ranks if values[rank] != usual)
-                suspects = wrong if 2 * most > len(ranks) else tuple(ranks)
-                got = {rank: values[rank] for rank in suspects}
-                rulings.append(
-                    Ruling(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
-                )
-                break
-        return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
-
-    def _place(self, rank: int) -> ParallelDims:
-        return ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, rank)
-
     # --- what is done -------------------------------------------------------------------------------------------
 
     def _act(self, step: int, found: Settled, repaired: bool) -> bool:
@@ -363,7 +245,7 @@ class Disputes:
         if action == "halt":  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
         for ruling in found.rulings:
-            self._tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
+            self._findings.tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
         self._suspects.add(ruling.rank for ruling in found.rulings if ruling.rank is not None)
         if action == "warn":
             self._accepted = step - 1 if found.tier in STATE_TIERS else step
@@ -386,7 +268,7 @@ class Disputes:
         self._committed_wrong = step
         if self._wrong_since is None or since < self._wrong_since:
             self._wrong_since = since
-            self._tell("not_verified_from", step=since)
+            self._findings.tell("not_verified_from", step=since)
             logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
@@ -399,31 +281,8 @@ class Disputes:
             return
         last = result.step - 1 if self._wrong_since is None else min(result.step, self._wrong_since) - 1
         if self._dims.rank == 0:
-            self._events.emit("audit", "agreed", step=result.step, verified_up_to=last)
+            run.events.emit("audit", "agreed", step=result.step, verified_up_to=last)
         self._incidents.verified(last, result.step)
-
-    def _tell_finding(self, step: int, ballot: Ballot) -> None:
-        for flag in ballot.flagged:
-            self._tell("finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address), basis=MAJORITY)
-        if ballot.dispute is not None:
-            ranks = [rank for values in ballot.dispute.values for rank in values]
-            self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
-
-    def _tell_overruled(self, step: int, ballot: Ballot, named: Collection[int], golden: Mapping[int, bool]) -> None:
-        """Report findings of the majority that were overruled, so that no event accuses a rank that is not named."""
-        for flag in ballot.flagged:
-            if flag.rank in named:
-                continue
-            by = GOLDEN if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against) else REPLAY
-            self._tell("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)
-
-    def _tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
-        if self._dims.rank != 0:
-            return
-        try:
-            self._events.emit(EVENT_KIND, name, step=step, **fields)
-        except OSError as error:  # not raised: the other ranks wait in the collectives that follow
-            logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
 
     def state_dict(self) -> dict[str, Any]:
         """Devices found wrong so far, and the first step whose checkpoint cannot be verified."""
@@ -433,7 +292,7 @@ class Disputes:
         """Restore ``state_dict``."""
         self._wrong_since = state.get("wrong_since")
         if unknown := self._suspects.load_state(state["earlier"]):
-            self._tell("earlier_not_known", ranks=unknown)
+            self._findings.tell("earlier_not_known", ranks=unknown)
             logger.warning(
                 "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: forgotten",
                 unknown,
@@ -449,26 +308,6 @@ def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) 
     """
     positions: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for rank, key in enumerate(keys):
-        place = ParallelDims(dims.tensor, dims.pipeline, dims.data, rank)
+        place = dims.at(rank)
         positions.setdefault((place.pp_rank, place.tp_rank), []).append(key)
     return {position for position, found in positions.items() if all(key == found[0] for key in found)}
-
-
-def _replica(rank: int, dims: ParallelDims) -> int:
-    return ParallelDims(dims.tensor, dims.pipeline, dims.data, rank).dp_rank
-
-
-def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
-    """Number of differing results of one rank, by phase and submodule; empty without any."""
-    found = {fqn: {rank: count} for fqn, count in Counter(fqns).items()}
-    return {phase: found} if found else {}
-
-
-def merge_counts(counts: Iterable[Counts]) -> Counts:
-    """Merge the counts of all ranks."""
-    merged: Counts = {}
-    for of_rank in counts:
-        for phase, submodules in of_rank.items():
-            for fqn, ranks in submodules.items():
-                merged.setdefault(phase, {}).setdefault(fqn, {}).update(ranks)
-    return merged

@@ -25,17 +25,11 @@ def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | N
     """
     text = "\n".join(map(str, trace.addresses))
     names = gather_objects(xxhash.xxh3_64_intdigest(text.encode()), group)
-    first = _first_of_position(dims)
+    first = dims.first_replica_rank
     own = dims.rank == first or names[dims.rank] != names[first]
     sent = gather_objects((trace.addresses if own else None, trace.checksums), group)
     found = {}
     for rank, (addresses, checksums) in enumerate(sent):
-        place = ParallelDims(dims.tensor, dims.pipeline, dims.data, rank)
-        known = addresses or sent[_first_of_position(place)][0] or []
+        known = addresses or sent[dims.at(rank).first_replica_rank][0] or []
         found[rank] = Trace(list(known), list(checksums))
     return found
-
-
-def _first_of_position(dims: ParallelDims) -> int:
-    """The rank of the first replica at the same stage and tensor rank."""
-    return dims.rank - dims.dp_rank * dims.tensor

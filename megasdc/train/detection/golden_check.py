@@ -10,9 +10,8 @@ from __future__ import annotations
 import gc
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,123 +23,14 @@ from megasdc.engine.observer import Listener
 from megasdc.errors import TraceError
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import compare_rank, execution_key
-from megasdc.sdc.evidence import Counts
 from megasdc.sdc.golden import Golden, load_golden, load_header
-from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, RankVerdict, judge, trace_gaps
-from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
+from megasdc.sdc.verdict import trace_gaps
+from megasdc.train.detection.golden_answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
 from megasdc.train.detection.golden_key import compare_key
 from megasdc.train.workload import Workload
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class GoldenRun:
-    """One rank's result of one run of the workload.
-
-    Args:
-        finding: comparison with the trace.
-        expected: checksum of the first result that differs; None: none differs, or none was expected there.
-        got: its checksum here; None: none differs, or there was none.
-        differing: results that differ, by phase and submodule.
-    """
-
-    finding: Finding
-    expected: int | None = None
-    got: int | None = None
-    differing: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-    def alike(self, other: GoldenRun) -> bool:
-        """Whether both have the same first difference."""
-        return (self.finding.first, self.got) == (other.finding.first, other.got)
-
-
-@dataclass(frozen=True)
-class GoldenAnswer:
-    """Results of all ranks, the same on all of them.
-
-    Args:
-        runs: by rank, one entry for each case and repeat, all cases of a repeat in turn.
-        cases: number of cases of the workload.
-        judged: of each run, the verdicts by rank.
-        seconds: that it took on this rank.
-    """
-
-    runs: Sequence[Sequence[GoldenRun]]
-    cases: int
-    judged: Sequence[Mapping[int, RankVerdict]]
-    seconds: float
-
-    @property
-    def compared(self) -> int:
-        """Results that were compared, over all ranks and runs."""
-        return sum(one.finding.compared for of_rank in self.runs for one in of_rank)
-
-    def ranks(self, *statuses: str) -> list[int]:
-        """Ranks with one of these verdicts of ``megasdc.sdc.verdict`` in some run."""
-        return [rank for rank in range(len(self.runs)) if any(one[rank].status in statuses for one in self.judged)]
-
-    @property
-    def verified(self) -> dict[int, bool]:
-        """By rank, whether it reproduces the trace; absent: it received wrong values, or cannot be judged."""
-        healthy = [rank for rank in range(len(self.runs)) if all(one[rank].status == HEALTHY for one in self.judged)]
-        return dict.fromkeys(healthy, True) | dict.fromkeys(self.ranks(DIVERGENT), False)
-
-    @property
-    def counts(self) -> Counts:
-        """Results that differ, over all runs, by phase, submodule and rank."""
-        counts: Counts = {}
-        for rank, of_rank in enumerate(self.runs):
-            for (phase, fqn), count in sum((Counter(one.differing) for one in of_rank), Counter()).items():
-                counts.setdefault(phase, {}).setdefault(fqn, {})[rank] = count
-        return counts
-
-    def rulings(self, step: int, earlier: Collection[int] = ()) -> tuple[Ruling, ...]:
-        """Rulings on the ranks that differ.
-
-        Args:
-            step: of the run, under which results are reported.
-            earlier: ranks that were wrong in an earlier event of the run.
-
-        Returns:
-            One ruling for each named rank, and one for all of which none can be named; empty: all ranks agree with the
-            trace.
-        """
-        found = [self._rule(rank, step, rank in earlier) for rank in self.ranks(DIVERGENT)]
-        named = {ruling.rank for ruling in found}
-        unclear = tuple(rank for rank in self.ranks(UNCLEAR) if rank not in named)
-        if unclear:
-            begun = [one for rank in unclear for one in self.runs[rank] if one.finding.first is not None]
-            address = min(begun, key=lambda one: one.finding.key).finding.first
-            assert address is not None, "only those that differ"
-            found.append(Ruling(None, INCONCLUSIVE, GOLDEN, replace(address, step=step), suspects=unclear))
-        return tuple(found)
-
-    def _rule(self, rank: int, step: int, earlier: bool) -> Ruling:
-        number = next(index for index, of_run in enumerate(self.judged) if of_run[rank].status == DIVERGENT)
-        first = self.runs[rank][number]
-        again = [one for one in range(number % self.cases, len(self.judged), self.cases) if one != number]
-        wrong = sum(self.judged[one][rank].status == DIVERGENT for one in again)
-        healthy = sum(self.judged[one][rank].status == HEALTHY for one in again)
-        bound = None
-        if not again:
-            verdict = INCONCLUSIVE
-        elif all(self.runs[rank][one].alike(first) for one in again):
-            verdict = PERSISTENT
-        elif wrong or number >= self.cases or (healthy and earlier):
-            verdict = INTERMITTENT
-        elif healthy == len(again):
-            verdict, bound = NOT_REPRODUCED, rate_bound(healthy)
-        else:
-            verdict = INCONCLUSIVE  # in some repeat it may have received wrong values of another rank
-        address = first.finding.first
-        assert address is not None, "a divergent rank has a first difference"
-        got = {} if first.got is None else {rank: first.got}
-        address = replace(address, step=step)
-        return Ruling(rank, verdict, GOLDEN, address, wrong, len(again), bound, expected=first.expected, got=got)
 
 
 class GoldenCheck:
@@ -279,41 +169,6 @@ def unfit_for(path: Path, dims: ParallelDims) -> str | None:
     if differences:
         return "; ".join(f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in differences.items())
     return None
-
-
-def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
-    """Compare one rank's trace of one run.
-
-    Args:
-        expected: the golden one.
-        got: computed trace.
-        dims: layout and place of the rank in the run.
-    """
-    found = compare_rank(dims.rank, expected, got)
-    compared = max(len(expected), len(got))
-    if not found:
-        return GoldenRun(Finding(compared, 0))
-    key, first = min(((execution_key(one.address, one.place, dims), one) for one in found), key=lambda pair: pair[0])
-    differing = Counter((one.address.phase, one.address.fqn) for one in found)
-    return GoldenRun(Finding(compared, len(found), first.address, key), first.expected, first.got, differing)
-
-
-def judge_replicas(findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()) -> dict[int, RankVerdict]:
-    """Name the divergent ranks of one run, for each replica separately, since replicas exchange nothing before.
-
-    Args:
-        findings: by rank.
-        dims: layout of the run.
-        gaps: from ``trace_gaps``.
-    """
-    verdicts = {}
-    cell = ParallelDims(dims.tensor, dims.pipeline, 1)
-    for replica in range(dims.data):
-        # A replica's ranks, in order, correspond to the ranks of a cell of one replica.
-        ranks = [rank for rank in range(len(findings)) if rank // dims.tensor % dims.data == replica]
-        judged = judge({place: [findings[rank]] for place, rank in enumerate(ranks)}, cell, gaps)
-        verdicts.update({rank: judged[place] for place, rank in enumerate(ranks)})
-    return verdicts
 
 
 def _at_step(listener: Listener, step: int) -> Listener:

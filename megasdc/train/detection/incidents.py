@@ -17,6 +17,7 @@ from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
 from megasdc.config import RunConfig
+from megasdc.engine.run import Run
 from megasdc.errors import StorageError
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
@@ -24,7 +25,6 @@ from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incident import DisputedRank, Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incident_page import write_incident
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
-from megasdc.train.run import Run
 from megasdc.train.saving import checkpoint_folder
 from megasdc.train.trace import device_name
 

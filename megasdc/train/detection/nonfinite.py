@@ -16,14 +16,13 @@ from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
 from megasdc.model.inputs import InputProbe
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_of, kind_of
 from megasdc.train.detection.observe import Observation
-from megasdc.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +100,10 @@ class NonFiniteSearch:
     def _key(self, of_rank: tuple[int, NonFinite]) -> tuple[Any, ...]:
         """Order between the checks of the step and those of a repeat, which count places differently."""
         rank, one = of_rank
-        dims = ParallelDims(self._dims.tensor, self._dims.pipeline, self._dims.data, rank)
         order = [submodule.fqn for submodule in self._submodules]
         place = order.index(one.address.fqn) if one.address.fqn in order else 0
         backwards = one.address.phase in (BACKWARD, WEIGHT_GRAD)
-        return execution_key(one.address, len(order) - place if backwards else place, dims)
+        return execution_key(one.address, len(order) - place if backwards else place, self._dims.at(rank))
 
     # --- the repeat ---------------------------------------------------------------------------------------------
 

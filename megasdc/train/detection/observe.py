@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Listener, Observer
+from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.tracer import Tracer
-from megasdc.train.run import Run, StepHook
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Watch:
     harms: bool = False
 
 
-class Observation(StepHook):
+class Observation(Hook):
     """Attaches an observer in the steps in which a watch needs results, and removes its hooks in the others.
+
+    The observer is called at this hook's place in the engine's order.
 
     Args:
         engine: the engine.
@@ -81,7 +84,8 @@ class Observation(StepHook):
         chosen = [one for one in self._submodules if one.fqn in fqns]
         if chosen:
             gradients = any(watch.gradients for watch in wanting)
-            self._observer = Observer(self._engine, chosen, [watch.listener for watch in wanting], gradients)
+            listeners = [watch.listener for watch in wanting]
+            self._observer = Observer(self._engine, chosen, listeners, gradients, after=self)
         self._attached = (fqns, wanting)
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.outliers import Outliers
 from megasdc.sdc.tolerance import Tolerance
 from megasdc.train.detection.gradient_checks import FeatureReader, ReductionCheck, is_finite
 from megasdc.train.detection.update_check import UpdateCheck
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class Finding:
     rank: int | None
 
 
-class ShardReader(EngineHook):
-    """Hook for the reduction check: reads the shards that this rank owns.
+class ShardReader(Hook):
+    """Hook for the reduction check: reads the shards that this rank owns, after faults were injected into them.
 
     Args:
         reduction: the check.
@@ -68,7 +68,7 @@ class ShardReader(EngineHook):
         self._reduction.after_reduction()
 
 
-class TolerancedChecks(StepHook, EngineHook):
+class TolerancedChecks(Hook):
     """Checks gradient reduction, updates and gradient features of every step, and warns of unusual values.
 
     Args:
@@ -76,7 +76,8 @@ class TolerancedChecks(StepHook, EngineHook):
         signals: of this process, through which a warning requests an audit; None: it requests none.
 
     Attributes:
-        shards: the hook that reads the reduced gradients.
+        shards: the hook that reads the reduced gradients; a hook of its own, since it comes after fault injection and
+            this one, which reads local gradients, before it.
     """
 
     def __init__(self, engine: TrainingEngine, signals: StopSignals | None) -> None:
@@ -87,7 +88,7 @@ class TolerancedChecks(StepHook, EngineHook):
         self._update: UpdateCheck | None = None
         floors = {REDUCTION: self._reduction.rounding, UPDATE: 4.0, REPLICAS: 4.0, PAST: 4.0}
         self._tolerances = {name: Tolerance(FACTORS[name], floors[name]) for name in UNITS}
-        self.shards: EngineHook = ShardReader(self._reduction)
+        self.shards: Hook = ShardReader(self._reduction)
         self._host_group: Any = None
         self._dims = engine.dims
 
@@ -97,16 +98,9 @@ class TolerancedChecks(StepHook, EngineHook):
         return {name: one.threshold for name, one in self._tolerances.items()}
 
     def on_start(self, run: Run) -> None:
-        """Install the hooks; local gradients are read before fault injection changes them."""
+        """Start the check of updates."""
         self._host_group = run.host_group
         self._update = UpdateCheck(run.engine)
-        run.engine.hooks.insert(0, self)
-        run.engine.hooks.append(self.shards)
-
-    def before_step(self, run: Run) -> None:
-        """Move the shard hook behind the fault injection hooks, some of which may be new."""
-        run.engine.hooks.remove(self.shards)
-        run.engine.hooks.append(self.shards)
 
     def before_reduction(self, engine: TrainingEngine) -> None:
         """Read this rank's own gradients."""
@@ -181,8 +175,7 @@ class TolerancedChecks(StepHook, EngineHook):
             return
         for name, tolerance in self._tolerances.items():
             tolerance.load_state_dict(state["tolerances"][name])
-        first = self._dims.rank - self._dims.dp_rank * self._dims.tensor
-        self._outliers.load_state_dict(state["features"][str(first)])
+        self._outliers.load_state_dict(state["features"][str(self._dims.first_replica_rank)])
 
     def close(self) -> None:
         """Remove the update check's hook."""

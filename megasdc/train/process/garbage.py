@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from megasdc.engine.engine import StepResult
-from megasdc.train.run import Run, StepHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 
 
 class CollectionTimer:
@@ -41,7 +42,7 @@ class CollectionTimer:
         gc.callbacks.remove(self._on_phase)
 
 
-class ManagedCollection(StepHook):
+class ManagedCollection(Hook):
     """Collects garbage at an interval of steps and at no other time.
 
     Args:

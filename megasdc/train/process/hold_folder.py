@@ -14,9 +14,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
 from megasdc.run_lock import LAUNCH_ID_VARIABLE, STALE_S, HeldFolders, Holder, RunLock, join, take
-from megasdc.train.run import Run, StepHook
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def hold_folders(
     return locks
 
 
-class FolderWatch(StepHook):
+class FolderWatch(Hook):
     """Ends a run whose folder another launch has taken over, as one may after its host was frozen for ``STALE_S``.
 
     It is the first hook, so that nothing more is written.

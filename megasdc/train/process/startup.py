@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from megasdc.engine.engine import StepResult
-from megasdc.train.run import Run, StepHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 
 
 class StartClock:
@@ -30,7 +31,7 @@ class StartClock:
         self._last_boot_s = now
 
 
-class StartReport(StepHook):
+class StartReport(Hook):
     """Writes the event ``start/phases`` after the first step of this process, on every rank.
 
     Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, and ``phases``,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasdc.tensors.bound import SUMS, Limits, bound_
+from megasdc.tensors.bound import bound_
+from megasdc.tensors.bound_limits import SUMS, Limits
 
 STEPS, GRACE, SPIKE_STEP = 4000, 20, 3500
 RATE, EPS, BETA1 = 1e-3, 1e-8, 0.9

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
-from megasdc.tensors.bound import SUMS, Limits, bound_
+from megasdc.tensors.bound import bound_
+from megasdc.tensors.bound_limits import SUMS, Limits
 
 STEPS, INTERVAL, GRACE, WARMUP, THETA = 2000, 500, 20, 150, 50.0
 RATE, BETAS, EPS, DECAY = 5e-2, (0.9, 0.95), 1e-8, 0.1

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasdc.tensors import bound_host
-from megasdc.tensors.bound import CHUNK, DTYPES, NON_FINITE, SUMS, Limits, bound_, bound_formula_
+from megasdc.tensors.bound import CHUNK, bound_, bound_formula_
 from megasdc.tensors.bound_host import bound_on_host_
+from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, Limits
 
 INF, NAN = math.inf, math.nan
 SIZES = (0, 1, 31, 4097)
@@ -403,7 +404,8 @@ def test_bad_tensors_are_refused():
 USE = """
 import logging, sys, torch
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-from megasdc.tensors.bound import Limits, bound_
+from megasdc.tensors.bound import bound_
+from megasdc.tensors.bound_limits import Limits
 for _ in range(2):
     gradient, sums = torch.tensor([1.0, -5.0]), torch.zeros(8, dtype=torch.float64)
     bound_(gradient, None, Limits(absolute=2.0), sums)
@@ -444,7 +446,8 @@ KERNEL = """
 import math, sys, torch
 sys.path.insert(0, "FOLDER")
 from test_bound import RULES, any_bits, bits, heavy_tailed, run
-from megasdc.tensors.bound import DTYPES, NON_FINITE, SUMS, Limits, bound_formula_
+from megasdc.tensors.bound import bound_formula_
+from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, Limits
 from megasdc.tensors.bound_kernel import bound_on_gpu_
 cases = list(RULES.values()) + [Limits(0.03, 4.0, non_finite=name) for name in NON_FINITE]
 for dtype in DTYPES:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megasdc.config import AuditSection, SdcSection
+from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.checks import Detection
-from megasdc.train.run import Run
+from megasdc.train.detection.checks import CheckSettings, Detection
 
 
 def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
@@ -22,19 +22,14 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
     engine: Any = SimpleNamespace(module=stage)
     nothing: Any = None
     run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, 100, None)
-    return Detection(
+    settings = CheckSettings(
         AuditSection.model_validate(audit),
         SdcSection(),
-        run,
-        nothing,
-        nothing,
-        nothing,
         default_algorithm(torch.device("cpu")),
         recomputes=False,
         save_interval=save_interval,
-        signals=nothing,
-        plan=nothing,
     )
+    return Detection(settings, run, nothing, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(

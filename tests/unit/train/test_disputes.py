@@ -16,6 +16,7 @@ from hand_made import write_checkpoint
 from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.config import parse_config
+from megasdc.engine.run import Run
 from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
@@ -24,9 +25,8 @@ from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.golden_check import GoldenAnswer, compare_run, judge_replicas
+from megasdc.train.detection.golden_answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.train.detection.incidents import Incidents
-from megasdc.train.run import Run
 
 STEP = 7
 DIFFER = Agreed((((0, 0),),), ((),), ())
@@ -219,7 +219,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
         raise Asked(earlier)
 
     disputes, run = started(tmp_path, intermittent="warn")
-    monkeypatch.setattr("megasdc.train.detection.disputes.settle", ask)
+    monkeypatch.setattr("megasdc.train.detection.findings.settle", ask)
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
     evidence: Any = SimpleNamespace(parameters=Trace(), audited=seen)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import megasdc.train
+from megasdc.engine.hooks import Hook
 from megasdc.events import EventLog, read_events
 from megasdc.train.build import _load_hooks
 from megasdc.train.report import Reporter, _mean_loss
-from megasdc.train.run import StepHook
 
 
-class Counting(StepHook):
+class Counting(Hook):
     """Keeps what it is given."""
 
     loaded: Any = None
@@ -34,7 +34,7 @@ class Counting(StepHook):
 @pytest.fixture
 def run(tmp_path: Any) -> Any:
     return SimpleNamespace(
-        hooks=[Counting(), StepHook()], dims=SimpleNamespace(rank=0), step=7, events=EventLog(tmp_path, 0)
+        hooks=[Counting(), Hook()], dims=SimpleNamespace(rank=0), step=7, events=EventLog(tmp_path, 0)
     )
 
 
@@ -75,11 +75,11 @@ def test_names_under_which_states_are_kept() -> None:
     """They are in every checkpoint: who renames a hook with a state must read the old name too."""
     for module in pkgutil.iter_modules(megasdc.train.__path__):
         importlib.import_module(f"megasdc.train.{module.name}")
-    todo, names = [StepHook], set()
+    todo, names = [Hook], set()
     while todo:
         kind = todo.pop()
         todo += kind.__subclasses__()
-        if kind.state_dict is not StepHook.state_dict and kind.__module__.startswith("megasdc.train"):
+        if kind.state_dict is not Hook.state_dict and kind.__module__.startswith("megasdc.train"):
             names.add(kind.__name__)
     assert names == {
         "Detection",

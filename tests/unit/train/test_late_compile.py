@@ -67,7 +67,7 @@ def test_a_rank_imports_no_inductor() -> None:
     """All that training imports, and what DeepSpeed imports while it builds an optimizer, leaves the compiler out."""
     code = (
         "import sys\nfrom megasdc.train.process.late_compile import IMPORTED_LATER, compiled_when_called\n"
-        "with compiled_when_called():\n    import megasdc.train.build, megasdc.train.run\n"
+        "with compiled_when_called():\n    import megasdc.train.build, megasdc.train.loop\n"
         "import torch, deepspeed.runtime.zero.utils\nassert {*IMPORTED_LATER} <= {*sys.modules}\n"
         "from megatron.core.fusions.fused_bias_swiglu import swiglu\n"
         "assert swiglu.__wrapped__.__name__ == 'swiglu'\n"

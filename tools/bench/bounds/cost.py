@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from megasdc.errors import ConfigError
-from megasdc.tensors.bound import SUMS, bound_, implementation
+from megasdc.tensors.bound import bound_, implementation
+from megasdc.tensors.bound_limits import SUMS
 from tools.bench.bounds.cost_others import LIMITS, Other, others
 from tools.bench.machine import describe_machine
 from tools.bench.result import BenchResult, Comparison, Progress

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
 from megasdc.optim.zero1 import owned_fragments
 
 LOWEST, HIGHEST, PER_DECADE = -40, 40, 50
@@ -46,7 +46,7 @@ class SizeHistogram:
         return float(f"{10 ** (LOWEST + bins / PER_DECADE):.1e}")
 
 
-class GradientSizes(EngineHook):
+class GradientSizes(Hook):
     """Counts the sizes of reduced gradients before they are clipped; only reads.
 
     Args:

@@ -23,8 +23,11 @@ from megasdc.config.sections.optimizer_hooks import BOUNDS
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.errors import NonFiniteError
 from megasdc.events import EventLog
+from megasdc.faults.stored import StateFaults
 from megasdc.metrics.writer import MetricsWriter, read_metrics
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
@@ -34,9 +37,9 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.loop import train
 from megasdc.train.main import set_up_logging
 from megasdc.train.process.startup import StartClock
-from megasdc.train.run import Run, StepHook, train
 from megasdc.train.stop import SkipWatch
 from tools.bench.bounds.gradient_sizes import GradientSizes
 from tools.bench.bounds.training_scores import BoundRun
@@ -129,14 +132,15 @@ class BoundCampaign:
         loader = MicroBatchLoader(training, layout.micro_batch_size, dims.dp_rank, dims.data)
         events = EventLog(folder, dims.rank)
         run = Run(folder, dims, engine, loader, loader, events, steps, dist.group.WORLD)
-        injector = build_injector(sections, run)  # of phase collective alone: an engine hook, nothing to observe
-        if measured:
-            engine.hooks.append(self._sizes)
+        injector = build_injector(sections, run)  # of phase collective alone: nothing to observe
+        faults: list[Hook] = [] if injector is None else [StateFaults(engine, injector)]
+        sizes: list[Hook] = [self._sizes] if measured else []
         writer = MetricsWriter(folder) if dims.rank == 0 else None
         bounds = sections.optimizer_hooks
-        bounding: list[StepHook] = [GradientBounds(bounds, run, steps, writer)] if bounds else []
+        bounding: list[Hook] = [GradientBounds(bounds, run, steps, writer)] if bounds else []
         eval_loader = EvalLoader(validation, layout.micro_batch_size, dims.dp_rank, dims.data, samples)
-        run.hooks = [*bounding, SkipWatch(sections.training.max_skipped_steps), Evaluator(eval_loader, steps, writer)]
+        ending = [SkipWatch(sections.training.max_skipped_steps), Evaluator(eval_loader, steps, writer)]
+        run.hooks = [*faults, *sizes, *bounding, *ending]
         try:
             train(run)
         except NonFiniteError:

@@ -27,8 +27,11 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.dropcompute.decisions import ReplayedDecisions, StepDecisions
 from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.events import Event, EventLog
 from megasdc.faults.injector import Firing
+from megasdc.faults.stored import StateFaults
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
@@ -41,13 +44,13 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.build import prepare_cpu
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
-from megasdc.train.detection.disputes import EVENT_KIND
+from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
 from megasdc.train.faults import build_injector
+from megasdc.train.loop import train
 from megasdc.train.main import set_up_logging
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.run import Run, StepHook, train
 from megasdc.train.workload import Workload, workload_cases, workload_config
 from tools.bench.detection.golden_rank import KINDS
 from tools.bench.detection.live_cases import (
@@ -85,7 +88,7 @@ class KeptEvents(EventLog):
         return event
 
 
-class KeptResults(StepHook):
+class KeptResults(Hook):
     """Keeps the result of each step."""
 
     def __init__(self) -> None:
@@ -152,7 +155,6 @@ class LiveCampaign:
         config = self._configs[case.mode]
         sections = config.megasdc.model_copy(update={"faults": [target.spec for target in case.targets]})
         run, kept = self._prepare(case)
-        hooks_before = list(self._engine.hooks)
         injector = build_injector(sections, run)
         gradients = Tracer(self._algorithm, TraceSection(phases=[WEIGHT_GRAD], micro_batches=[0]))
         results = KeptResults()
@@ -162,7 +164,8 @@ class LiveCampaign:
         if case.mode in (AUDITED, GOLDEN):
             watches.append(Watch(gradients, detection.audited_submodules))
         observation = Observation(self._engine, [*watches, *watches_of(detection)])
-        run.hooks = [observation, detection, results]
+        faults = [] if injector is None else [StateFaults(self._engine, injector)]
+        run.hooks = [detection, *faults, observation, results]
         self._events.kept.clear()
         if case.completed:
             self._decisions.begin(StepDecisions(MICRO_BATCHES, case.completed))
@@ -170,7 +173,7 @@ class LiveCampaign:
         try:
             train(run)
         finally:
-            self._engine.hooks[:] = hooks_before
+            run.hooks = []
             self._engine.gate = None
         self._gate.finish()
         firings: list[Firing] = [

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megasdc.engine.engine import StepResult
 from megasdc.events import Event
 from megasdc.faults.injector import Firing
+from megasdc.faults.stored import StateFaults
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.run_ranks import Messages
@@ -28,8 +29,8 @@ from megasdc.train.detection.observe import Observation, watch_for_faults
 from megasdc.train.detection.toleranced import EVENT_KIND, TolerancedChecks
 from megasdc.train.detection.update_check import SLICE
 from megasdc.train.faults import build_injector
+from megasdc.train.loop import train
 from megasdc.train.main import set_up_logging
-from megasdc.train.run import train
 from tools.bench.detection.live_cases import (
     ALWAYS,
     CLEAN,
@@ -170,7 +171,6 @@ class ToleranceCampaign(LiveCampaign):
         config = self._configs[TOLERANCED]
         sections = config.megasdc.model_copy(update={"faults": [target.spec for target in case.targets]})
         run, kept = self._prepare(case)
-        hooks_before = list(self._engine.hooks)
         self._signals.take_audit_request()
         self._events.kept.clear()
         injector = build_injector(sections, run)
@@ -186,11 +186,13 @@ class ToleranceCampaign(LiveCampaign):
         watches = [] if injector is None else [watch_for_faults(injector, self._engine)]
         results = KeptResults()
         observation = Observation(self._engine, [*watches, *watches_of(detection)])
-        run.hooks = [observation, detection, checks, *([] if witness is None else [witness]), results]
+        witnesses = [] if witness is None else [witness]
+        faults = [] if injector is None else [StateFaults(self._engine, injector)]
+        run.hooks = [detection, checks, *witnesses, *faults, observation, checks.shards, results]
         try:
             train(run)
         finally:
-            self._engine.hooks[:] = hooks_before
+            run.hooks = []
         return Done(checks, witness, injector.firings if injector else [], results.kept, list(self._events.kept))
 
     def _score(self, case: Case, done: Done, sizes: dict[str, float], *, covered: bool) -> ToleranceTrial:

@@ -18,7 +18,8 @@ from torch import Tensor
 from megasdc.addresses import REDUCED_GRAD, UPDATE
 from megasdc.config.sections.faults import COLLECTIVE
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.faults.injector import Firing
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, grouped_parameters, owned_fragments
@@ -29,7 +30,6 @@ from megasdc.train.detection.gradient_checks import FeatureReader, is_finite
 from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, TolerancedChecks
 from megasdc.train.detection.toleranced import UPDATE as CHECK_OF_UPDATE
 from megasdc.train.detection.update_check import settings_of, slice_of
-from megasdc.train.run import Run, StepHook
 
 STATES = {"master": 0, "exp_avg": 1, "exp_avg_sq": 2}
 """Place of a state in ``AdamSlice.tensors``."""
@@ -54,7 +54,7 @@ class Seen:
     scales: tuple[Tensor, Tensor]
 
 
-class Witness(StepHook, EngineHook):
+class Witness(Hook):
     """Keeps for each step what faults are measured against; put it after the checks.
 
     Args:
@@ -80,10 +80,6 @@ class Witness(StepHook, EngineHook):
         inner = engine.optimizer.optimizer
         self._hook = inner.register_step_pre_hook(lambda inner, *_: self._take(inner))
         self.kept: dict[int, Seen] = {}
-
-    def on_start(self, run: Run) -> None:
-        """Look in before what harms a reduction."""
-        run.engine.hooks.insert(0, self)
 
     def before_step(self, run: Run) -> None:
         """Read the thresholds."""

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,12 +30,14 @@ from megasdc.data.memory_stream import MemoryStream
 from megasdc.data.step_batches import StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import EngineHook
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.events import EventLog
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.run_ranks import Messages
+from megasdc.parallel.step_agreement import Field, StepAgreement
 from megasdc.train.build import prepare_cpu
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
@@ -46,7 +48,6 @@ from megasdc.train.detection.observe import Observation
 from megasdc.train.main import set_up_logging
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
-from megasdc.train.run import Run
 from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
 from tools.bench.detection.trace_rank import TimedObserver
 from tools.bench.training.loops import DISTINCT_STEPS
@@ -108,10 +109,31 @@ class Timed:
         self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._clock.timed, name, getattr(self._inner, name))
+        found = getattr(self._inner, name)
+        return partial(self._clock.timed, name, found) if callable(found) else found
 
 
-class Meeting(EngineHook):
+class TimedAgreement(StepAgreement):
+    """Adds up the time inside the agreement of a step.
+
+    Args:
+        clock: told the time, as the part ``agreement``.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(dist.group.WORLD)
+        self._clock = clock
+
+    def start(self, fields: Iterable[Field]) -> None:
+        """Start the reduction."""
+        self._clock.timed("agreement", super().start, fields)
+
+    def finish(self) -> None:
+        """Wait for the reduction."""
+        self._clock.timed("agreement", super().finish)
+
+
+class Meeting(Hook):
     """Has the ranks wait for each other when they have computed their gradients."""
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
@@ -153,7 +175,6 @@ class OverheadRank:
         events = EventLog(folder, self.dims.rank)
         group = dist.group.WORLD
         self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
-        self._hooks = list(self.engine.hooks)
         self._detections = {name: self._build(self._changed(name)) for name in SECTIONS if name != TOLERANCED}
         toleranced = build_toleranced(self._changed(TOLERANCED).megasdc, self._run, self._signals)
         assert toleranced is not None, "the section asks for it"
@@ -185,9 +206,10 @@ class OverheadRank:
 
         Collective: all ranks of the world.
         """
-        self.engine.hooks[:] = [*self._hooks, Meeting()]
+        self.engine.hooks = [Meeting()]
         self._batches.begin(None)
         clock = Clock()
+        self.engine.agreement = TimedAgreement(clock)
         if name == TOLERANCED:
             with self._tolerance(clock) as checks:
                 wall_s = self._wall(checks)
@@ -241,8 +263,6 @@ class OverheadRank:
     def _tolerance(self, clock: Clock) -> Iterator[Any]:
         """The toleranced checks for one step; their hook in the optimizer runs between two of ours."""
         inner, began = self.engine.optimizer.optimizer, [0.0]
-        shards: EngineHook = self._toleranced.shards
-        timed_shards: Any = Timed(shards, clock)
 
         def start(*_: Any) -> None:
             began[0] = time.perf_counter()
@@ -251,16 +271,15 @@ class OverheadRank:
             clock.parts["update"] = time.perf_counter() - began[0]
 
         before = inner.register_step_pre_hook(start)
-        self._toleranced.shards = timed_shards
         self._toleranced.on_start(self._run)
         after = inner.register_step_pre_hook(stop)
         hook: Any = Timed(self._toleranced, clock)
-        self.engine.hooks[self.engine.hooks.index(self._toleranced)] = hook
+        shards: Any = Timed(self._toleranced.shards, clock)
+        self.engine.hooks = [hook, *self.engine.hooks, shards]
         try:
             yield hook
         finally:
             self._toleranced.close()
-            self._toleranced.shards = shards
             before.remove()
             after.remove()
 

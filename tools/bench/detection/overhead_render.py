@@ -99,7 +99,7 @@ def _render_parts(model: ModelCost, console: Console) -> None:
     console.print(
         "forward, recompute, backward, weight_grad: listening to these results; observer: the rest of what calls the "
         "listeners; attach: hooks put on and taken off; before_step: parameters are read, replicas agree on the shared "
-        "samples; after_micro_batches: what was seen is compared, over the ranks too; before_optimizer_step, "
+        "samples; after_micro_batches: what was seen is compared, over the ranks too; agreement, "
         "after_step: ranks learn whether an audit was asked for; of toleranced checks before_reduction: sums and "
         "features of gradients, before_optimizer_step: sums of the shards, update: a slice of it is computed again, "
         "after_step: all is judged"

@@ -22,8 +22,8 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import Messages
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.main import set_up_logging
-from tools.bench.detection.overhead_rank import Clock, Timed
-from tools.bench.drops.run import build_drop_run, end_rank, start_rank
+from tools.bench.detection.overhead_rank import Clock, Timed, TimedAgreement
+from tools.bench.drops.run import build_drop_run, drop_compute_of, end_rank, start_rank
 
 Moments = dict[int, float]
 """By micro-batch, seconds on the host's clock."""
@@ -92,11 +92,11 @@ def measure(request: dict[str, Any], messages: Messages) -> None:
     parallel = config["megasdc"]["parallel"]
     dims = start_rank(parallel["tensor"], parallel["pipeline"])
     run = build_drop_run(config, dims, request["vocab"])
-    drop = run.hooks[0]
-    assert isinstance(drop, DropCompute)
+    drop = drop_compute_of(run)
     gate, marks, calls = TimedGate(drop.gate, dims), Clock(), Clock()
     hook: Any = Timed(drop, calls)
     run.engine.gate = gate
+    run.engine.agreement = TimedAgreement(calls)
     run.engine.hooks = [_timed(one, drop, marks, hook) for one in run.engine.hooks]
     drop.on_start(run)
     for step in range(run.steps):

@@ -19,6 +19,8 @@ from megasdc.data.dataset import TokenDataset, build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.memory_stream import MemoryStream
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel import groups
@@ -28,8 +30,8 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
+from megasdc.train.loop import take_step
 from megasdc.train.process.startup import StartClock
-from megasdc.train.run import Run, StepHook, take_step
 from megasdc.train.stop import SkipWatch
 from tools.bench.training.loops import DISTINCT_STEPS
 
@@ -85,8 +87,11 @@ def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = 
     run = Run(folder, dims, engine, loader, loader, EventLog(folder, dims.rank), steps, dist.group.WORLD)
     writer = MetricsWriter(folder) if dims.rank == 0 else None
     delays = [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else []
+    drop = DropCompute(sections.drop_compute, run, writer, sections.logging.interval)
     run.hooks = [
-        DropCompute(sections.drop_compute, run, writer, sections.logging.interval),
+        drop.times,
+        *(one.delays for one in delays),
+        drop,
         SkipWatch(sections.training.max_skipped_steps),
     ]
     if validation is not None:
@@ -96,7 +101,12 @@ def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = 
     return run
 
 
-class _Files(StepHook):
+def drop_compute_of(run: Run) -> DropCompute:
+    """The hook of a run that decides what is dropped."""
+    return next(hook for hook in run.hooks if isinstance(hook, DropCompute))
+
+
+class _Files(Hook):
     """Closes the writer with the run."""
 
     def __init__(self, writer: MetricsWriter | None) -> None:

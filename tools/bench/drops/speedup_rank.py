@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.run_ranks import Messages
-from megasdc.train.drop_compute import DropCompute
 from megasdc.train.main import set_up_logging
-from megasdc.train.run import Run
-from tools.bench.drops.run import build_drop_run, end_rank, start_rank, train_in_turn
+from tools.bench.drops.run import build_drop_run, drop_compute_of, end_rank, start_rank, train_in_turn
 from tools.bench.drops.speedup import AUTO, NEVER, options_of
 from tools.bench.drops.speedup_scores import choose_thresholds, recorded_steps
 
@@ -48,9 +47,8 @@ def measure(request: dict[str, Any], messages: Messages) -> None:
     assert taus is not None, "rank 0 chose them"
     runs = [build(NEVER, NEVER), *(build(f"tau_{number}", tau) for number, tau in enumerate(taus)), build(AUTO, AUTO)]
     for run, walls_s in zip(runs, train_in_turn(runs, count), strict=True):
-        drop = run.hooks[0]
-        assert isinstance(drop, DropCompute)
-        messages.send(done=done, folder=str(run.folder), walls_s=walls_s, tau_s=drop.state_dict()["tau_s"])
+        tau_s = drop_compute_of(run).state_dict()["tau_s"]
+        messages.send(done=done, folder=str(run.folder), walls_s=walls_s, tau_s=tau_s)
     end_rank()
 
 

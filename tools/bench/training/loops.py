@@ -20,6 +20,8 @@ from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
@@ -30,11 +32,11 @@ from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.loop import train
 from megasdc.train.process.garbage import CollectionTimer
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from megasdc.train.report import Reporter
-from megasdc.train.run import Run, StepHook, train
 from megasdc.train.stop import SkipWatch, StopWatch
 from tools.bench.training.options import TrainBenchOptions
 
@@ -58,7 +60,7 @@ class Loop(Protocol):
 
 
 class MegasdcLoop:
-    """Our engine in ``megasdc.train.run.train``, with what a default run has around it except saving.
+    """Our engine in ``megasdc.train.loop.train``, with what a default run has around it except saving.
 
     Each call of ``run`` is a short run of its own, so the hooks are made anew and rank 0 reports at its end; a block
     of ten steps therefore bears exactly the default's one report in ten steps, and the making of the hooks on top.
@@ -86,8 +88,7 @@ class MegasdcLoop:
         self.signals = StopSignals()
         self.losses: list[torch.Tensor] = []
         self.split = TimeSplit(self.engine.device) if dims.rank == 0 else None
-        if self.split is not None:
-            self.engine.hooks.append(self.split)
+        self.bounding: list[Hook] = []
         loader = MicroBatchLoader(stream, options.micro_batch, dims.dp_rank, dims.data)
         self.run_state = Run(
             folder=folder,
@@ -103,17 +104,18 @@ class MegasdcLoop:
 
     def run(self, steps: int) -> None:
         """Take so many more steps."""
-        attached = list(self.engine.hooks)
         self.run_state.steps += steps
         self.run_state.hooks = self._hooks()
         train(self.run_state)
-        self.engine.hooks = attached
+        self.run_state.hooks = []
 
-    def _hooks(self) -> list[StepHook]:
+    def _hooks(self) -> list[Hook]:
         sections = self.config.megasdc
         vocab = padded_vocab_size(self.run_state.loader.dataset.vocab_size, sections.model.vocab_multiple)
         sizes = model_sizes(sections.model, ffn_width(sections.model), vocab)
         return [
+            *([] if self.split is None else [self.split]),
+            *self.bounding,
             SkipWatch(sections.training.max_skipped_steps),
             StopWatch(self.signals, sections.training.time_limit_s, time.monotonic(), sections.training.stop_step),
             Reporter(
@@ -174,13 +176,10 @@ class BoundedLoop(MegasdcLoop):
         specs = [HookSpec.model_validate(hook) for hook in HOOKS]
         sections = config.megasdc.model_copy(update={"optimizer_hooks": specs})
         super().__init__(dataclasses.replace(config, megasdc=sections), *rest)
-        self.bounds = GradientBounds(specs, self.run_state, sections.logging.interval, self.writer)
-
-    def _hooks(self) -> list[StepHook]:
-        return [self.bounds, *super()._hooks()]
+        self.bounding = [GradientBounds(specs, self.run_state, sections.logging.interval, self.writer)]
 
 
-class _LossRecord(StepHook):
+class _LossRecord(Hook):
     """Keeps the loss of every step."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:

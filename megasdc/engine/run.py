@@ -1,0 +1,74 @@
+"""The parts of a running job, and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.engine.engine import TrainingEngine
+from megasdc.events import EventLog
+from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.step_agreement import StepAgreement
+
+
+@dataclass
+class Run:
+    """The parts of a running job, and its progress.
+
+    Args:
+        folder: the run folder.
+        dims: layout and place of this rank.
+        engine: runs one step.
+        loader: this replica's training samples, with a saved position.
+        batches: the loader as the engine reads it.
+        events: this rank's event log.
+        steps: steps of the whole run.
+        host_group: a gloo group of all ranks, for decisions that must not wait for a device.
+        step: last finished step.
+        tokens: tokens used so far.
+        samples: samples consumed so far, all replicas.
+        skipped_steps: steps that the optimizer skipped so far.
+        skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
+        stop_reason: None, or why the run ends after this step; the same on all ranks.
+        paused_s: seconds of evaluations, saves and golden checks, which are not step time.
+        results: fields of the end event.
+        passed_over: steps whose checkpoints lie in the run's folder but were not resumed from and are not of its past.
+    """
+
+    folder: Path
+    dims: ParallelDims
+    engine: TrainingEngine
+    loader: MicroBatchLoader
+    batches: Iterator[Any]
+    events: EventLog
+    steps: int
+    host_group: Any
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    skipped_steps: int = 0
+    skip_place: str | None = None
+    stop_reason: str | None = None
+    paused_s: float = 0.0
+    results: dict[str, Any] = field(default_factory=dict)
+    passed_over: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.engine.agreement = StepAgreement(self.host_group)
+
+    @property
+    def hooks(self) -> list[Any]:
+        """The hooks (``megasdc.engine.hooks.Hook``) in the order in which they are called, kept by the engine."""
+        return self.engine.hooks
+
+    @hooks.setter
+    def hooks(self, hooks: list[Any]) -> None:
+        self.engine.hooks = hooks
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no step follows the last finished one."""
+        return self.step >= self.steps or self.stop_reason is not None

@@ -1,0 +1,28 @@
+"""Evidence of one rank in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megasdc.engine.engine import TrainingEngine
+from megasdc.sdc.recompute import Repeats
+from megasdc.sdc.trace import Trace
+
+Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
+"""Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence of one rank in a step.
+
+    Args:
+        parameters: checksums of its parameters before the step; empty where they were not read.
+        audited: results of the shared micro-batch; empty outside audits.
+        repeats: forward results against their recomputation.
+    """
+
+    parameters: Trace
+    audited: Trace
+    repeats: Repeats

@@ -1,0 +1,224 @@
+"""Rulings on the findings of each check: all ranks gather the same evidence, repeat the work, and rule alike.
+
+Every method here is called by all ranks at the same point.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from megasdc.addresses import FORWARD, PARAMETER
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.ballot import Ballot
+from megasdc.sdc.evidence import Counts, count_differing
+from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
+from megasdc.sdc.replay import (
+    GOLDEN,
+    INCONCLUSIVE,
+    INTERMITTENT,
+    MAJORITY,
+    NOT_REPRODUCED,
+    REPLAY,
+    Ruling,
+    repeated_value,
+    settle,
+    to_repeat,
+)
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.vote import vote
+from megasdc.train.detection.evidence import Rehearse
+from megasdc.train.detection.gather import gather_traces
+from megasdc.train.detection.incidents import Settled
+from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.suspects import Suspects
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "sdc"
+
+
+class Findings:
+    """Names the ranks behind a finding where that can be proved, in one method for each check.
+
+    Args:
+        run: with events.
+        repeats: how often work is repeated.
+        parameters: reads those of this rank.
+        suspects: devices found wrong before.
+    """
+
+    def __init__(self, run: Run, repeats: int, parameters: ParameterReader, suspects: Suspects) -> None:
+        self._dims = run.dims
+        self._group = run.host_group
+        self._events = run.events
+        self._repeats = repeats
+        self._parameters = parameters
+        self._suspects = suspects
+
+    def of_audit(
+        self,
+        engine: TrainingEngine,
+        own: Trace,
+        rehearse: Rehearse,
+        earlier: Collection[int],
+        comparable: Collection[tuple[int, int]] | None,
+        ask_golden: Callable[[], Mapping[int, bool] | None],
+    ) -> Settled:
+        """Rule on results of the shared micro-batch that differ between replicas.
+
+        Args:
+            engine: in ``after_micro_batches``.
+            own: results of this rank.
+            rehearse: recomputes a micro-batch.
+            earlier: ranks that were wrong in an earlier event of the run.
+            comparable: positions whose replicas can be compared; None: all.
+            ask_golden: runs the golden workload; returns which ranks reproduce it, or None without one.
+        """
+        audit = gather_traces(own, self._dims, self._group)
+        ballot = vote(audit, self._dims, comparable)
+        self._tell_finding(engine.step_number, ballot)
+        again = [gather_traces(rehearse(engine, 0)[0], self._dims, self._group) for _ in range(self._repeats)]
+        golden = ask_golden()
+        repeats = {
+            (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
+            for rank, place in to_repeat(ballot)
+        }
+        rulings = settle(ballot, repeats, golden, earlier)
+        named = {ruling.rank for ruling in rulings if ruling.rank is not None}
+        self._tell_overruled(engine.step_number, ballot, named, golden or {})
+        return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
+
+    def of_recompute(
+        self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]
+    ) -> Settled:
+        """Rule on forward results that their recomputation did not repeat.
+
+        Args:
+            engine: in ``after_micro_batches``.
+            own: comparison of this rank.
+            rehearse: recomputes a micro-batch.
+            earlier: ranks that were wrong in an earlier event of the run.
+        """
+        first = own.unrepeated[0] if own.unrepeated else None
+        counts = count_by_submodule(FORWARD, [one.address.fqn for one in own.unrepeated], self._dims.rank)
+        found = gather_objects((first, own.compared, counts), self._group)
+        flagged = origins({rank: one for rank, (one, *_) in enumerate(found) if one is not None}, self._dims)
+        for rank, one in flagged.items():
+            self.tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
+        again: dict[int, list[Any]] = {rank: [] for rank in flagged}
+        for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
+            for _ in range(self._repeats):
+                trace = rehearse(engine, micro_batch)[1]
+                mine = None
+                if first is not None and first.address.micro_batch == micro_batch:
+                    mine = pair_at(trace, first.address)
+                for rank, pair in enumerate(gather_objects(mine, self._group)):
+                    if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
+                        again[rank].append(pair)
+        return Settled(
+            "recompute",
+            min(one.address.micro_batch or 0 for one in flagged.values()),
+            tuple(judge_recomputed(rank, one, again[rank], rank in earlier) for rank, one in flagged.items()),
+            sum(compared for _, compared, _ in found),
+            merge_counts(counts for *_, counts in found),
+        )
+
+    def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
+        """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
+
+        A wrong master shard is gathered by all ranks and is not detected here.
+        """
+        engine.optimizer.update_lp_params()
+        self._parameters.start()
+        now = self._parameters.take()
+        triples = zip(own.addresses, own.checksums, now.checksums, strict=True)
+        changed = [(address, before, after) for address, before, after in triples if before != after]
+        counts = count_by_submodule(PARAMETER, [address.fqn for address, *_ in changed], self._dims.rank)
+        found = gather_objects((changed[0] if changed else None, counts, now.checksums), self._group)
+        rulings = []
+        for rank, (first, _, _) in enumerate(found):
+            if first is not None:
+                address, before, after = first
+                self.tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
+                verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
+                rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
+        by_position: dict[int, set[tuple[int, ...]]] = {}
+        for rank, (_, _, values) in enumerate(found):
+            by_position.setdefault(self._dims.at(rank).first_replica_rank, set()).add(tuple(values))
+        if any(len(values) > 1 for values in by_position.values()):
+            suspects = tuple(range(self._dims.world_size))
+            rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
+        compared = self._dims.world_size * len(own)
+        merged = merge_counts(of_rank for _, of_rank, _ in found)
+        return Settled("parameters", None, tuple(rulings), compared, merged)
+
+    def of_copies(self, engine: TrainingEngine, own: Trace) -> Settled:
+        """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.
+
+        All replicas have the same wrong copy, so one of them made it in its update, and none can be named. All are
+        gathered again, which repairs one that became wrong after the update.
+        """
+        engine.optimizer.update_lp_params()
+        copies = self._parameters.copies(own)
+        sent = gather_objects((copies.addresses, copies.checksums), self._group)
+        rulings = []
+        for stage in range(self._dims.pipeline):
+            ranks = [rank for rank in range(self._dims.world_size) if self._dims.at(rank).pp_rank == stage]
+            for place, address in enumerate(sent[ranks[0]][0]):
+                values = {rank: sent[rank][1][place] for rank in ranks}
+                usual, most = Counter(values.values()).most_common(1)[0]
+                if most == len(ranks):
+                    continue
+                wrong = tuple(rank for rank in ranks if values[rank] != usual)
+                suspects = wrong if 2 * most > len(ranks) else tuple(ranks)
+                got = {rank: values[rank] for rank in suspects}
+                rulings.append(
+                    Ruling(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
+                )
+                break
+        return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
+
+    def _tell_finding(self, step: int, ballot: Ballot) -> None:
+        for flag in ballot.flagged:
+            self.tell("finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address), basis=MAJORITY)
+        if ballot.dispute is not None:
+            ranks = [rank for values in ballot.dispute.values for rank in values]
+            self.tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
+
+    def _tell_overruled(self, step: int, ballot: Ballot, named: Collection[int], golden: Mapping[int, bool]) -> None:
+        """Report findings of the majority that were overruled, so that no event accuses a rank that is not named."""
+        for flag in ballot.flagged:
+            if flag.rank in named:
+                continue
+            by = GOLDEN if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against) else REPLAY
+            self.tell("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)
+
+    def tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
+        """Write an event on rank 0."""
+        if self._dims.rank != 0:
+            return
+        try:
+            self._events.emit(EVENT_KIND, name, step=step, **fields)
+        except OSError as error:  # not raised: the other ranks wait in the collectives that follow
+            logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
+
+
+def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
+    """Number of differing results of one rank, by phase and submodule; empty without any."""
+    found = {fqn: {rank: count} for fqn, count in Counter(fqns).items()}
+    return {phase: found} if found else {}
+
+
+def merge_counts(counts: Iterable[Counts]) -> Counts:
+    """Merge the counts of all ranks."""
+    merged: Counts = {}
+    for of_rank in counts:
+        for phase, submodules in of_rank.items():
+            for fqn, ranks in submodules.items():
+                merged.setdefault(phase, {}).setdefault(fqn, {}).update(ranks)
+    return merged

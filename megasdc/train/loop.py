@@ -1,0 +1,45 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from megasdc.engine.run import Run
+
+
+def train(run: Run) -> None:
+    """Run steps until the run is complete or has a reason to stop.
+
+    Args:
+        run: the run with its hooks, at the step from which it continues.
+
+    Collective: all ranks of the world.
+    """
+    hooks = tuple(run.hooks)
+    try:
+        for hook in hooks:
+            hook.on_start(run)
+        while not run.is_last_step:
+            take_step(run)
+        for hook in hooks:
+            hook.on_end(run)
+    finally:
+        for hook in hooks:
+            hook.close()
+
+
+def take_step(run: Run) -> None:
+    """Run one step, with all hooks before and after it.
+
+    Args:
+        run: the run, started.
+
+    Collective: all ranks of the world.
+    """
+    for hook in tuple(run.hooks):  # a copy: an observer may be attached or removed meanwhile
+        hook.before_step(run)
+    result = run.engine.train_step(run.batches)
+    run.step = result.step
+    run.tokens += result.tokens
+    run.samples += result.micro_batches * run.engine.micro_batch_size
+    run.skipped_steps += result.skipped is not None
+    for hook in tuple(run.hooks):
+        hook.after_step(run, result)
