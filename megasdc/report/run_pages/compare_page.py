@@ -8,12 +8,13 @@ from pathlib import Path
 from megasdc.checkpoint.compare.drift import DriftReport, measure_drift
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.errors import CheckpointError
+from megasdc.report.result.figure import Figure
+from megasdc.report.result.page import Page, Section, State, plain_values
+from megasdc.report.result.table import Cell, Table, number, percent
 from megasdc.report.run_pages.compared import LOSS, WORSE, Compared, compare_runs
 from megasdc.report.run_pages.facts import checkpoints, differing_settings, places, versions
 from megasdc.report.run_pages.figures.compare import compare_figures, drift_figure
-from megasdc.report.run_pages.figures.figure import Figure
 from megasdc.report.run_pages.marks import FAULT, FINDING, INCIDENT, SKIP, counts_of, marks_of
-from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.run_page import summary_of
 from megasdc.report.run_pages.status import status_of

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasdc.report.result.page import Page, Section
+from megasdc.report.result.table import Cell, Table, number, percent
 from megasdc.report.run_pages.drop_results import DropResults, Scaling, read_drop_results
 from megasdc.report.run_pages.figures.drop_results import (
     loss_figures,
@@ -14,7 +16,6 @@ from megasdc.report.run_pages.figures.drop_results import (
     speedup_figure,
     threshold_figure,
 )
-from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, percent
 
 SOURCE = "Giladi et al., NeurIPS 2023, arXiv 2306.10598"
 PAPER = (

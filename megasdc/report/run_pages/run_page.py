@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from megasdc.report.result.page import Page, Section, State, plain_values
+from megasdc.report.result.table import Cell, Table, number
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.facts import highlights, places, versions
 from megasdc.report.run_pages.figures.drops import drop_figures
@@ -23,7 +25,6 @@ from megasdc.report.run_pages.marks import (
     marks_of,
     rows_of,
 )
-from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, plain_values
 from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incident_page import headline

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasdc.config.replica import replica_folder
+from megasdc.report.result.figure import Figure
+from megasdc.report.result.page import Page, Section, plain_values
+from megasdc.report.result.table import Cell, Table, number
 from megasdc.report.run_pages.facts import highlights, versions
-from megasdc.report.run_pages.figures.figure import Figure
 from megasdc.report.run_pages.figures.study import (
     bits_figure,
     burst_figure,
@@ -16,7 +18,6 @@ from megasdc.report.run_pages.figures.study import (
     mismatch_map,
     severity_figure,
 )
-from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, plain_values
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.study.log import WHOLE, Line, read_study

@@ -14,9 +14,10 @@ from megasdc.experiments.pei_metrics import EPSILON, CellScore
 from megasdc.experiments.results import SweepResults, read_sweep
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable, tabulate
+from megasdc.report.result.page import Page, Section, State, plain_values
+from megasdc.report.result.table import Cell, Table, number, percent
 from megasdc.report.run_pages.figures.nodes import node_figures
 from megasdc.report.run_pages.figures.sweep import increases, sweep_figures
-from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.status import ago
 
 LIMITS = (

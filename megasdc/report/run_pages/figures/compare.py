@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 from megasdc.checkpoint.compare.drift import DriftReport
-from megasdc.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
-from megasdc.report.run_pages.figures.figure import (
+from megasdc.report.result.figure import (
     COLOURS,
     DASHES,
     Figure,
+    Series,
     axis_of,
     columns_of,
     curve,
     log_axis,
     told_of,
 )
-from megasdc.report.run_pages.record import RunRecord, Series
+from megasdc.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
+from megasdc.report.run_pages.record import RunRecord
 
 HEIGHT = 320
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megasdc.report.result.figure import COLOURS, DASHES, Figure, clean
 from megasdc.report.run_pages.drop_results import Scaling
-from megasdc.report.run_pages.figures.figure import COLOURS, DASHES, Figure, clean
 
 HEIGHT = 340
 DRAWN_RATE = 0.3

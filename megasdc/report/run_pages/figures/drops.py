@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import ELAPSED
+from megasdc.report.result.figure import COLOURS, Figure, Series, clean, columns_of, curve, told_of
 from megasdc.report.run_pages.drops import Drops
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, clean, columns_of, curve, told_of
-from megasdc.report.run_pages.record import Series
 
 HEIGHT = 280
 BINS = 60

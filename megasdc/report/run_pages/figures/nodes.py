@@ -15,9 +15,7 @@ import numpy as np
 from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.experiments.ma_tables import NOISE, PLACES, StudiedNode
 from megasdc.experiments.results import SweepResults
-from megasdc.report.run_pages.figures.compare import look
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, clean, columns_of, curve, log_axis
-from megasdc.report.run_pages.record import Series
+from megasdc.report.result.figure import COLOURS, Figure, Series, clean, columns_of, curve, log_axis, look
 from megasdc.study.log import WHOLE, read_study
 
 HEIGHT = 400

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, axis_of, columns_of, curve, told_of
+from megasdc.report.result.figure import COLOURS, Figure, Series, axis_of, columns_of, curve, told_of
 from megasdc.report.run_pages.marks import (
     DROPS,
     FAULT,
@@ -23,7 +23,7 @@ from megasdc.report.run_pages.marks import (
     WARNING,
     Mark,
 )
-from megasdc.report.run_pages.record import RunRecord, Series
+from megasdc.report.run_pages.record import RunRecord
 
 HEIGHT, WIDE_HEIGHT = 210, 260
 MAX_LINES = 100

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.report.run_pages.figures.compare import look
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, axis_of, columns_of, curve, log_axis, told_of
-from megasdc.report.run_pages.record import Series
+from megasdc.report.result.figure import COLOURS, Figure, Series, axis_of, columns_of, curve, log_axis, look, told_of
 from megasdc.study.log import WHOLE, Line
 from megasdc.study.tables import MismatchRow, part_of
 

@@ -13,9 +13,7 @@ from megasdc.experiments.pei_metrics import relative_increase
 from megasdc.experiments.results import SweepResults
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable
-from megasdc.report.run_pages.figures.compare import look
-from megasdc.report.run_pages.figures.figure import Figure, clean, curve
-from megasdc.report.run_pages.record import Series
+from megasdc.report.result.figure import Figure, Series, clean, curve, look
 
 LOSS = "train/loss"
 HEIGHT, CELL_HEIGHT = 420, 300
