@@ -74,6 +74,7 @@ class Figure:
         on_steps: x is the step axis that figures of a page share.
         choices: labels of what the reader chooses; figures of a page with the same label follow one choice.
         versions: of every choice, the first one first; empty: there is nothing to choose.
+        text: drawn with characters, for a terminal; empty: it needs a page.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Figure:
     on_steps: bool = False
     choices: tuple[str, ...] = ()
     versions: Sequence[Version] = ()
+    text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Input of the page's script."""

@@ -1,4 +1,4 @@
-"""Results on a terminal, by rich: sentences and tables; figures need a page."""
+"""Results on a terminal, by rich: sentences, tables, and figures that can be drawn with characters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOKS = {"bad": "red", "good": "green", "best": "bold", "": ""}
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Print the sentences and tables of a result.
+    """Print the sentences and tables of a result, and its figures that have a text.
 
     Args:
         page: the result.
@@ -47,6 +47,8 @@ def _print_section(section: Section, console: Console) -> None:
         say(f"{label}: {value}", console)
     for table in section.tables:
         print_table(table, console)
+    for text in filter(None, (figure.text for figure in section.figures)):
+        say(f"\n{text}", console)
 
 
 def print_table(table: Table, console: Console) -> None:

@@ -103,7 +103,7 @@ def test_the_filter_leaves_what_was_asked_for(browser: Browser, page: Path) -> N
     visible = "[...find('findings').tBodies[0].rows].filter(row => row.offsetHeight).length"
 
     def filtered(**values: str) -> tuple[int, str]:
-        controls = dict(zip(("text", "only_slot", "only_pattern"), ("input", "[data-column='2']", "[data-column='3']"), strict=False))
+        controls = {"text": "input", "only_slot": "[data-column='2']", "only_pattern": "[data-column='3']"}
         for name, control in controls.items():
             browser.run(
                 f"(() => {{ const control = document.querySelector(`[data-table=findings] {control}`);"
