@@ -12,7 +12,7 @@ import torch
 from megasdc.checkpoint.compare.damage import MEANINGS, PieceDamage
 from megasdc.checkpoint.compare.report import Finding, Report
 from megasdc.checkpoint.views.view import Slot
-from megasdc.report.result.figure import Figure, Version, bars, layout, look, shade_map
+from megasdc.report.result.figure import Figure, Version, bars, layout, look, map_axes, shade_map
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Cell, Table, number
 from megasdc.tensors.bits import bit_layout
@@ -215,12 +215,10 @@ def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows:
     cells = [[worst.get((layer, row)) for layer in columns] for row in rows]
     equal = [[(layer, row) in places and (layer, row) not in worst for layer in columns] for row in rows]
     texts = [[cell[2] if cell else "equal in every bit" for cell in line] for line in cells]
-    names = {"type": "category", "showgrid": False}
     drawn = layout(
         130 + 20 * len(rows),
         "layer",
-        xaxis={**names, "side": "top"},
-        yaxis={**names, "autorange": "reversed"},
+        **map_axes(),
         margin={"l": 10, "r": 10, "t": 40, "b": 10},
         hovermode="closest",
         meta={"min_width": 160 + 16 * len(columns)},

@@ -39,6 +39,13 @@ class Series:
         place = int(np.searchsorted(self.steps, step))
         return float(self.values[place]) if place < len(self.steps) and self.steps[place] == step else None
 
+    @classmethod
+    def of(cls, points: Sequence[tuple[int, float]]) -> Series:
+        """Of (step, value) in any order."""
+        ordered = sorted(points, key=lambda point: point[0])
+        values = np.array([value for _, value in ordered], dtype=np.float64)
+        return cls(np.array([step for step, _ in ordered], dtype=np.int64), values)
+
     @property
     def positive(self) -> Series:
         """With NaN in place of what has no place on a logarithmic axis."""
@@ -222,6 +229,42 @@ def layout(height: int, x: str = "", y: str = "", legend: bool = False, **option
         if own:
             found[axis] = own
     return found | options
+
+
+def over_steps(
+    name: str,
+    title: str,
+    caption: str,
+    traces: list[dict[str, Any]],
+    drawn: dict[str, Any],
+    series: Mapping[str, Series],
+    told: bool = True,
+) -> Figure:
+    """A figure over the steps that figures of a page share.
+
+    Args:
+        name: as of ``Figure``.
+        title: likewise.
+        caption: likewise.
+        traces: likewise.
+        drawn: its layout.
+        series: the numbers of its curves.
+        told: whether the caption ends with what is thinned out or not finite.
+    """
+    caption = (caption + (told_of(series) if told else "")).strip()
+    return Figure(name, title, caption, traces, drawn, columns_of(series), on_steps=True)
+
+
+def named_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Settings of an axis of names, in their order."""
+    return {"type": "category", "categoryarray": list(names), "categoryorder": "array", "automargin": True}
+
+
+def map_axes(size: int = 11) -> dict[str, Any]:
+    """Settings of the axes of a map: names of columns above it, rows from the top."""
+    names = {"type": "category", "showgrid": False}
+    rows = {"autorange": "reversed", "tickfont": {"size": size}}
+    return {"xaxis": {**names, "side": "top"}, "yaxis": {**names, **rows}}
 
 
 def rule(colour: str, x: float | None = None, y: float | None = None, dash: str = "dot", **more: Any) -> dict[str, Any]:

@@ -23,21 +23,8 @@ MAX_DRIFT_BYTES = 2 << 30
 """Maximum of checkpoint bytes read for a page; more would take too long."""
 _COUNTED = (INCIDENT, FINDING, SKIP, FAULT)
 _HEADINGS = (
-    "run",
-    "verdict",
-    "state",
-    "step",
-    "loss",
-    "increase",
-    "at step",
-    "evaluation loss",
-    "its increase",
-    "first differs at",
-    "largest difference",
-    "incidents",
-    "findings",
-    "skipped",
-    "faults injected",
+    *("run", "verdict", "state", "step", "loss", "increase", "at step", "evaluation loss", "its increase"),
+    *("first differs at", "largest difference", "incidents", "findings", "skipped", "faults injected"),
 )
 
 
@@ -125,21 +112,21 @@ def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now
         differs = None if one is None else one.first_difference
         rows.append(
             (
-                Cell(name),
+                name,
                 Cell("healthy" if one is None else one.verdict, look=look),
                 Cell(status.state, look="bad" if status.state == "failed" else ""),
-                number(status.step, ",d"),
+                status.step,
                 number(None if loss is None else float(loss.values[-1]), ".4f"),
                 percent(None if one is None else one.increase, WORSE),
-                number(None if one is None else one.at_step, ",d"),
+                None if one is None else one.at_step,
                 number(None if evaluated is None else float(evaluated.values[-1]), ".4f"),
                 percent(None if one is None else one.eval_increase, WORSE),
                 number(differs, ",d", missing="-" if one is None or one.at_step is None else "never"),
                 percent(None if one is None or one.largest is None else one.largest[0]),
-                *(number(counts.get(lane, 0), ",d") for lane in _COUNTED),
+                *(counts.get(lane, 0) for lane in _COUNTED),
             )
         )
-    return Table("runs", _HEADINGS, tuple(rows), ("verdict", "state"))
+    return Table("runs", _HEADINGS, rows, ("verdict", "state"))
 
 
 def _drift(names: Mapping[str, RunRecord]) -> tuple[list[Figure], list[str]]:
@@ -177,8 +164,7 @@ def _same_settings(settings: Sequence[tuple[str, list[str]]]) -> list[str]:
 def _settings(names: Mapping[str, RunRecord], settings: Sequence[tuple[str, list[str]]]) -> list[Table]:
     if not settings:
         return []
-    rows = tuple((Cell(path), *map(Cell, values)) for path, values in settings)
-    return [Table("settings", ("setting", *names), rows)]
+    return [Table("settings", ("setting", *names), [(path, *values) for path, values in settings])]
 
 
 def _places(names: Mapping[str, RunRecord]) -> Table:
@@ -186,15 +172,8 @@ def _places(names: Mapping[str, RunRecord]) -> Table:
     for name, run in names.items():
         found = places(run)
         told = ", ".join(f"{package} {version}" for package, version in versions(run).items())
-        rows.append(
-            (
-                Cell(name),
-                *(Cell(found.get(key, "-")) for key in ("layout", "hosts")),
-                Cell(told or "-"),
-                Cell(str(run.path)),
-            )
-        )
-    return Table("places", ("run", "layout", "hosts", "versions", "folder"), tuple(rows), searched=False)
+        rows.append((name, *(found.get(key, "-") for key in ("layout", "hosts")), told or "-", str(run.path)))
+    return Table("places", ("run", "layout", "hosts", "versions", "folder"), rows, searched=False)
 
 
 def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now: float) -> dict[str, object]:
