@@ -119,7 +119,7 @@ def _letters(report: Report) -> dict[str, str]:
 
 
 def _findings(report: Report, letters: dict[str, str], limit: int) -> Table:
-    headings = ("in", "tensor", "slot", "pattern", "owner", "differ", "first to last", "ULP", "relative", "detail")
+    headings = ("in", "tensor", "slot", "pattern", "owner", "differ", "first to last", "ULP", "relative")
     return Table(
         "findings",
         headings,
@@ -134,16 +134,21 @@ def _findings(report: Report, letters: dict[str, str], limit: int) -> Table:
 
 def _row(finding: Finding, letters: dict[str, str]) -> tuple[Cell | str | None, ...]:
     found = finding.measure
-    what = (letters[finding.checkpoint], finding.fqn, finding.slot, Cell(finding.pattern, more=(finding.meaning,)))
-    owners = [f"{one.piece.owner}, {one.piece.file.name}; {_since(finding, one)}" for one in finding.pieces[:LISTED]]
+    pattern = f"{finding.pattern} ({finding.detail})" if finding.detail else finding.pattern
+    what = (letters[finding.checkpoint], finding.fqn, finding.slot)
+    why = Cell(pattern, more=(finding.meaning,), group=finding.pattern)
+    owners = [
+        (str(one.piece.owner), f"{one.piece.file.name}; {_since(finding, one)}") for one in finding.pieces[:LISTED]
+    ]
+    lines = [line for owner in owners for line in owner]
     if (more := len(finding.pieces) - LISTED) > 0:
-        owners.append(f"and {more} more pieces")
-    owner = Cell(owners[0] if owners else "-", more=tuple(owners[1:]))
+        lines.append(f"and {more} more pieces")
+    owner = Cell(lines[0] if lines else "-", more=tuple(lines[1:]))
     if found is None:
-        return (*what, owner, None, None, None, None, finding.detail)
+        return (*what, why, owner, None, None, None, None)
     ends = str(found.first) if found.first == found.last else f"{found.first} to {found.last}"
     count = number(found.num_different, ",d", more=f" of {found.numel:,}")
-    return (*what, owner, count, ends, number(found.max_ulp, ",d"), number(found.max_relative, ".3g"), finding.detail)
+    return (*what, why, owner, count, ends, number(found.max_ulp, ",d"), number(found.max_relative, ".3g"))
 
 
 def _since(finding: Finding, damage: PieceDamage) -> str:
@@ -223,15 +228,10 @@ def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows:
         hovermode="closest",
         meta={"min_width": 160 + 16 * len(columns)},
     )
+    shades = [[[cell and math.log10(cell[place]) for cell in line] for line in cells] for place in range(len(SHADES))]
     return [
-        Version(
-            (slot, shade),
-            shade_map(
-                columns, rows, [[cell and math.log10(cell[place]) for cell in line] for line in cells], equal, texts
-            ),
-            drawn,
-        )
-        for place, shade in enumerate(SHADES)
+        Version((slot, name), shade_map(columns, rows, values, equal, texts, top=0), drawn)
+        for name, values in zip(SHADES, shades, strict=True)
     ]
 
 

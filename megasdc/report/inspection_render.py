@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megasdc.checkpoint.marks import Standing
-from megasdc.report.result.table import ranges
+from megasdc.sdc.heat_map import ranges
 
 
 def render_inspection(found: dict[str, Any]) -> str:

@@ -180,7 +180,12 @@ def bars(name: str, x: Any, y: Any, colour: str, hover: str, **options: Any) -> 
 
 
 def shade_map(
-    columns: Sequence[str], rows: Sequence[str], shades: Sequence[Sequence[float | None]], equal: Any, text: Any
+    columns: Sequence[str],
+    rows: Sequence[str],
+    shades: Sequence[Sequence[float | None]],
+    equal: Any,
+    text: Any,
+    top: int | None = None,
 ) -> list[dict[str, Any]]:
     """Traces of a map of logarithms, with grey cells for what is equal; the others are empty.
 
@@ -190,9 +195,12 @@ def shade_map(
         shades: log10 of each cell, None where there is none, [row, column].
         equal: true where a cell is grey, [row, column].
         text: of each cell, shown under the pointer.
+        top: log10 of the darkest shade; None: of the largest value.
     """
     known = [value for line in shades for value in line if value is not None]
     low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (-1, 0)
+    if top is not None:
+        low, high = min(low, top - 1), top
     ticks = list(range(low, max(high, low + 1) + 1, max(1, (high - low) // 12 + 1)))
     common: dict[str, Any] = {"type": "heatmap", "x": list(columns), "y": list(rows), "text": text}
     common |= {"xgap": 1, "ygap": 1, "hovertemplate": "%{y}<br>layer %{x}<br>%{text}<extra></extra>"}

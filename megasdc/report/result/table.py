@@ -23,6 +23,7 @@ class Cell:
         link: a relative URL; empty: none.
         look: ``bad``, ``good``, ``best`` or empty.
         more: smaller lines below the text in a page; a terminal leaves them out.
+        group: that a filter finds it by; empty: its text.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Cell:
     link: str = ""
     look: str = ""
     more: tuple[str, ...] = ()
+    group: str = ""
 
     @property
     def says_more(self) -> bool:
@@ -98,7 +100,7 @@ class Table:
         found = []
         for heading in self.filters:
             place = self.headings.index(heading)
-            values = sorted({row[place].text for row in self.visible if row[place].text})
+            values = sorted({row[place].group or row[place].text for row in self.visible if row[place].text})
             if len(values) > 1:
                 found.append((place, heading, values))
         return found
@@ -159,14 +161,3 @@ def few(values: Sequence[object], count: int = 3, none: str = "-") -> str:
     """The first of several values, and how many more there are."""
     more = f" and {len(values) - count:,} more" if len(values) > count else ""
     return ", ".join(map(str, values[:count])) + more or none
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ``0-3, 7``."""
-    parts: list[list[int]] = []
-    for one in numbers:
-        if parts and one == parts[-1][1] + 1:
-            parts[-1][1] = one
-        else:
-            parts.append([one, one])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

@@ -63,7 +63,7 @@ def print_table(table: Table, console: Console) -> None:
     from rich.table import Table as RichTable
 
     if table.title:
-        say(table.title, console, "italic")
+        say(f"\n{table.title}", console, "italic")
     shown = table.rows if table.listed is None else table.rows[: table.listed]
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     columns = [place for place, heading in enumerate(table.headings) if heading not in table.elsewhere]

@@ -90,7 +90,7 @@ def test_the_table_has_what_is_known_of_each_finding(browser: Browser, page: Pat
     assert len(rows) == 4
     row = next(row for row in rows if row[1] == NAME)
     assert (row[2], row[5], row[6], row[7]) == ("weight", "1 of 128", "[3, 13]", "512")
-    assert row[3].startswith("bit\n") and row[9] == "bit 9"
+    assert row[3].startswith("bit (bit 9)\n")
     assert "a flip in memory" in row[3]
     assert "rank 1 (dp 0, pp 0, tp 1) on n" in row[4]
     assert "changed since it was saved" in row[4]

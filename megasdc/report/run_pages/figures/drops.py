@@ -70,10 +70,12 @@ def histogram(
     counts, edges = np.histogram(seconds, bins=60)
     middle, width = (edges[:-1] + edges[1:]) / 2, float(edges[1] - edges[0])
     traces = [bars(of.replace("_", "-"), middle, counts / counts.sum(), COLOURS[0], "%{x:.4g}: %{y:.2%}", width=width)]
+    label = {"textposition": "end", "textangle": 0, "xanchor": "left", "yanchor": "top"}
     shapes = [
-        rule("var(--bad)", x=value, dash="dash", label={"text": text, "textposition": "end"})
-        for text, value in (marks or {}).items()
+        rule("var(--bad)", x=value, dash="dash", label={**label, "text": text}) for text, value in (marks or {}).items()
     ]
+    if marks:
+        caption += f" Dashed: {', '.join(f'{text} {value:.4g} s' for text, value in marks.items())}."
     columns = {"from_s": edges[:-1].tolist(), "to_s": edges[1:].tolist(), of: counts.tolist()}
     return Figure(name, title, caption, traces, layout(HEIGHT, "s", yaxis=SHARES, shapes=shapes), columns)
 
