@@ -26,7 +26,7 @@ def threshold_page(result: RunThreshold) -> Page:
     caption = "Share of replicas and steps."
     return Page(
         title="DropCompute, from recorded steps",
-        verdict=result.times.described,
+        verdict=f"DropCompute, from recorded steps: {result.times.described}",
         sentences=[
             f"{curve.micro_batches} micro-batches; compute time of a replica {result.replica_times_s.mean():.4g} s, of "
             f"the slowest {curve.longest_s.mean():.4g} s; Tc {result.communication_s:.4g} s, {kind}"

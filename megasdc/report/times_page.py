@@ -34,7 +34,7 @@ def times_page(result: TimesReport) -> Page:
         )
     return Page(
         title="Step times",
-        verdict=result.times.described,
+        verdict=f"Step times: {result.times.described}",
         sentences=[result.advice],
         notes=notes,
         sections=[
