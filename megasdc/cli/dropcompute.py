@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +13,7 @@ from megasdc.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megasdc.distributions import Environment
+    from megasdc.report.result.page import Page
     from megasdc.report.step_times import StepTimesOfRun
 
 PAPER_SHARE = 0.5
@@ -97,7 +99,7 @@ def simulate_drops(
     from megasdc.dropcompute.search import Rule
     from megasdc.dropcompute.simulate import Simulation, SimulationResults, simulate
     from megasdc.progress import progress_bars
-    from megasdc.report.dropcompute_render import render_simulations, write_figure
+    from megasdc.report.simulation_page import simulation_page
 
     recorded = None
     try:
@@ -129,9 +131,7 @@ def simulate_drops(
     with progress_bars(quiet=as_json) as on_progress:
         results = [simulate(simulation, environment, on_progress) for simulation in simulations]
     result = SimulationResults(environment, tuple(results))
-    print_result(result, render_simulations, out=out, as_json=as_json)
-    if figure is not None:
-        write_figure(result, figure)
+    _show(result, simulation_page, figure, out, as_json)
 
 
 @dropcompute_app.command(
@@ -162,16 +162,14 @@ def threshold_of_run(
 ) -> None:
     """Search the best threshold on the steps of a run in which nothing was dropped, as the run itself would."""
     from megasdc.report.run_threshold import search_run
-    from megasdc.report.step_times_render import draw_threshold, render_threshold
+    from megasdc.report.threshold_page import threshold_page
 
     times = _load(run, first_step, last_step, as_json)
     try:
         result = search_run(times, max_drop_rate, min_micro_batches, communication, sigmas)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    print_result(result, render_threshold, out=out, as_json=as_json)
-    if figure is not None:
-        draw_threshold(result, figure)
+    _show(result, threshold_page, figure, out, as_json)
 
 
 @dropcompute_app.command("times", epilog="Example: megasdc dropcompute times runs/smoke --figure times.html")
@@ -185,12 +183,19 @@ def times_of_run(
 ) -> None:
     """Show the compute time of each replica of a run, how often each was last, and why the others waited."""
     from megasdc.report.imbalance import report_times
-    from megasdc.report.step_times_render import draw_report, render_times
+    from megasdc.report.times_page import times_page
 
-    result = report_times(_load(run, first_step, last_step, as_json))
-    print_result(result, render_times, out=out, as_json=as_json)
+    _show(report_times(_load(run, first_step, last_step, as_json)), times_page, figure, out, as_json)
+
+
+def _show(result: Any, build: Callable[[Any], Page], figure: Path | None, out: Path | None, as_json: bool) -> None:
+    """Print a result, and write it as JSON and as a page where that was asked for."""
+    from megasdc.report.result.html import write_page
+    from megasdc.report.result.terminal import printer
+
+    print_result(result, printer(build), out=out, as_json=as_json)
     if figure is not None:
-        draw_report(result, figure)
+        write_page(build(result), figure, "--figure")
 
 
 def _load(run: Path, first_step: int | None, last_step: int | None, quiet: bool) -> StepTimesOfRun:

@@ -73,7 +73,8 @@ def plan_audit(
         interval = _interval_for(latency, _rate(str(at_rate), "--at-rate"))
 
     from megasdc.progress import progress_bars
-    from megasdc.report.plan_render import render_plan
+    from megasdc.report.plan_page import plan_page
+    from megasdc.report.result.terminal import printer
     from megasdc.sdc.plan import Plan, make_plan
 
     if audit_share is None or always_on_share is None:
@@ -83,7 +84,7 @@ def plan_audit(
     plan = Plan(replicas, interval or 50, micro_batches, visible, audit_share, always_on_share)
     with progress_bars(quiet=as_json) as on_progress:
         result = make_plan(plan, with_rates, trials, seed, on_progress)
-    print_result(result, render_plan, out=out, as_json=as_json)
+    print_result(result, printer(plan_page), out=out, as_json=as_json)
 
 
 @app.command("coverage", epilog="Example: megasdc coverage --config configs/audited.json --world-size 3")

@@ -29,7 +29,8 @@ def study(
     """Show how replicas differ from the trusted one: mismatch frequency and severity, noise in gradients,
     distance of parameters, losses, disagreement; also while the study runs.
     """
-    from megasdc.report.study_render import render_study
+    from megasdc.report.result.terminal import printer
+    from megasdc.report.study_tables import summary_page
     from megasdc.study.tables import summarize_study
 
-    print_result(summarize_study(run_dir, by.value), render_study, out=out, as_json=as_json)
+    print_result(summarize_study(run_dir, by.value), printer(summary_page), out=out, as_json=as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +19,11 @@ from megasdc.checkpoint.views.view import View, with_derived_weights
 from megasdc.errors import MegasdcError
 from megasdc.program import run
 from megasdc.progress import bytes_bar
-from megasdc.report.checkpoint_page import write_comparison
-from megasdc.report.checkpoint_render import render
+from megasdc.report.checkpoint_page import comparison_page
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
 from megasdc.report.drift_command import compare_runs
+from megasdc.report.result.html import write_page
+from megasdc.report.result.terminal import print_page
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 
@@ -100,8 +102,9 @@ def compare(
         views = open_extract_views(checkpoints) if some_are_extracts else [open_view(path) for path in checkpoints]
         views = with_derived_weights(views)
         report = _compare(views, options, jobs, quiet=as_json or not sys.stderr.isatty())
+        build = partial(comparison_page, report, tensors_to_compare(views, options), limit)
         if html is not None:
-            write_comparison(report, tensors_to_compare(views, options), html)
+            write_page(build(), html)
     except MegasdcError as error:
         typer.echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:
@@ -110,7 +113,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        render(report, Console() if sys.stdout.isatty() else Console(width=240), limit)
+        print_page(build(), Console() if sys.stdout.isatty() else Console(width=240))
     _leave(report.same, report.problems)
 
 

@@ -1,19 +1,20 @@
-"""Page of a comparison of checkpoints: verdict, findings, place in the model, bits."""
+"""Comparison of checkpoints as a page: verdict, findings, place in the model, bits."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
 
 import torch
 
+from megasdc.checkpoint.compare.damage import MEANINGS, PieceDamage
 from megasdc.checkpoint.compare.report import Finding, Report
 from megasdc.checkpoint.views.view import Slot
-from megasdc.report.pages import write_page
+from megasdc.report.result.figure import Figure, Version, bars, layout, look, map_axes, shade_map
+from megasdc.report.result.page import Page, Section
+from megasdc.report.result.table import Cell, Table, number
 from megasdc.tensors.bits import bit_layout
 
 MAX_FINDINGS, MAX_ROWS = 500, 200
@@ -21,46 +22,42 @@ MAX_FINDINGS, MAX_ROWS = 500, 200
 LISTED = 4
 """Maximum of owners that are named."""
 ALL = "all"
+SHADES = ("share of elements that differ", "largest relative difference")
 _SINCE = {True: "as it was saved", False: "changed since it was saved", None: "no manifest says how it was"}
 
 
-def write_comparison(report: Report, keys: Sequence[tuple[str, Slot]], path: Path) -> None:
-    """Write a comparison as one HTML page that needs no network.
+def comparison_page(report: Report, keys: Sequence[tuple[str, Slot]], limit: int) -> Page:
+    """Build the page.
 
     Args:
         report: of the comparison.
         keys: tensors that were compared, from ``tensors_to_compare``.
-        path: the file; replaced.
-
-    Raises:
-        StorageError: it cannot be written.
+        limit: maximum of findings listed on a terminal.
     """
     letters = _letters(report)
-    maps, left_out = _maps(report.findings, keys)
-    bits = _bits(report.findings)
-    shown = report.findings[:MAX_FINDINGS]
-    more = len(report.findings) - len(shown)
-    write_page(
-        "checkpoints.html",
-        path,
+    views = {
+        letters[str(view.path)]: f"{view.path}: {view.kind}{f', {view.layout}' if view.layout else ''}"
+        for view in report.views
+    }
+    counts = Counter(finding.pattern for finding in report.findings)
+    compared = (
+        f"{report.num_compared:,} tensors and values compared, {report.num_tolerated:,} differ within what is allowed"
+    )
+    return Page(
         title="Comparison of checkpoints",
-        state="different" if report.findings else "unsure" if report.problems else "same",
         verdict=verdict(report),
-        checkpoints=[
-            {"letter": letters[str(view.path)], "kind": view.kind, "layout": view.layout, "path": str(view.path)}
-            for view in report.views
-        ],
-        summary=f"{report.num_compared:,} tensors and values were compared; {report.num_tolerated:,} differ within "
-        "what is allowed.",
-        problems=report.problems,
+        state="different" if report.findings else "unsure" if report.problems else "same",
+        sentences=[compared],
         notes=report.notes,
-        rows=[_row(finding, letters) for finding in shown],
-        more=f"{more:,} more findings are not shown; --json has all." if more else "",
-        slots=list(dict.fromkeys(finding.slot for finding in shown)),
-        patterns=list(dict.fromkeys(finding.pattern for finding in shown)),
-        left_out=f"{left_out:,} more tensors are not shown." if left_out else "",
-        dtypes=list(dict.fromkeys(one["dtype"] for one in bits)),
-        data={"maps": maps, "bits": bits},
+        sections=[
+            Section(facts=views),
+            *([Section("Not compared", items=report.problems)] if report.problems else []),
+            Section("What differs", tables=[_findings(report, letters, limit)]),
+            Section("Patterns", facts={f"{name} ({count:,})": MEANINGS[name] for name, count in counts.items()}),
+            Section("Files", items=_where(report)),
+            Section("Where", figures=_maps(report.findings, keys)),
+            Section("Which bits", figures=_bits(report.findings)),
+        ],
     )
 
 
@@ -121,57 +118,97 @@ def _letters(report: Report) -> dict[str, str]:
     return names
 
 
-def _row(finding: Finding, letters: dict[str, str]) -> dict[str, Any]:
+def _findings(report: Report, letters: dict[str, str], limit: int) -> Table:
+    headings = ("in", "tensor", "slot", "pattern", "owner", "differ", "first to last", "ULP", "relative")
+    return Table(
+        "findings",
+        headings,
+        [_row(finding, letters) for finding in report.findings],
+        ("slot", "pattern"),
+        shown=MAX_FINDINGS,
+        listed=limit,
+        elsewhere=("owner",),
+        complete="--json",
+    )
+
+
+def _row(finding: Finding, letters: dict[str, str]) -> tuple[Cell | str | None, ...]:
     found = finding.measure
-    ends = ulp = relative = "-"
-    if found is not None:
-        ends = str(found.first) if found.first == found.last else f"{found.first} to {found.last}"
-        ulp = "-" if found.max_ulp is None else f"{found.max_ulp:,}"
-        relative = f"{found.max_relative:.3g}"
-    return {
-        "letter": letters[finding.checkpoint],
-        "fqn": finding.fqn,
-        "slot": finding.slot,
-        "pattern": finding.pattern,
-        "detail": finding.detail,
-        "meaning": finding.meaning,
-        "owners": [
-            {
-                "owner": str(one.piece.owner),
-                "file": one.piece.file.name,
-                "since": _SINCE[finding.unchanged.get(one.piece.file.name)],
-            }
-            for one in finding.pieces[:LISTED]
-        ],
-        "more_owners": len(finding.pieces) - LISTED,
-        "count": "-" if found is None else f"{found.num_different:,} of {found.numel:,}",
-        "ends": ends,
-        "ulp": ulp,
-        "relative": relative,
-    }
+    pattern = f"{finding.pattern} ({finding.detail})" if finding.detail else finding.pattern
+    what = (letters[finding.checkpoint], finding.fqn, finding.slot)
+    why = Cell(pattern, more=(finding.meaning,), group=finding.pattern)
+    owners = [
+        (str(one.piece.owner), f"{one.piece.file.name}; {_since(finding, one)}") for one in finding.pieces[:LISTED]
+    ]
+    lines = [line for owner in owners for line in owner]
+    if (more := len(finding.pieces) - LISTED) > 0:
+        lines.append(f"and {more} more pieces")
+    owner = Cell(lines[0] if lines else "-", more=tuple(lines[1:]))
+    if found is None:
+        return (*what, why, owner, None, None, None, None)
+    ends = str(found.first) if found.first == found.last else f"{found.first} to {found.last}"
+    count = number(found.num_different, ",d", more=f" of {found.numel:,}")
+    return (*what, why, owner, count, ends, number(found.max_ulp, ",d"), number(found.max_relative, ".3g"))
 
 
-def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> tuple[dict[str, dict[str, Any]], int]:
-    """A heat map of each slot and of all, and how many rows were omitted; empty where no tensor differs."""
+def _since(finding: Finding, damage: PieceDamage) -> str:
+    """Whether the file of a piece changed after it was saved."""
+    return _SINCE[finding.unchanged.get(damage.piece.file.name)]
+
+
+def _where(report: Report) -> list[str]:
+    """One line per file: its owner, whether it changed after it was saved, and its number of findings."""
+    lines: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for finding in report.findings:
+        for one in finding.pieces:
+            file = str(one.piece.file)
+            lines[file] = f"{file}: {one.piece.owner}; {_since(finding, one)}"
+            counts[file] += 1
+    bases = dict.fromkeys(
+        f"{finding.checkpoint}: "
+        + (f"expected is {finding.basis}" if finding.basis else "nothing tells which side is wrong")
+        for finding in report.findings
+    )
+    return [*(f"{line}; {counts[file]:,} findings" for file, line in lines.items()), *bases]
+
+
+def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> list[Figure]:
+    """A heat map of each slot and of all; none where no tensor differs."""
     by_slot: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.slot != "scalar":
             by_slot.setdefault(finding.slot, []).append(finding)
     if not by_slot:
-        return {}, 0
+        return []
     differing = {_cell(finding.fqn)[1] for found in by_slot.values() for finding in found}
     names = dict.fromkeys(_cell(fqn)[1] for fqn, _ in keys)
-    rows = sorted(names, key=lambda name: name not in differing)[:MAX_ROWS]
-    kept = [name for name in names if name in set(rows)]
-    slots = [slot for slot in dict.fromkeys(slot for _, slot in keys)]
-    maps = {ALL: _map([one for found in by_slot.values() for one in found], [fqn for fqn, _ in keys], kept)}
-    for slot in slots:
-        maps[slot] = _map(by_slot.get(slot, []), [fqn for fqn, other in keys if other == slot], kept)
-    return maps, len(names) - len(kept)
+    kept = set(sorted(names, key=lambda name: name not in differing)[:MAX_ROWS])
+    rows = [name for name in names if name in kept]
+    tensors: dict[str, list[str]] = {ALL: [fqn for fqn, _ in keys]}
+    for fqn, slot in keys:
+        tensors.setdefault(slot, []).append(fqn)
+    by_slot[ALL] = [one for found in by_slot.values() for one in found]
+    versions = [one for slot, fqns in tensors.items() for one in _versions(slot, by_slot.get(slot, []), fqns, rows)]
+    caption = (
+        "One cell a tensor and layer, by its place in the pipeline, logarithmic; grey: equal in every bit; empty: "
+        "there is no such tensor. Of several checkpoints or copies the largest is shown."
+    )
+    if left := len(names) - len(rows):
+        caption += f" {left:,} more tensors are not shown."
+    columns = {
+        "tensor": [one.fqn for one in by_slot[ALL]],
+        "slot": [one.slot for one in by_slot[ALL]],
+        "share": [_extent(one)[0] for one in by_slot[ALL]],
+        "relative": [_extent(one)[1] for one in by_slot[ALL]],
+    }
+    first = versions[0]
+    title = "Tensors that differ"
+    return [Figure("map", title, caption, first.traces, first.layout, columns, False, ("Slot", "Shade"), versions)]
 
 
-def _map(findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> dict[str, Any]:
-    """Shares and relative differences as log10, ``equal`` where nothing differs, None where there is no tensor."""
+def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> list[Version]:
+    """The heat map of a slot, shaded by share and by relative difference."""
     places = {_cell(fqn) for fqn in fqns}
     columns = sorted({layer for layer, _ in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     worst: dict[tuple[str, str], tuple[float, float, str]] = {}
@@ -180,22 +217,22 @@ def _map(findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> d
         place = _cell(finding.fqn)
         old = worst.get(place, (0.0, 0.0, ""))
         worst[place] = (max(old[0], share), max(old[1], relative), f"{old[2]}<br>{text}" if old[2] else text)
-    shades: dict[str, list[list[float | str | None]]] = {"share": [], "relative": []}
-    texts: list[list[str]] = []
-    for row in rows:
-        line = [worst.get((layer, row)) for layer in columns]
-        held = [(layer, row) in places for layer in columns]
-        shades["share"].append([_shade(cell and cell[0], there) for cell, there in zip(line, held, strict=True)])
-        shades["relative"].append([_shade(cell and cell[1], there) for cell, there in zip(line, held, strict=True)])
-        texts.append([cell[2] if cell else "equal in every bit" for cell in line])
-    return {"rows": rows, "columns": columns, "texts": texts, **shades}
-
-
-def _shade(value: float | None, there: bool) -> float | str | None:
-    """A cell of the heat map: log10 of the value; ``equal``; None where there is no tensor."""
-    if value is not None:
-        return math.log10(value)
-    return "equal" if there else None
+    cells = [[worst.get((layer, row)) for layer in columns] for row in rows]
+    equal = [[(layer, row) in places and (layer, row) not in worst for layer in columns] for row in rows]
+    texts = [[cell[2] if cell else "equal in every bit" for cell in line] for line in cells]
+    drawn = layout(
+        130 + 20 * len(rows),
+        "layer",
+        **map_axes(),
+        margin={"l": 10, "r": 10, "t": 40, "b": 10},
+        hovermode="closest",
+        meta={"min_width": 160 + 16 * len(columns)},
+    )
+    shades = [[[cell and math.log10(cell[place]) for cell in line] for line in cells] for place in range(len(SHADES))]
+    return [
+        Version((slot, name), shade_map(columns, rows, values, equal, texts, top=0), drawn)
+        for name, values in zip(SHADES, shades, strict=True)
+    ]
 
 
 def _extent(finding: Finding) -> tuple[float, float, str]:
@@ -221,17 +258,50 @@ def _cell(fqn: str) -> tuple[str, str]:
     return parts[at], ".".join(parts[:at] + parts[at + 1 :])
 
 
-def _bits(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Number of elements in which each bit differs, by slot and dtype, and the meaning of each bit."""
-    counts: dict[tuple[str, str], list[int]] = {}
+def _bits(findings: Sequence[Finding]) -> list[Figure]:
+    """Number of elements in which each bit differs, a figure for each dtype."""
+    counts: dict[tuple[str, str], Counter[int]] = {}
     for finding in findings:
         if finding.measure is not None:
-            key, new = (finding.slot, finding.measure.dtype), finding.measure.flips
-            counts[key] = [a + b for a, b in zip(counts.get(key, [0] * len(new)), new, strict=True)]
+            for slot in (ALL, finding.slot):
+                own = counts.setdefault((finding.measure.dtype, slot), Counter())
+                own.update(dict(enumerate(finding.measure.flips)))
+    slots = [ALL, *dict.fromkeys(slot for _, slot in counts if slot != ALL)]
     return [
-        {"slot": slot, "dtype": dtype, "counts": found, "parts": _parts(dtype, len(found))}
-        for (slot, dtype), found in counts.items()
+        _bits_of(dtype, {slot: counts.get((dtype, slot)) for slot in slots}) for dtype, slot in counts if slot == ALL
     ]
+
+
+def _bits_of(dtype: str, counts: dict[str, Counter[int] | None]) -> Figure:
+    parts = _parts(dtype, len(counts[ALL] or ()))
+    hover = "bit %{x}: %{y:,} elements"
+    versions = []
+    for slot, own in counts.items():
+        of_part = {part: [bit for bit, name in enumerate(parts) if name == part] for part in reversed(parts)}
+        traces = [
+            bars(part, bits, [own[bit] for bit in bits], look(place)[0], hover)
+            for place, (part, bits) in enumerate(of_part.items())
+            if own is not None
+        ]
+        versions.append(Version((slot,), traces))
+    drawn = layout(
+        260,
+        "bit",
+        "elements",
+        legend=True,
+        bargap=0.15,
+        xaxis={"autorange": "reversed", "dtick": 4 if len(parts) > 16 else 1},
+        yaxis={"rangemode": "tozero"},
+    )
+    caption = (
+        "In how many of the elements that differ each bit does, the sign on the left. A flip in memory or on a link is "
+        "one bit anywhere; wrong arithmetic and drift are in the lowest bits of the mantissa first."
+    )
+    columns = {
+        "bit": range(len(parts)),
+        **{slot: [own[bit] for bit in range(len(parts))] for slot, own in counts.items() if own},
+    }
+    return Figure(f"bits_{dtype}", dtype, caption, versions[0].traces, drawn, columns, False, ("Slot",), versions)
 
 
 def _parts(dtype: str, width: int) -> list[str]:

@@ -14,7 +14,8 @@ from megasdc.checkpoint.compare.digest import Digest, count_bytes, digest_path, 
 from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.checkpoint.compare.extract import write_extracts
 from megasdc.progress import bytes_bar
-from megasdc.report.digest_render import render_digests
+from megasdc.report.digest_page import digest_page
+from megasdc.report.result.terminal import print_page, say
 
 
 def goes_by_digest(paths: Sequence[Path], extract: Path | None) -> bool:
@@ -61,9 +62,9 @@ def compare_by_digest(
         typer.echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=240)
-        render_digests(report, console, limit)
+        print_page(digest_page(report, limit), console)
         for path in written:
-            console.print(f"blocks that differ: {path}, {path.stat().st_size:,} bytes", soft_wrap=True, markup=False)
+            say(f"blocks that differ: {path}, {path.stat().st_size:,} bytes", console)
     return report.same
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megasdc.checkpoint.marks import Standing
+from megasdc.sdc.heat_map import ranges
 
 
 def render_inspection(found: dict[str, Any]) -> str:
@@ -36,7 +37,7 @@ def render_inspection(found: dict[str, Any]) -> str:
     text = [found["path"], *(f"  {name:10} {value}" for name, value in lines.items() if value)]
     for node, wrote in found["written_by"].items():
         text.append(
-            f"  {'node':10} {node}: ranks {_ranges(wrote['ranks'])} wrote {wrote['num_files']} files, "
+            f"  {'node':10} {node}: ranks {ranges(wrote['ranks'])} wrote {wrote['num_files']} files, "
             f"{_bytes(wrote['size_bytes'])}"
         )
     for slot, one in found["slots"].items():
@@ -68,14 +69,3 @@ def _bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers as ``0-3, 7``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

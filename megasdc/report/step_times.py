@@ -64,6 +64,15 @@ class StepTimesOfRun:
         """Micro-batches that a replica completed, [replica, step]."""
         return np.isfinite(self.start_s[:, 0]).sum(axis=2)
 
+    @property
+    def described(self) -> str:
+        """Run, steps, replicas and stages in one line."""
+        replicas, stages, steps = self.compute_s.shape
+        return (
+            f"{self.run}: {steps:,} steps from {self.steps[0]} to {self.steps[-1]}, {replicas} replica(s) of {stages} "
+            "stage(s)"
+        )
+
     def only(self, chosen: NDArray[np.bool_], *notes: str) -> StepTimesOfRun:
         """A subset of the steps.
 

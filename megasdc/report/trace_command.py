@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from megasdc.errors import MegasdcError
+from megasdc.errors import MegasdcError, StorageError
 from megasdc.program import run
-from megasdc.report.trace_render import render, write_page
+from megasdc.report.result.html import write_page
+from megasdc.report.result.terminal import print_page
+from megasdc.report.trace_page import trace_page
 from megasdc.report.traces import TraceReport, compare_runs, load_traces
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
@@ -67,9 +69,9 @@ def compare(
     _show(reports, problems, limit, as_json)
     if picture is not None and reports:
         try:
-            write_page(reports, picture)
-        except OSError as error:
-            problems = [f"{picture} cannot be written: {error.strerror}; what differs is printed above"]
+            write_page(trace_page(reports, limit), picture, "--picture")
+        except StorageError as error:
+            problems = [f"{error}; what differs is printed above"]
             _show([], problems, limit, as_json=False)
     if problems:
         raise typer.Exit(NOT_COMPARED)
@@ -95,7 +97,7 @@ def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: 
     else:
         console = Console() if sys.stdout.isatty() else Console(width=200)
         for report in reports:
-            render(report, console, limit)
+            print_page(trace_page([report], limit), console)
             console.print()
     for problem in problems:
         typer.echo(f"compare_traces: error: {problem}", err=True)

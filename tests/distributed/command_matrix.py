@@ -235,7 +235,7 @@ def preload() -> None:
     from harness import PRELOAD
 
     os.environ["DS_ACCELERATOR"] = "cpu"
-    for name in (*PRELOAD, "transformers", "tokenizers", "sentencepiece", "plotly.graph_objects", "jinja2", "pyarrow"):
+    for name in (*PRELOAD, "transformers", "tokenizers", "sentencepiece", "plotly.offline", "jinja2", "pyarrow"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 

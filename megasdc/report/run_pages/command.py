@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from megasdc import __version__
 from megasdc.errors import DataError, StorageError
-from megasdc.report.pages import write_page
+from megasdc.report.result.files import NoPictures, write_pictures, write_tables
+from megasdc.report.result.html import write_page
+from megasdc.report.result.page import Page
+from megasdc.report.result.terminal import say
 from megasdc.report.run_pages.compare_page import compare_page
 from megasdc.report.run_pages.drop_result_page import drop_result_page
-from megasdc.report.run_pages.figures.pictures import NoPictures, write_pictures, write_tables
 from megasdc.report.run_pages.folder import kind_of
-from megasdc.report.run_pages.parts import Page
 from megasdc.report.run_pages.record import OnProgress, load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import clock
@@ -90,7 +90,7 @@ def write_report(
     if figures is not None:
         written.files += write_tables(figures, page.figures, page.tables)
         try:
-            written.files += write_pictures(figures, page.figures, steps_of(page))
+            written.files += write_pictures(figures, page.figures, page.steps)
         except NoPictures as error:
             written.problem = str(error)
     return written
@@ -118,31 +118,12 @@ def _healthy_first(paths: Sequence[Path], healthy: Path | None) -> list[Path]:
     return [healthy, *others]
 
 
-def steps_of(page: Page) -> list[int] | None:
-    """Range of the step axis that figures share; None where no figure has one."""
-    steps = [x for one in page.figures if one.on_steps for trace in one.traces for x in trace["x"]]
-    if not steps:
-        return None
-    low, high = min(steps), max(steps)
-    return [low, high if high > low else low + 1]
-
-
 def _write_page(page: Page, out: Path, now: float) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{out.parent} cannot be made: {error.strerror}; choose another --out") from error
-    write_page(
-        "report.html",
-        out,
-        option="--out",
-        title=page.title,
-        verdict=page.verdict,
-        state=page.state,
-        page=page,
-        made=f"Made {clock(now)} by megasdc {__version__}.",
-        data={"figures": [one.as_dict() for one in page.figures], "steps": steps_of(page)},
-    )
+    write_page(page, out, "--out", f"Made {clock(now)} by megasdc {__version__}.")
 
 
 def render_report(written: Written, console: Console) -> None:
@@ -152,13 +133,9 @@ def render_report(written: Written, console: Console) -> None:
         written: the report.
         console: to print on.
     """
-
-    def say(text: str) -> None:
-        console.print(escape(text), highlight=False, soft_wrap=True)
-
-    say(written.page.verdict)
+    say(written.page.verdict, console)
     for note in written.page.notes:
-        say(f"note: {note}")
-    say(f"page: {written.path}")
+        say(f"note: {note}", console)
+    say(f"page: {written.path}", console)
     if written.files:
-        say(f"figures: {len(written.files)} files in {written.files[0].parent}")
+        say(f"figures: {len(written.files)} files in {written.files[0].parent}", console)

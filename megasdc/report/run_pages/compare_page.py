@@ -8,12 +8,13 @@ from pathlib import Path
 from megasdc.checkpoint.compare.drift import DriftReport, measure_drift
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.errors import CheckpointError
+from megasdc.report.result.figure import Figure
+from megasdc.report.result.page import Page, Section, State, plain_values
+from megasdc.report.result.table import Cell, Table, number, percent
 from megasdc.report.run_pages.compared import LOSS, WORSE, Compared, compare_runs
 from megasdc.report.run_pages.facts import checkpoints, differing_settings, places, versions
 from megasdc.report.run_pages.figures.compare import compare_figures, drift_figure
-from megasdc.report.run_pages.figures.figure import Figure
 from megasdc.report.run_pages.marks import FAULT, FINDING, INCIDENT, SKIP, counts_of, marks_of
-from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.run_page import summary_of
 from megasdc.report.run_pages.status import status_of
@@ -22,21 +23,8 @@ MAX_DRIFT_BYTES = 2 << 30
 """Maximum of checkpoint bytes read for a page; more would take too long."""
 _COUNTED = (INCIDENT, FINDING, SKIP, FAULT)
 _HEADINGS = (
-    "run",
-    "verdict",
-    "state",
-    "step",
-    "loss",
-    "increase",
-    "at step",
-    "evaluation loss",
-    "its increase",
-    "first differs at",
-    "largest difference",
-    "incidents",
-    "findings",
-    "skipped",
-    "faults injected",
+    *("run", "verdict", "state", "step", "loss", "increase", "at step", "evaluation loss", "its increase"),
+    *("first differs at", "largest difference", "incidents", "findings", "skipped", "faults injected"),
 )
 
 
@@ -124,21 +112,21 @@ def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now
         differs = None if one is None else one.first_difference
         rows.append(
             (
-                Cell(name),
+                name,
                 Cell("healthy" if one is None else one.verdict, look=look),
                 Cell(status.state, look="bad" if status.state == "failed" else ""),
-                number(status.step, ",d"),
+                status.step,
                 number(None if loss is None else float(loss.values[-1]), ".4f"),
                 percent(None if one is None else one.increase, WORSE),
-                number(None if one is None else one.at_step, ",d"),
+                None if one is None else one.at_step,
                 number(None if evaluated is None else float(evaluated.values[-1]), ".4f"),
                 percent(None if one is None else one.eval_increase, WORSE),
                 number(differs, ",d", missing="-" if one is None or one.at_step is None else "never"),
                 percent(None if one is None or one.largest is None else one.largest[0]),
-                *(number(counts.get(lane, 0), ",d") for lane in _COUNTED),
+                *(counts.get(lane, 0) for lane in _COUNTED),
             )
         )
-    return Table("runs", _HEADINGS, tuple(rows), ("verdict", "state"))
+    return Table("runs", _HEADINGS, rows, ("verdict", "state"))
 
 
 def _drift(names: Mapping[str, RunRecord]) -> tuple[list[Figure], list[str]]:
@@ -176,8 +164,7 @@ def _same_settings(settings: Sequence[tuple[str, list[str]]]) -> list[str]:
 def _settings(names: Mapping[str, RunRecord], settings: Sequence[tuple[str, list[str]]]) -> list[Table]:
     if not settings:
         return []
-    rows = tuple((Cell(path), *map(Cell, values)) for path, values in settings)
-    return [Table("settings", ("setting", *names), rows)]
+    return [Table("settings", ("setting", *names), [(path, *values) for path, values in settings])]
 
 
 def _places(names: Mapping[str, RunRecord]) -> Table:
@@ -185,15 +172,8 @@ def _places(names: Mapping[str, RunRecord]) -> Table:
     for name, run in names.items():
         found = places(run)
         told = ", ".join(f"{package} {version}" for package, version in versions(run).items())
-        rows.append(
-            (
-                Cell(name),
-                *(Cell(found.get(key, "-")) for key in ("layout", "hosts")),
-                Cell(told or "-"),
-                Cell(str(run.path)),
-            )
-        )
-    return Table("places", ("run", "layout", "hosts", "versions", "folder"), tuple(rows), searched=False)
+        rows.append((name, *(found.get(key, "-") for key in ("layout", "hosts")), told or "-", str(run.path)))
+    return Table("places", ("run", "layout", "hosts", "versions", "folder"), rows, searched=False)
 
 
 def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now: float) -> dict[str, object]:

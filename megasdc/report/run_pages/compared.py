@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megasdc.report.run_pages.record import RunRecord, Series
+from megasdc.report.result.figure import Series
+from megasdc.report.run_pages.record import RunRecord
 
 WORSE = 0.005
 """Relative increase of the final loss above which a run is a worse case."""

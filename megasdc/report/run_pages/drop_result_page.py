@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasdc.report.result.page import Page, Section
+from megasdc.report.result.table import Cell, Table, cell, number, percent
 from megasdc.report.run_pages.drop_results import DropResults, Scaling, read_drop_results
 from megasdc.report.run_pages.figures.drop_results import (
     loss_figures,
@@ -14,7 +16,6 @@ from megasdc.report.run_pages.figures.drop_results import (
     speedup_figure,
     threshold_figure,
 )
-from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, percent
 
 SOURCE = "Giladi et al., NeurIPS 2023, arXiv 2306.10598"
 PAPER = (
@@ -98,7 +99,7 @@ def _scaling(results: DropResults) -> list[Section]:
     if not results.scaling:
         return []
     headings = ("replicas", "without a threshold", "by eq. 4", "best threshold", "effective speed-up", "left out")
-    rows = tuple(_scaling_row(one) for one in results.scaling)
+    rows = [_scaling_row(one) for one in results.scaling]
     assert results.environment is not None, "read with the simulation"
     environment = results.environment
     facts = {
@@ -124,7 +125,7 @@ def _delay(one: Mapping[str, Any]) -> str:
 
 def _scaling_row(one: Scaling) -> tuple[Cell, ...]:
     return (
-        number(one.replicas, ",d"),
+        cell(one.replicas),
         number(one.waits, ".1%"),
         number(one.waits_formula, ".1%"),
         number(one.drops, ".1%"),
@@ -157,18 +158,8 @@ def _measured(place: int, result: Mapping[str, Any]) -> Section:
 
 
 def _training(place: int, result: Mapping[str, Any]) -> Section:
-    headings = (
-        "setting",
-        "final loss",
-        "increase",
-        "smallest",
-        "largest",
-        "beyond chance",
-        "steps",
-        "samples",
-        "time",
-    )
-    rows = tuple(_training_row(one) for one in result["scores"])
+    headings = ("setting", "final loss", "increase", "smallest", "largest", "beyond chance", "steps", "samples", "time")
+    rows = [_training_row(one) for one in result["scores"]]
     table = Table(f"drop_training_table_{place}", headings, rows, searched=False)
     return Section("Training", [_made(result), PAPER], tables=[table], figures=loss_figures(place, result))
 

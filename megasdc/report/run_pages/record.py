@@ -10,36 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megasdc.errors import PeerError, TraceError
 from megasdc.events import Event
 from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
+from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
 from megasdc.run_lock import read_holder
 from megasdc.sdc.incident import Incident, incident_from_json
 
 OnProgress = Callable[[str, int, int], None]
 CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
-
-
-@dataclass(frozen=True)
-class Series:
-    """One metric.
-
-    Args:
-        steps: ascending, [point].
-        values: NaN where the metric was not finite, [point].
-    """
-
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
-
-    def at(self, step: int) -> float | None:
-        """The value of a step; None where none was reported."""
-        place = int(np.searchsorted(self.steps, step))
-        return float(self.values[place]) if place < len(self.steps) and self.steps[place] == step else None
 
 
 @dataclass(frozen=True)

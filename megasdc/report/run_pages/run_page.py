@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from megasdc.report.result.page import Page, Section, State, plain_values
+from megasdc.report.result.table import Cell, Table, number
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.facts import highlights, places, versions
 from megasdc.report.run_pages.figures.drops import drop_figures
@@ -23,7 +25,6 @@ from megasdc.report.run_pages.marks import (
     marks_of,
     rows_of,
 )
-from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, plain_values
 from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incident_page import headline
@@ -106,18 +107,18 @@ def _incidents(run: RunRecord, out: Path) -> Table:
         link = quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.exists() else ""
         rows.append(
             (
-                number(one.step, ",d"),
-                Cell("-" if one.micro_batch is None else str(one.micro_batch)),
-                Cell(one.tier),
-                Cell(one.verdict.replace("_", " ")),
-                Cell(", ".join(f"{suspect.rank} on {suspect.host}" for suspect in one.suspects)),
-                Cell(one.done),
-                Cell(headline(one)),
+                one.step,
+                "-" if one.micro_batch is None else str(one.micro_batch),
+                one.tier,
+                one.verdict.replace("_", " "),
+                ", ".join(f"{suspect.rank} on {suspect.host}" for suspect in one.suspects),
+                one.done,
+                headline(one),
                 Cell("page" if link else "its page is missing", link=link, look="" if link else "bad"),
             )
         )
     headings = ("step", "micro-batch", "found by", "verdict", "rank", "then", "what", "report")
-    return Table("incidents", headings, tuple(rows), ("found by", "verdict"))
+    return Table("incidents", headings, rows, ("found by", "verdict"))
 
 
 def _drops_section(drops: Drops | str | None) -> Section | None:
@@ -147,22 +148,12 @@ def _few_events(run: RunRecord) -> list[str]:
 
 def _events(run: RunRecord) -> Table:
     rows = sorted(rows_of(run.events), key=lambda one: (not one.lane, one.time, one.step or 0))
-    cells = tuple(
-        (
-            number(one.step, ",d", missing=""),
-            Cell(one.lane),
-            Cell(one.what),
-            number(one.count, ",d"),
-            number(one.rank, "d"),
-            Cell(one.host),
-            Cell(one.time),
-            Cell(one.details),
-        )
+    cells = [
+        (number(one.step, ",d", missing=""), one.lane, one.what, one.count, one.rank, one.host, one.time, one.details)
         for one in rows
-    )
-    return Table(
-        "events", ("step", "mark", "event", "times", "rank", "host", "time", "fields"), cells, ("mark", "event")
-    )
+    ]
+    headings = ("step", "mark", "event", "times", "rank", "host", "time", "fields")
+    return Table("events", headings, cells, ("mark", "event"))
 
 
 def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[str, object]:

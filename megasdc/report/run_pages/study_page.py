@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasdc.config.replica import replica_folder
+from megasdc.report import study_tables
+from megasdc.report.result.figure import Figure
+from megasdc.report.result.page import Page, Section, plain_values
+from megasdc.report.result.table import Table
 from megasdc.report.run_pages.facts import highlights, versions
-from megasdc.report.run_pages.figures.figure import Figure
 from megasdc.report.run_pages.figures.study import (
     bits_figure,
     burst_figure,
@@ -16,7 +19,6 @@ from megasdc.report.run_pages.figures.study import (
     mismatch_map,
     severity_figure,
 )
-from megasdc.report.run_pages.parts import Cell, Page, Section, Table, number, plain_values
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.study.log import WHOLE, Line, read_study
@@ -28,8 +30,6 @@ MODES = {
     "the trusted ones",
     "free_run": "nothing is overwritten",
 }
-SPIKES = 20
-"""Maximum of steps with a loss spike that are named; the JSON has all."""
 SAMPLES = 200
 """Maximum of single elements in the page; the CSV has all."""
 
@@ -98,97 +98,24 @@ def _figures(folder: Path, summary: StudySummary) -> list[Figure]:
 
 
 def _tables(summary: StudySummary, mismatches: Sequence[Line]) -> list[Section]:
+    whole_first = sorted(summary.distances, key=lambda row: row.fqn != WHOLE)
     found = {
-        "Results compared": _mismatches(summary),
-        "Gradients and parameters compared": _distances(summary),
-        "Losses": _losses(summary),
-        "Evaluation of the end models": _evaluations(summary),
+        "Results compared": study_tables.mismatches(summary),
+        "Gradients and parameters compared": study_tables.distances(whole_first),
+        "Losses": study_tables.losses(summary),
+        "Evaluation of the end models": study_tables.evaluations(summary),
         "Single wrong elements": _samples(mismatches),
     }
     return [Section(heading, tables=[table]) for heading, table in found.items() if table.rows]
 
 
-def _mismatches(summary: StudySummary) -> Table:
-    rows = tuple(
-        (
-            number(row.replica, "d"),
-            Cell(row.name),
-            Cell(row.phase),
-            number(row.elements, ",d"),
-            number(row.mismatches, ",d", look="bad" if row.mismatches else ""),
-            number(row.frequency, ".3g"),
-            number(row.severity_mean, ".3g"),
-            number(row.severity_max, ".3g"),
-            number(row.from_zero, ",d"),
-            number(row.non_finite, ",d"),
-        )
-        for row in summary.mismatches
-    )
-    headings = ("replica", "of", "phase", "elements", "differ", "frequency", "severity", "at most", "from zero")
-    return Table("mismatch_table", (*headings, "NaN or Inf"), rows, ("replica", "of", "phase"))
-
-
-def _distances(summary: StudySummary) -> Table:
-    rows = tuple(
-        (
-            number(row.replica, "d"),
-            Cell(row.quantity),
-            Cell("whole model" if row.fqn == WHOLE else row.fqn),
-            number(row.worst, ".3g"),
-            number(row.worst_step, ",d"),
-            number(row.last, ".3g"),
-            number(row.comparisons, ",d"),
-            number(row.not_finite, ",d", look="bad" if row.not_finite else ""),
-        )
-        for row in sorted(summary.distances, key=lambda row: row.fqn != WHOLE)
-    )
-    headings = ("replica", "of", "submodule", "worst", "at step", "last", "comparisons", "not finite")
-    return Table("distances", headings, rows, ("replica", "of"))
-
-
-def _losses(summary: StudySummary) -> Table:
-    rows = tuple(
-        (
-            number(row.replica, "d"),
-            number(row.last, ".5g"),
-            number(row.last_difference, "+.3g"),
-            number(row.largest_difference, "+.3g"),
-            number(row.largest_step, ",d"),
-            number(len(row.spikes), ",d", look="bad" if row.spikes else ""),
-            Cell(f"{', '.join(map(str, row.spikes[:SPIKES]))}{', ...' if len(row.spikes) > SPIKES else ''}" or "-"),
-            number(row.not_finite, ",d", look="bad" if row.not_finite else ""),
-        )
-        for row in summary.losses
-    )
-    headings = ("replica", "last loss", "difference", "largest difference", "at step", "spikes", "spikes at steps")
-    return Table("losses", (*headings, "not finite"), rows, searched=False)
-
-
-def _evaluations(summary: StudySummary) -> Table:
-    names: Sequence[str] = ("replica", "step", "loss", "trusted_loss", "accuracy", "disagreement", "tokens")
-    rows = tuple(
-        tuple(number(one[name], ",d" if name in ("replica", "step", "tokens") else ".5g") for name in names)
-        for one in summary.evaluations
-    )
-    return Table("evaluations", tuple(name.replace("_", " ") for name in names), rows)
-
-
 def _samples(mismatches: Sequence[Line]) -> Table:
     """The recorded single elements, at most ``megasdc.study.sampled_elements`` of each wrong result."""
-    rows = tuple(
-        (
-            number(line["replica"], "d"),
-            number(line["rank"], "d"),
-            number(line["step"], ",d"),
-            number(line["micro_batch"], "d"),
-            Cell(line["fqn"]),
-            Cell(line["phase"]),
-            number(place, ",d"),
-            Cell(trusted),
-            Cell(value),
-        )
+    names = ("replica", "rank", "step", "micro_batch", "fqn", "phase")
+    rows = [
+        (*(line[name] for name in names), place, trusted, value)
         for line in mismatches
         for place, trusted, value in line["samples"]
-    )
+    ]
     headings = ("replica", "rank", "step", "micro-batch", "of", "phase", "element", "trusted value", "value")
     return Table("samples", headings, rows, ("replica", "rank", "phase"), shown=SAMPLES)

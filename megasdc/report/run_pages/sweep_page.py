@@ -14,9 +14,10 @@ from megasdc.experiments.pei_metrics import EPSILON, CellScore
 from megasdc.experiments.results import SweepResults, read_sweep
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable, tabulate
+from megasdc.report.result.page import Page, Section, State, plain_values
+from megasdc.report.result.table import Cell, Table, number, percent
 from megasdc.report.run_pages.figures.nodes import node_figures
 from megasdc.report.run_pages.figures.sweep import increases, sweep_figures
-from megasdc.report.run_pages.parts import Cell, Page, Section, State, Table, number, percent, plain_values
 from megasdc.report.run_pages.status import ago
 
 LIMITS = (
@@ -130,7 +131,7 @@ def _studies(table: SweepTable) -> list[Section]:
                 Table(
                     one.name,
                     one.columns,
-                    tuple(tuple(Cell(value.text, value.number) for value in row) for row in one.rows),
+                    [[Cell(value.text, value.number) for value in row] for row in one.rows],
                     searched=False,
                 )
             ],
@@ -143,9 +144,9 @@ def _scores(table: SweepTable) -> Table:
     rows = []
     for cell, score in table.trained_scores.items():
         paper = _theirs(table.papers[cell]) if table.tables else ()
-        rows.append((Cell(cell), *_ours(score), *paper))
+        rows.append((cell, *_ours(score), *paper))
     headings = _OURS + (_PAPER if table.tables else ())
-    return Table("cells", headings, tuple(rows), searched=False)
+    return Table("cells", headings, rows, searched=False)
 
 
 def _ours(score: CellScore) -> tuple[Cell, ...]:
@@ -184,18 +185,18 @@ def _theirs(row: PaperRow | None) -> tuple[Cell, ...]:
 
 
 def _lost(rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = tuple(
+    cells = [
         (
-            Cell(row["cell"]),
-            Cell(row["node"]),
+            row["cell"],
+            row["node"],
             number(row["seed"], "d"),
             Cell(row["status"], look="bad"),
-            number(row["steps"], ",d"),
-            Cell(row["reason"]),
-            Cell(f"runs/{row['run_id']}"),
+            row["steps"],
+            row["reason"],
+            f"runs/{row['run_id']}",
         )
         for row in rows
-    )
+    ]
     headings = ("cell", "node", "seed", "ended", "last step", "why", "folder")
     return Table("not_done", headings, cells, ("cell", "node", "ended"))
 
@@ -228,10 +229,10 @@ def _facts(results: SweepResults) -> dict[str, str]:
 def _settings(results: SweepResults) -> Table:
     varied = results.sweep["varied"]
     by_cell = {place["cell"]: place for place in results.sweep["places"]}
-    rows = tuple(
-        (Cell(cell), Cell(place["start"]), *(_value(place["settings"].get(path)) for path in varied))
+    rows = [
+        (cell, place["start"], *(_value(place["settings"].get(path)) for path in varied))
         for cell, place in by_cell.items()
-    )
+    ]
     return Table("cell_settings", ("cell", "start", *varied), rows, searched=False)
 
 
@@ -248,16 +249,16 @@ def _nodes(sweep: Mapping[str, Any]) -> Table:
         published = ", ".join(f"{name} {value:g}" for name, value in profile.get("published", {}).items())
         rows.append(
             (
-                Cell(f"{one['name']} (control)" if one["control"] else one["name"]),
-                Cell(profile.get("description", "-")),
-                Cell(published.replace("_", " ") or "-"),
-                Cell(" ".join(profile.get("assumed", [])) or "-"),
-                Cell(_faults([*profile.get("faults", []), *one["faults"]])),
+                f"{one['name']} (control)" if one["control"] else one["name"],
+                profile.get("description", "-"),
+                published.replace("_", " ") or "-",
+                " ".join(profile.get("assumed", [])) or "-",
+                _faults([*profile.get("faults", []), *one["faults"]]),
                 number(one["seed"], "d"),
             )
         )
     headings = ("node", "what it is", "published", "assumed", "faults", "seed")
-    return Table("nodes", headings, tuple(rows), searched=False)
+    return Table("nodes", headings, rows, searched=False)
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:

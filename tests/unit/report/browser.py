@@ -135,3 +135,11 @@ class Browser:
             ("file:", "data:", "blob:")
         ):
             self.errors.append(f"asks the network for {found['request']['url']}")
+
+
+def choose(browser: Browser, label: str, value: str) -> None:
+    """Choose what figures show, as a reader does, by the label of the choice."""
+    browser.run(
+        f"(() => {{ const control = document.querySelector(`[data-choice={json.dumps(label)}]`);"
+        f"control.value = {json.dumps(value)}; control.dispatchEvent(new Event('change')); }})()"
+    )

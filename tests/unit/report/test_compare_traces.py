@@ -12,7 +12,7 @@ import pytest
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, UPDATE, WEIGHT_GRAD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.report.trace_render import SHADES, shade
+from megasdc.report.trace_page import SHADES, shade
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, trace_path
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browser import Browser, needs_browser
+from browser import Browser, choose, needs_browser
 from hand_made import VOCABULARY, make_whole, write_checkpoint
 from typer.testing import CliRunner
 
@@ -186,7 +186,7 @@ def test_curves_are_drawn(browser: Browser, runs: Path, tmp_path: Path) -> None:
     assert values[0][1][0] is None
     assert values[0][1][1:] == pytest.approx([reference(step, "weight", lambda _: True) for step in (2, 3)])
     assert values[1][0] == [1], "equal at step 1, so marked at the foot"
-    browser.run("find('what').value = '2.layer.self_attention.linear_qkv'; draw()")
+    choose(browser, "Of", "2.layer.self_attention.linear_qkv")
     assert browser.run("find('curves').data.length") == 4
     assert browser.run("find('curves').querySelectorAll('.scatterlayer .trace').length") > 0
     assert browser.errors == []

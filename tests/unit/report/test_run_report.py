@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.errors import DataError
 from megasdc.events import EventLog
+from megasdc.report.result.figure import Figure
+from megasdc.report.result.files import write_tables
+from megasdc.report.result.thin import thin
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.figures.drops import drop_figures
-from megasdc.report.run_pages.figures.figure import Figure
-from megasdc.report.run_pages.figures.pictures import write_tables
 from megasdc.report.run_pages.figures.run import run_figures
-from megasdc.report.run_pages.figures.thin import thin
 from megasdc.report.run_pages.marks import marks_of
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.run_page import run_page

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.errors import DataError
-from megasdc.report.study_render import render_study
+from megasdc.report.result.terminal import print_page
+from megasdc.report.study_tables import summary_page
 from megasdc.study.log import StudyLog, read_study
 from megasdc.study.losses import loss_rows, loss_spikes
 from megasdc.study.tables import (
@@ -151,7 +152,7 @@ def test_the_summary_is_shown(tmp_path: Path) -> None:
     assert (found["mode"], found["steps"], found["distances"][0]["worst"]) == ("free_run", 3, 1.5)
     assert found["losses"][0]["spikes"] == [2] and found["evaluations"][0]["disagreement"] == 0.25
     console = Console(record=True, width=140)
-    render_study(summary, console)
+    print_page(summary_page(summary), console)
     text = console.export_text()
     assert "replica 0 is trusted" in text and "1.5" in text and "0.25" in text
     (sentence,) = describe(summary)

@@ -8,18 +8,9 @@ from typing import Any
 import numpy as np
 
 from megasdc.checkpoint.compare.drift import DriftReport
+from megasdc.report.result.figure import Figure, Series, axis_of, curve, layout, log_axis, look, over_steps, rule
 from megasdc.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
-from megasdc.report.run_pages.figures.figure import (
-    COLOURS,
-    DASHES,
-    Figure,
-    axis_of,
-    columns_of,
-    curve,
-    log_axis,
-    told_of,
-)
-from megasdc.report.run_pages.record import RunRecord, Series
+from megasdc.report.run_pages.record import RunRecord
 
 HEIGHT = 320
 
@@ -41,11 +32,6 @@ def compare_figures(names: Mapping[str, RunRecord]) -> list[Figure]:
     return [one for one in found if one.traces and (healthy.series or one.name.endswith("es"))]
 
 
-def look(place: int) -> tuple[str, str]:
-    """Colour and dash of a run's curve; index 0, the healthy run, is solid and has the first colour."""
-    return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
-
-
 def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
     traces = []
     for name, one in series.items():
@@ -62,9 +48,8 @@ def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) 
 def _together(name: str, title: str, metric: str, runs: Mapping[str, RunRecord]) -> Figure:
     series = {label: run.series[metric] for label, run in runs.items() if metric in run.series}
     options = {"mode": "lines+markers"} if metric == EVAL_LOSS else {}
-    layout = {"height": HEIGHT, "showlegend": True, "yaxis": axis_of(*series.values())}
-    traces = _curves(series, list(runs), **options)
-    return Figure(name, title, told_of(series).strip(), traces, layout, columns_of(series), on_steps=True)
+    drawn = layout(HEIGHT, legend=True, yaxis=axis_of(*series.values()))
+    return over_steps(name, title, "", _curves(series, list(runs), **options), drawn, series)
 
 
 def _difference(name: str, title: str, metric: str, runs: Mapping[str, RunRecord]) -> Figure:
@@ -75,20 +60,10 @@ def _difference(name: str, title: str, metric: str, runs: Mapping[str, RunRecord
         if len(steps):
             series[label] = Series(steps, relative_difference(ours, theirs))
     options = {"mode": "lines+markers"} if metric == EVAL_LOSS else {}
-    zero = {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": 0,
-        "y1": 0,
-        "line": {"color": "var(--faint)", "width": 1},
-    }
-    layout = {"height": HEIGHT, "showlegend": True, "shapes": [zero], "yaxis": {"tickformat": ".3~%", "nticks": 7}}
-    caption = f"(loss / loss of {healthy} - 1), at steps that both have reported; above 0 is worse." + told_of(series)
-    return Figure(
-        name, title, caption, _curves(series, list(runs), **options), layout, columns_of(series), on_steps=True
-    )
+    axis = {"tickformat": ".3~%", "nticks": 7}
+    drawn = layout(HEIGHT, legend=True, shapes=[rule("var(--faint)", y=0, dash="solid")], yaxis=axis)
+    caption = f"(loss / loss of {healthy} - 1), at steps that both have reported; above 0 is worse."
+    return over_steps(name, title, caption, _curves(series, list(runs), **options), drawn, series)
 
 
 def drift_figure(report: DriftReport, names: Mapping[str, str]) -> Figure:
@@ -107,13 +82,12 @@ def drift_figure(report: DriftReport, names: Mapping[str, str]) -> Figure:
             equal += [f"{names[folder]} at step {one.step:,}" for one in found if one.equal]
     order = list(names.values())
     values = np.concatenate([one.values for one in series.values()]) if series else np.array([])
-    shown = {name: Series(one.steps, np.where(one.values > 0, one.values, np.nan)) for name, one in series.items()}
-    traces = _curves(shown, order, mode="lines+markers")
+    traces = _curves({name: one.positive for name, one in series.items()}, order, mode="lines+markers")
     caption = (
         f"Norm of the difference over the norm of {order[0]}, of all parameters, at the checkpoints that both keep, as "
         "Ma et al. 2025 (arXiv 2502.12340) follow it."
     )
     if equal:
         caption += f" Equal in every bit, and so not drawn: {', '.join(equal)}."
-    layout = {"height": HEIGHT, "showlegend": True, "yaxis": log_axis(values)}
-    return Figure("parameters", "Parameter difference", caption, traces, layout, columns_of(series), on_steps=True)
+    drawn = layout(HEIGHT, legend=True, yaxis=log_axis(values))
+    return over_steps("parameters", "Parameter difference", caption, traces, drawn, series, told=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megasdc.report.result.figure import COLOURS, DASHES, Figure, layout, look, scatter
 from megasdc.report.run_pages.drop_results import Scaling
-from megasdc.report.run_pages.figures.figure import COLOURS, DASHES, Figure, clean
 
 HEIGHT = 340
 DRAWN_RATE = 0.3
@@ -30,10 +30,10 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
     }
     shown = {name: values for name, values in lines.items() if any(value is not None for value in values)}
     traces = [
-        _line(name, replicas, values, COLOURS[place], DASHES[place // 2], "%{x:,} replicas: %{y:.1%}")
+        _line(name, replicas, values, COLOURS[place], "%{x:,} replicas: %{y:.1%}", DASHES[place // 2])
         for place, (name, values) in enumerate(shown.items())
     ]
-    yaxis = {"tickformat": ".0%", "rangemode": "tozero", "nticks": 6, "title": {"text": "of linear scaling"}}
+    placed = _by_replicas(replicas, "of linear scaling", tickformat=".0%", rangemode="tozero")
     columns: dict[str, Sequence[Any]] = {
         "replicas": replicas,
         **{name.replace(" ", "_").replace(",", "").replace(".", ""): values for name, values in shown.items()},
@@ -44,7 +44,7 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
         "Simulated: micro-batches per second of all replicas, over as many replicas that never wait for each other. "
         "What is lost to waiting grows with the number of replicas; the best threshold gives a part of it back."
     )
-    return Figure("drop_scaling", "Scaling", caption, traces, _by_replicas(replicas, yaxis), columns)
+    return Figure("drop_scaling", "Scaling", caption, traces, placed, columns)
 
 
 def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
@@ -59,23 +59,18 @@ def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
         rates, speedups = zip(*one.curve, strict=True)
         drawn = [point for point in one.curve if point[0] <= DRAWN_RATE]
         name = f"{one.replicas:,} replicas"
-        colour, dash = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+        colour, dash = look(place)
         x, y = zip(*drawn, strict=True)
-        traces.append(_line(name, x, y, colour, dash, "%{x:.1%} left out: %{y:.4f}", mode="lines"))
+        traces.append(scatter(name, x, y, colour, "%{x:.1%} left out: %{y:.4f}", line={"dash": dash}))
         columns["replicas"] += [one.replicas] * len(rates)
         columns["drop_rate"] += rates
         columns["effective_speedup"] += speedups
-    layout = {
-        "height": HEIGHT,
-        "showlegend": True,
-        "xaxis": {"tickformat": ".0%", "title": {"text": "micro-batches left out"}},
-        "yaxis": {"nticks": 6, "title": {"text": "effective speed-up"}},
-    }
+    placed = _by_rate(".0%")
     caption = (
         "Simulated, thresholds that leave out up to "
         f"{DRAWN_RATE:.0%}: completed micro-batches per second over those without a threshold (eq. 6)."
     )
-    return Figure("drop_thresholds", "Effective speed-up by share left out", caption, traces, layout, columns)
+    return Figure("drop_thresholds", "Effective speed-up by share left out", caption, traces, placed, columns)
 
 
 def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
@@ -90,37 +85,20 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
     names = ["chosen by the run itself" if one["own"] else "given" for one in rows]
     bar, replicas = result["bar"], result["options"]["replicas"]
     predicted, measured = ([one[key] for one in rows] for key in ("predicted", "speedup"))
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"predicted, ± {bar:.0%}",
-        "x": clean([*rates, *reversed(rates)]),
-        "y": clean(
-            [*(value * (1 + bar) for value in predicted), *(value * (1 - bar) for value in reversed(predicted))]
-        ),
-        "fill": "toself",
-        "fillcolor": "var(--equal)",
-        "line": {"color": "var(--line)", "width": 1},
-        "hoverinfo": "skip",
-    }
-    points = {
-        **_line("measured", rates, measured, COLOURS[1], "solid", "%{x:.1%} left out, threshold %{text}: %{y:.4f}"),
-        "mode": "markers",
-        "text": names,
-        "marker": {"color": COLOURS[1], "size": 9, "symbol": ["diamond" if one["own"] else "circle" for one in rows]},
-    }
-    layout = {
-        "height": HEIGHT,
-        "showlegend": True,
-        "xaxis": {"tickformat": ".1%", "title": {"text": "micro-batches left out"}},
-        "yaxis": {"nticks": 6, "title": {"text": "effective speed-up"}},
-    }
+    around = [*(value * (1 + bar) for value in predicted), *(value * (1 - bar) for value in reversed(predicted))]
+    fill = {"fill": "toself", "fillcolor": "var(--equal)", "line": {"width": 1}, "hoverinfo": "skip"}
+    band = scatter(f"predicted, ± {bar:.0%}", [*rates, *reversed(rates)], around, "var(--line)", **fill)
+    hover = "%{x:.1%} left out, threshold %{text}: %{y:.4f}"
+    marker = {"size": 9, "symbol": ["diamond" if one["own"] else "circle" for one in rows]}
+    points = scatter("measured", rates, measured, COLOURS[1], hover, mode="markers", text=names, marker=marker)
     columns = {"drop_rate": rates, "threshold": names, "predicted": predicted, "measured": measured}
     caption = (
         f"{replicas} real replicas whose micro-batches sleep as long as drawn ({result['sleep_share']:.0%} of their "
         "time). Predicted from other steps, in which nothing was left out. Diamond: a threshold that the run chose."
     )
-    return Figure(f"drop_measured_{number}", "Measured effective speed-up", caption, [band, points], layout, columns)
+    return Figure(
+        f"drop_measured_{number}", "Measured effective speed-up", caption, [band, points], _by_rate(".1%"), columns
+    )
 
 
 def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | None:
@@ -143,20 +121,13 @@ def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | No
         counts, measured, predicted = [row[0] for row in own], [row[2] for row in own], [row[3] for row in own]
         colour = COLOURS[place % len(COLOURS)]
         hover = "%{x} replicas: %{y:.4f}"
-        traces.append(_line(rule, counts, measured, colour, "solid", hover))
-        traces.append(_line(f"{rule}, predicted", counts, predicted, colour, "dot", hover, mode="lines"))
-    yaxis = {"nticks": 6, "title": {"text": "effective speed-up"}}
+        traces.append(_line(rule, counts, measured, colour, hover))
+        traces.append(scatter(f"{rule}, predicted", counts, predicted, colour, hover, line={"dash": "dot"}))
     names = ("replicas", "threshold", "measured", "predicted", "drop_rate")
     columns: dict[str, Sequence[Any]] = {name: [row[at] for row in rows] for at, name in enumerate(names)}
     caption = "Real replicas whose micro-batches sleep as long as drawn; predicted from other steps."
-    return Figure(
-        "drop_measured_scaling",
-        "Measured speed-up by replicas",
-        caption,
-        traces,
-        _by_replicas(replicas, yaxis),
-        columns,
-    )
+    placed = _by_replicas(replicas, "effective speed-up")
+    return Figure("drop_measured_scaling", "Measured speed-up by replicas", caption, traces, placed, columns)
 
 
 def _rule(result: Mapping[str, Any], place: int) -> str:
@@ -195,37 +166,30 @@ def _losses(name: str, title: str, caption: str, unit: str, place: int, result: 
     for number, score in enumerate(result["scores"]):
         x = [point[place] / divide for point in score["curve"]]
         y = [point[2] for point in score["curve"]]
-        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
-        traces.append(_line(score["name"], x, y, colour, dash, "%{x:.4g}: %{y:.4f}"))
+        colour, dash = look(number)
+        traces.append(_line(score["name"], x, y, colour, "%{x:.4g}: %{y:.4f}", dash))
         columns["setting"] += [score["name"]] * len(x)
         columns[unit] += x
         columns["loss"] += y
-    layout = {
-        "height": HEIGHT + 60,
-        "showlegend": True,
-        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"nticks": 8, "title": {"text": "nats per token"}},
-    }
-    return Figure(name, title, caption.strip(), traces, layout, columns)
+    axes = {"xaxis": {"rangemode": "tozero"}, "yaxis": {"nticks": 8}}
+    placed = layout(HEIGHT + 60, unit, "nats per token", legend=True, **axes)
+    return Figure(name, title, caption.strip(), traces, placed, columns)
 
 
-def _by_replicas(replicas: Sequence[int], yaxis: Mapping[str, Any]) -> dict[str, Any]:
+def _by_rate(form: str) -> dict[str, Any]:
+    """The layout of a figure over drop rates."""
+    axes = {"xaxis": {"tickformat": form}, "yaxis": {"nticks": 6}}
+    return layout(HEIGHT, "micro-batches left out", "effective speed-up", legend=True, **axes)
+
+
+def _by_replicas(replicas: Sequence[int], title: str, **yaxis: Any) -> dict[str, Any]:
     """The layout of a figure over numbers of replicas."""
     ticks = {"tickvals": list(replicas), "ticktext": [*map(str, replicas)]}
-    xaxis = {"type": "log", "title": {"text": "replicas"}, **ticks}
-    return {"height": HEIGHT, "showlegend": True, "xaxis": xaxis, "yaxis": yaxis}
+    axes = {"xaxis": {"type": "log", **ticks}, "yaxis": {"nticks": 6, **yaxis}}
+    return layout(HEIGHT, "replicas", title, legend=True, **axes)
 
 
 def _line(
-    name: str, x: Sequence[Any], y: Sequence[Any], colour: str, dash: str, hover: str, mode: str = "lines+markers"
+    name: str, x: Sequence[Any], y: Sequence[Any], colour: str, hover: str, dash: str = "solid"
 ) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": mode,
-        "name": name,
-        "x": clean(x),
-        "y": clean(y),
-        "line": {"color": colour, "dash": dash, "width": 1.5},
-        "marker": {"color": colour, "size": 6},
-        "hovertemplate": hover + f"<extra>{name}</extra>",
-    }
+    return scatter(name, x, y, colour, hover, mode="lines+markers", line={"dash": dash})

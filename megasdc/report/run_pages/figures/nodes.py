@@ -15,9 +15,18 @@ import numpy as np
 from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.experiments.ma_tables import NOISE, PLACES, StudiedNode
 from megasdc.experiments.results import SweepResults
-from megasdc.report.run_pages.figures.compare import look
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, clean, columns_of, curve, log_axis
-from megasdc.report.run_pages.record import Series
+from megasdc.report.result.figure import (
+    COLOURS,
+    Figure,
+    Series,
+    curve,
+    layout,
+    log_axis,
+    look,
+    named_axis,
+    over_steps,
+    scatter,
+)
 from megasdc.study.log import WHOLE, read_study
 
 HEIGHT = 400
@@ -104,34 +113,17 @@ def _by_node(
     values = np.array([value for _, own, _, _ in drawn for value in own], dtype=np.float64)
     if not (values > 0).any():
         return None
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": told,
-            "x": clean([value if value > 0 else math.nan for value in own]),
-            "y": labels,
-            "marker": {
-                "color": COLOURS[place],
-                "symbol": SYMBOLS[place] + hollow,
-                "size": 13 if hollow else 8,
-                "line": {"width": 1.5},
-            },
-            "hovertemplate": "%{y}: %{x:.4g}<extra>" + told + "</extra>",
-        }
-        for told, own, place, hollow in drawn
-    ]
+    traces = []
+    for told, own, place, hollow in drawn:
+        marker = {"symbol": SYMBOLS[place] + hollow, "size": 13 if hollow else 8, "line": {"width": 1.5}}
+        above = [value if value > 0 else math.nan for value in own]
+        traces.append(scatter(told, above, labels, COLOURS[place], "%{y}: %{x:.4g}", mode="markers", marker=marker))
     if published:
         caption += " Hollow: what was published of the node that is imitated."
-    layout = {
-        "height": 110 + 26 * len(labels),
-        "showlegend": True,
-        "hovermode": "closest",
-        "xaxis": log_axis(values),
-        "yaxis": {"type": "category", "categoryarray": labels[::-1], "categoryorder": "array", "automargin": True},
-    }
+    axes = {"xaxis": log_axis(values), "yaxis": named_axis(labels[::-1])}
+    placed = layout(110 + 26 * len(labels), legend=True, hovermode="closest", **axes)
     columns: dict[str, Sequence[Any]] = {"node": labels, **{told: list(own) for told, own, _, _ in drawn}}
-    return Figure(name, title, caption + " Zero has no place on the axis.", traces, layout, columns)
+    return Figure(name, title, caption + " Zero has no place on the axis.", traces, placed, columns)
 
 
 def _distances(results: SweepResults, nodes: Sequence[StudiedNode]) -> Figure | None:
@@ -147,13 +139,10 @@ def _distances(results: SweepResults, nodes: Sequence[StudiedNode]) -> Figure | 
     traces = []
     for place, (name, own) in enumerate(apart.items()):
         colour, dash = look(place)
-        drawn = Series(own.steps, np.where(own.values > 0, own.values, np.nan))
-        traces.append(curve(name, drawn, colour, line={"dash": dash}))
+        traces.append(curve(name, own.positive, colour, line={"dash": dash}))
     caption = "||p_u - p_h|| / ||p_h|| of the fp32 weights. Zero has no place on the axis."
     if equal := [name for name in series if name not in apart]:
         caption += f" Equal in every bit: {', '.join(equal)}."
     values = np.concatenate([own.values for own in apart.values()])
-    layout = {"height": HEIGHT, "showlegend": True, "yaxis": log_axis(values)}
-    return Figure(
-        "rq3_parameters", "RQ3: parameter difference", caption, traces, layout, columns_of(series), on_steps=True
-    )
+    drawn = layout(HEIGHT, legend=True, yaxis=log_axis(values))
+    return over_steps("rq3_parameters", "RQ3: parameter difference", caption, traces, drawn, series, told=False)

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, axis_of, columns_of, curve, told_of
+from megasdc.report.result.figure import (
+    COLOURS,
+    Figure,
+    Series,
+    axis_of,
+    curve,
+    layout,
+    named_axis,
+    over_steps,
+    rule,
+    scatter,
+)
 from megasdc.report.run_pages.marks import (
     DROPS,
     FAULT,
@@ -23,7 +34,7 @@ from megasdc.report.run_pages.marks import (
     WARNING,
     Mark,
 )
-from megasdc.report.run_pages.record import RunRecord, Series
+from megasdc.report.run_pages.record import RunRecord
 
 HEIGHT, WIDE_HEIGHT = 210, 260
 MAX_LINES = 100
@@ -121,9 +132,8 @@ def _panel(
     axis = axis_of(*series.values())
     if name in ("bounds", "removed"):
         axis |= {"exponentformat": "power", "rangemode": "tozero"}
-    layout = {"height": WIDE_HEIGHT if name == "loss" else HEIGHT, "shapes": lines, "yaxis": axis}
-    layout["showlegend"] = len(series) > 1
-    return Figure(name, title, (caption + told_of(series)).strip(), traces, layout, columns_of(series), on_steps=True)
+    drawn = layout(WIDE_HEIGHT if name == "loss" else HEIGHT, legend=len(series) > 1, shapes=lines, yaxis=axis)
+    return over_steps(name, title, caption, traces, drawn, series)
 
 
 def completed_micro_batches(run: RunRecord) -> Series | None:
@@ -157,17 +167,10 @@ def _completed(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
         curves["mean since the point before"] = Series(rates.steps, 1 - rates.values)
     looks: tuple[dict[str, Any], ...] = ({"line": {"width": 1}, "opacity": 0.6}, {"line": {"width": 2.5}})
     traces = [curve(*one, colour, **look) for one, colour, look in zip(curves.items(), COLOURS, looks, strict=False)]
-    layout = {
-        "height": HEIGHT,
-        "shapes": lines,
-        "showlegend": len(curves) > 1,
-        "yaxis": {"tickformat": ".0%", "nticks": 6},
-    }
+    axis = {"tickformat": ".0%", "nticks": 6}
+    drawn = layout(HEIGHT, legend=len(curves) > 1, shapes=lines, yaxis=axis)
     caption = "Of the micro-batches planned in a step, all replicas. The rest was left out by DropCompute."
-    columns = columns_of(curves)
-    return Figure(
-        "completed", "Completed micro-batches, share", caption + told_of(curves), traces, layout, columns, on_steps=True
-    )
+    return over_steps("completed", "Completed micro-batches, share", caption, traces, drawn, curves)
 
 
 def _time_parts(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
@@ -180,16 +183,9 @@ def _time_parts(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
         for (part, one), colour in zip(series.items(), COLOURS, strict=False)
     ]
     caption = "Rank 0, mean since the point before. Other: pipeline transfers, waiting for other ranks, reduction."
-    layout = {"height": WIDE_HEIGHT, "shapes": lines, "showlegend": True, "yaxis": {"rangemode": "tozero", "nticks": 6}}
-    return Figure(
-        "step_time",
-        "Time of a step, seconds",
-        caption + told_of(series),
-        traces,
-        layout,
-        columns_of(series),
-        on_steps=True,
-    )
+    axis = {"rangemode": "tozero", "nticks": 6}
+    drawn = layout(WIDE_HEIGHT, legend=True, shapes=lines, yaxis=axis)
+    return over_steps("step_time", "Time of a step, seconds", caption, traces, drawn, series)
 
 
 def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
@@ -198,13 +194,8 @@ def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     for lane in LINED:
         own = [mark for mark in marks if mark.lane == lane and mark.step]
         if len(own) <= MAX_LINES:
-            lines += [_line(mark.step, LOOKS[lane][1]) for mark in own]
+            lines += [rule(LOOKS[lane][1], x=mark.step, layer="below") for mark in own]
     return lines
-
-
-def _line(step: int, colour: str) -> dict[str, Any]:
-    style = {"color": colour, "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "line": style}
 
 
 def happened(marks: Sequence[Mark]) -> Figure:
@@ -217,34 +208,16 @@ def happened(marks: Sequence[Mark]) -> Figure:
         if len(shown) < len(own):
             left.append(f"{lane}: {len(shown):,} of {len(own):,} marks are drawn, evenly chosen")
         symbol, colour = LOOKS[lane]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": lane,
-                "x": [mark.step for mark in shown],
-                "y": [lane] * len(shown),
-                "marker": {"symbol": symbol, "color": colour, "size": 9},
-                "text": [_hover(mark) for mark in shown],
-                "hovertemplate": "step %{x:,}<br>%{text}<extra>" + lane + "</extra>",
-                "cliponaxis": False,
-            }
-        )
+        steps, marker = [mark.step for mark in shown], {"symbol": symbol, "size": 9}
+        text = [_hover(mark) for mark in shown]
+        options = {"mode": "markers", "marker": marker, "text": text, "cliponaxis": False}
+        traces.append(scatter(lane, steps, [lane] * len(shown), colour, "step %{x:,}<br>%{text}", **options))
     through = [lane for lane in LINED if 0 < sum(mark.lane == lane for mark in marks) <= MAX_LINES]
     caption = f"Dotted lines through the figures: {', '.join(through)}." if through else ""
     caption += "".join(f" {one}." for one in left)
-    layout = {
-        "height": 90 + 24 * len(lanes),
-        "showlegend": False,
-        "hovermode": "closest",
-        "yaxis": {
-            "type": "category",
-            "categoryarray": lanes[::-1],
-            "categoryorder": "array",
-            "range": [-0.6, len(lanes) - 0.4],
-        },
-    }
-    return Figure("happened", "What happened", caption.strip(), traces, layout, _columns(marks), on_steps=True)
+    axis = named_axis(lanes[::-1]) | {"range": [-0.6, len(lanes) - 0.4]}
+    drawn = layout(90 + 24 * len(lanes), hovermode="closest", yaxis=axis)
+    return Figure("happened", "What happened", caption.strip(), traces, drawn, _columns(marks), on_steps=True)
 
 
 def _spread(count: int) -> list[int]:

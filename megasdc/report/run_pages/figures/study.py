@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.report.run_pages.figures.compare import look
-from megasdc.report.run_pages.figures.figure import COLOURS, Figure, axis_of, columns_of, curve, log_axis, told_of
-from megasdc.report.run_pages.record import Series
+from megasdc.report.result.figure import (
+    COLOURS,
+    Figure,
+    Series,
+    axis_of,
+    bars,
+    curve,
+    layout,
+    log_axis,
+    look,
+    map_axes,
+    over_steps,
+    shade_map,
+)
 from megasdc.study.log import WHOLE, Line
 from megasdc.study.tables import MismatchRow, part_of
 
@@ -48,39 +59,15 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
     layers = sorted({layer for _, layer in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     cells = [[places.get((name, layer)) for layer in layers] for name in names]
     shades = [[math.log10(one.frequency) if one and one.frequency else None for one in line] for line in cells]
-    equal = [[0 if one and not one.frequency else None for one in line] for line in cells]
-    text = [[_told(one) for one in line] for line in cells]
-    known = [value for line in shades for value in line if value is not None]
-    low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (-1, 0)
-    ticks = list(range(low, max(high, low + 1) + 1))
-    common = {"type": "heatmap", "x": layers, "y": names, "text": text, "xgap": 1, "ygap": 1}
-    common["hovertemplate"] = "%{y}<br>layer %{x}<br>%{text}<extra></extra>"
-    differs = {
-        "z": shades,
-        "zmin": ticks[0],
-        "zmax": ticks[-1],
-        "colorscale": [[0, "var(--low)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
-        "colorbar": {"thickness": 10, "tickvals": ticks, "ticktext": [f"1e{tick}" for tick in ticks]},
-    }
-    grey = {"z": equal, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]], "showscale": False}
-    layout = {
-        "height": 100 + min(22 * len(names), TALLEST),
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "side": "top", "showgrid": False, "title": {"text": "layer"}},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "tickfont": {"size": 10}},
-    }
-    columns: dict[str, Sequence[Any]] = {
-        "submodule": [row.name for row in own],
-        "phase": [row.phase for row in own],
-        "elements": [row.elements for row in own],
-        "mismatches": [row.mismatches for row in own],
-        "frequency": [row.frequency for row in own],
-        "severity_mean": [math.nan if row.severity_mean is None else row.severity_mean for row in own],
-        "severity_max": [math.nan if row.severity_max is None else row.severity_max for row in own],
-    }
+    equal = [[one is not None and not one.frequency for one in line] for line in cells]
+    traces = shade_map(layers, names, shades, equal, [[_told(one) for one in line] for line in cells])
+    drawn = layout(100 + min(22 * len(names), TALLEST), "layer", hovermode="closest", **map_axes(10))
+    fields = {"submodule": "name", "phase": "phase", "elements": "elements", "mismatches": "mismatches"}
+    fields |= {name: name for name in ("frequency", "severity_mean", "severity_max")}
+    columns = {heading: [getattr(row, field) for row in own] for heading, field in fields.items()}
     caption = "Share of compared elements whose bits differ, logarithmic; grey: none does; empty: not compared."
     title = f"Mismatch frequency, replica {replica}"
-    return Figure(f"mismatches_{replica}", title, caption, [common | grey, common | differs], layout, columns)
+    return Figure(f"mismatches_{replica}", title, caption, traces, drawn, columns)
 
 
 def _cell(fqn: str) -> tuple[str, str]:
@@ -109,17 +96,15 @@ def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
     for line in lines:
         counts.setdefault(part_of(line["fqn"]), Counter())[line["step"]] += line["mismatches"]
     series = {
-        part: Series(np.array(sorted(own)), np.array([float(own[step]) for step in sorted(own)]))
-        for part, own in sorted(counts.items())
+        part: Series.of([(step, float(count)) for step, count in own.items()]) for part, own in sorted(counts.items())
     }
     traces = [
         curve(part, one, COLOURS[place % len(COLOURS)], mode="markers", marker={"symbol": place % 8, "size": 5})
         for place, (part, one) in enumerate(series.items())
     ]
-    layout = {"height": HEIGHT, "showlegend": True, "hovermode": "closest", "yaxis": axis_of(*series.values())}
-    caption = "Elements that differ in a step; no mark: none does." + told_of(series)
-    title = f"Mismatches over time, replica {replica}"
-    return Figure(f"bursts_{replica}", title, caption, traces, layout, columns_of(series), on_steps=True)
+    drawn = layout(HEIGHT, legend=True, hovermode="closest", yaxis=axis_of(*series.values()))
+    caption = "Elements that differ in a step; no mark: none does."
+    return over_steps(f"bursts_{replica}", f"Mismatches over time, replica {replica}", caption, traces, drawn, series)
 
 
 def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
@@ -131,27 +116,17 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
     """
     decades = _sum(line["decades"] for line in lines)
     places = list(range(min(decades), max(decades) + 1)) if decades else []
-    bars: dict[str, Any] = {
-        "type": "bar",
-        "x": [f"1e{place}" for place in places],
-        "y": [decades[place] for place in places],
-    }
-    bars |= {"marker": {"color": COLOURS[1]}, "hovertemplate": "%{x} to ten times that: %{y:,}<extra></extra>"}
+    x, y = [f"1e{place}" for place in places], [decades[place] for place in places]
+    trace = bars("", x, y, COLOURS[1], "%{x} to ten times that: %{y:,}")
     apart = sum(line["from_zero"] for line in lines), sum(line["non_finite"] for line in lines)
     caption = (
         "|u - h| / |h| of elements that differ, from each power of ten to the next, logarithmic. Counted apart: "
         f"{apart[0]:,} whose trusted value is 0, {apart[1]:,} with NaN or infinities."
     )
-    layout = {
-        "height": HEIGHT,
-        "xaxis": {"type": "category", "automargin": True},
-        "yaxis": {"type": "log", "nticks": 6},
-    }
-    columns: dict[str, Sequence[Any]] = {
-        "from": [f"1e{place}" for place in places],
-        "mismatches": [decades[place] for place in places],
-    }
-    return Figure(f"severity_{replica}", f"Mismatch severity, replica {replica}", caption, [bars], layout, columns)
+    axes = {"xaxis": {"type": "category", "automargin": True}, "yaxis": {"type": "log", "nticks": 6}}
+    columns = {"from": x, "mismatches": y}
+    title = f"Mismatch severity, replica {replica}"
+    return Figure(f"severity_{replica}", title, caption, [trace], layout(HEIGHT, **axes), columns)
 
 
 def bits_figure(replica: int, lines: Sequence[Line]) -> Figure:
@@ -167,29 +142,15 @@ def bits_figure(replica: int, lines: Sequence[Line]) -> Figure:
     }
     widest = max((bit for counts in by_type.values() for bit in counts), default=0)
     bits = list(range(widest + 1))
+    own = {dtype: [counts[bit] for bit in bits] for dtype, counts in by_type.items()}
     traces = [
-        {
-            "type": "bar",
-            "name": dtype,
-            "x": bits,
-            "y": [counts[bit] for bit in bits],
-            "marker": {"color": colour},
-            "hovertemplate": "bit %{x}: %{y:,}<extra>" + dtype + "</extra>",
-        }
-        for (dtype, counts), colour in zip(by_type.items(), COLOURS, strict=False)
+        bars(dtype, bits, counts, colour, "bit %{x}: %{y:,}")
+        for (dtype, counts), colour in zip(own.items(), COLOURS, strict=False)
     ]
-    layout = {
-        "height": HEIGHT,
-        "showlegend": len(traces) > 1,
-        "barmode": "group",
-        "xaxis": {"autorange": "reversed", "title": {"text": "bit"}},
-    }
-    columns: dict[str, Sequence[Any]] = {
-        "bit": bits,
-        **{dtype: [counts[bit] for bit in bits] for dtype, counts in by_type.items()},
-    }
+    drawn = layout(HEIGHT, "bit", legend=len(traces) > 1, barmode="group", xaxis={"autorange": "reversed"})
     caption = "Elements in which a bit differs, the sign on the left, bit 0 the lowest of the mantissa."
-    return Figure(f"bits_{replica}", f"Bits that differ, replica {replica}", caption, traces, layout, columns)
+    columns = {"bit": bits, **own}
+    return Figure(f"bits_{replica}", f"Bits that differ, replica {replica}", caption, traces, drawn, columns)
 
 
 def _sum(counts: Any) -> Counter[int]:
@@ -214,22 +175,22 @@ def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
     worst = {key: max((ratio for _, ratio in own if ratio > 0), default=0.0) for key, own in points.items()}
     others = sorted((key for key in points if key[1] != WHOLE and worst[key]), key=lambda key: -worst[key])
     series = {
-        f"replica {replica}, {'whole' if fqn == WHOLE else fqn}": _of(own) for (replica, fqn), own in points.items()
+        f"replica {replica}, {'whole' if fqn == WHOLE else fqn}": Series.of(own)
+        for (replica, fqn), own in points.items()
     }
     shown = [f"replica {replica}, {'whole' if fqn == WHOLE else fqn}" for replica, fqn in (*wholes, *others[:DRAWN])]
     traces = []
     for place, name in enumerate(shown):
         colour, dash = look(place)
-        one = series[name]
-        drawn = Series(one.steps, np.where(one.values > 0, one.values, np.nan))
-        traces.append(curve(name, drawn, colour, line={"dash": dash, "width": 3 if place < len(wholes) else 1.2}))
+        line = {"dash": dash, "width": 3 if place < len(wholes) else 1.2}
+        traces.append(curve(name, series[name].positive, colour, line=line))
     title, what = _SAID[quantity]
     caption = f"||u - h|| / ||h|| of {what}. Zero has no place on the axis: it is a gap."
     if left := len(points) - len(shown):
         caption += f" {left:,} submodules that are never as far apart are in the CSV alone."
     values = np.concatenate([one.values for one in series.values()])
-    layout = {"height": HEIGHT + 60, "showlegend": True, "yaxis": log_axis(values)}
-    return Figure(f"{quantity}_apart", title, caption, traces, layout, columns_of(series), on_steps=True)
+    drawn = layout(HEIGHT + 60, legend=True, yaxis=log_axis(values))
+    return over_steps(f"{quantity}_apart", title, caption, traces, drawn, series, told=False)
 
 
 def loss_figures(lines: Sequence[Line]) -> list[Figure]:
@@ -249,15 +210,8 @@ def loss_figures(lines: Sequence[Line]) -> list[Figure]:
         ("study_losses", "Training loss, nats per token", losses),
         ("study_loss_difference", "Training loss minus the trusted one's", apart),
     ):
-        series = {label: _of(own) for label, own in sorted(points.items())}
+        series = {label: Series.of(own) for label, own in sorted(points.items())}
         traces = [curve(label, one, look(place)[0]) for place, (label, one) in enumerate(series.items())]
-        layout: Mapping[str, Any] = {"height": HEIGHT, "showlegend": True, "yaxis": {"nticks": 7}}
-        found.append(
-            Figure(name, title, told_of(series).strip(), traces, dict(layout), columns_of(series), on_steps=True)
-        )
+        drawn = layout(HEIGHT, legend=True, yaxis={"nticks": 7})
+        found.append(over_steps(name, title, "", traces, drawn, series))
     return found
-
-
-def _of(points: Sequence[tuple[int, float]]) -> Series:
-    ordered = sorted(points)
-    return Series(np.array([step for step, _ in ordered]), np.array([value for _, value in ordered]))

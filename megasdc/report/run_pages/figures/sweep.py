@@ -13,9 +13,7 @@ from megasdc.experiments.pei_metrics import relative_increase
 from megasdc.experiments.results import SweepResults
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable
-from megasdc.report.run_pages.figures.compare import look
-from megasdc.report.run_pages.figures.figure import Figure, clean, curve
-from megasdc.report.run_pages.record import Series
+from megasdc.report.result.figure import Figure, Series, clean, curve, layout, look, map_axes, named_axis
 
 LOSS = "train/loss"
 HEIGHT, CELL_HEIGHT = 420, 300
@@ -66,40 +64,31 @@ def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Fi
         name = "controls" if row["control"] else "healthy" if row["node"] == HEALTHY else "unhealthy nodes"
         groups[name].append(row)
     hover = "%{x}, %{text}: %{y:.5g}<extra></extra>"
-    common = {"boxpoints": "all", "hovertemplate": hover, "hoveron": "points"}
+    common = {
+        "type": "box",
+        "boxpoints": "all",
+        "hovertemplate": hover,
+        "hoveron": "points",
+        "jitter": 0.5,
+        "pointpos": 0,
+    }
     traces: list[dict[str, Any]] = []
     looks = (("var(--c2)", "circle"), ("var(--c1)", "diamond"), ("var(--c3)", "square"))
     for (name, own), (colour, symbol) in zip(groups.items(), looks, strict=True):
         if not own:
             continue
-        traces.append(
-            {
-                "type": "box",
-                "name": name,
-                "x": [row["cell"] for row in own],
-                "y": clean([row["final_loss"] for row in own]),
-                "text": [f"{row['node']}, seed {row['seed']}" for row in own],
-                "marker": {"color": colour, "symbol": symbol, "size": 6},
-                "line": {"color": colour, "width": 1},
-                "jitter": 0.5,
-                "pointpos": 0,
-                **common,
-            }
-        )
+        places = {"x": [row["cell"] for row in own], "y": clean([row["final_loss"] for row in own])}
+        text = [f"{row['node']}, seed {row['seed']}" for row in own]
+        marks = {"marker": {"color": colour, "symbol": symbol, "size": 6}, "line": {"color": colour, "width": 1}}
+        traces.append({"name": name, **places, "text": text, **marks, **common})
     left = len(rows) - len(done)
     caption = "Each point is a run: a node and a seed. Boxes: quartiles and median."
     if left:
         caption += f" {left:,} of {len(rows):,} runs are not done (diverged, NaN or failed) and are not drawn."
-    layout = {
-        "height": HEIGHT,
-        "showlegend": True,
-        "boxmode": "group",
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "categoryarray": list(cells), "categoryorder": "array", "automargin": True},
-        "yaxis": {"nticks": 8, "title": {"text": "nats per token"}},
-    }
+    axes = {"xaxis": named_axis(cells), "yaxis": {"nticks": 8}}
+    drawn = layout(HEIGHT, y="nats per token", legend=True, boxmode="group", hovermode="closest", **axes)
     columns = {key: [row[key] for row in rows] for key in ("cell", "node", "seed", "status", "final_loss", "eval_loss")}
-    return Figure("final_losses", "Final training loss of every run", caption, traces, layout, columns)
+    return Figure("final_losses", "Final training loss of every run", caption, traces, drawn, columns)
 
 
 def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: Sequence[str]) -> Figure:
@@ -119,42 +108,18 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
         z.append(line)
         words.append(said)
     largest = max((abs(value) for line in z for value in line if value is not None), default=0.0) or 0.005
-    trace = {
-        "type": "heatmap",
-        "x": list(cells),
-        "y": list(nodes),
-        "z": z,
-        "text": words,
-        "texttemplate": "%{text}",
-        "textfont": {"color": "var(--text)"},
-        "hovertemplate": "%{y} in %{x}: %{text}<extra></extra>",
-        "zmin": -largest,
-        "zmax": largest,
-        "colorscale": [[0, "var(--c1)"], [0.5, "var(--page)"], [1, "var(--mid)"]],
-        "showscale": False,
-        "xgap": 1,
-        "ygap": 1,
-    }
-    words_of = {"type": "heatmap", "x": trace["x"], "y": trace["y"], "text": words, "texttemplate": "%{text}"}
+    common = {"type": "heatmap", "x": list(cells), "y": list(nodes), "showscale": False, "xgap": 1, "ygap": 1}
+    common |= {"text": words, "texttemplate": "%{text}", "textfont": {"color": "var(--text)"}}
+    common["hovertemplate"] = "%{y} in %{x}: %{text}<extra></extra>"
+    colours = [[0, "var(--c1)"], [0.5, "var(--page)"], [1, "var(--mid)"]]
+    trace = common | {"z": z, "zmin": -largest, "zmax": largest, "colorscale": colours}
     lost = [
         [None if value is not None or not word else 1 for value, word in zip(*pair, strict=True)]
         for pair in zip(z, words, strict=True)
     ]
-    words_of |= {
-        "z": lost,
-        "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]],
-        "showscale": False,
-        "xgap": 1,
-        "ygap": 1,
-    }
-    words_of["hovertemplate"] = trace["hovertemplate"]
-    words_of["textfont"] = trace["textfont"]
-    layout = {
-        "height": 110 + 26 * len(nodes),
-        "hovermode": "closest",
-        "xaxis": {"type": "category", "side": "top", "showgrid": False, "automargin": True},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-    }
+    words_of = common | {"z": lost, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]]}
+    axes = map_axes() | {"hovermode": "closest"}
+    axes["xaxis"]["automargin"] = True
     pairs = [(cell, node, place) for place, node in enumerate(nodes) for cell in cells]
     columns: dict[str, Sequence[Any]] = {
         "cell": [cell for cell, _, _ in pairs],
@@ -166,7 +131,14 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
         "(final loss / final loss of the healthy run with the same seed - 1), mean over seeds; a word: a run of that "
         "node is not done. Orange: worse than healthy."
     )
-    return Figure("increases", "What each node did to the final loss", caption, [trace, words_of], layout, columns)
+    return Figure(
+        "increases",
+        "What each node did to the final loss",
+        caption,
+        [trace, words_of],
+        layout(110 + 26 * len(nodes), **axes),
+        columns,
+    )
 
 
 def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
@@ -174,11 +146,7 @@ def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
     points: dict[str, list[tuple[int, float]]] = {}
     for run, step, value in zip(columns["run_id"], columns["step"], columns["value"], strict=True):
         points.setdefault(run, []).append((step, value))
-    found = {}
-    for run, own in points.items():
-        own.sort()
-        found[run] = Series(np.array([step for step, _ in own]), np.array([value for _, value in own]))
-    return found
+    return {run: Series.of(own) for run, own in points.items()}
 
 
 def _curves(
@@ -212,5 +180,5 @@ def _curves(
         "step": [step for _, step, _ in steps],
         "loss": [value for _, _, value in steps],
     }
-    layout = {"height": CELL_HEIGHT, "showlegend": True, "yaxis": axis}
-    return Figure(f"cell_{number:02d}", f"Loss, {cell}", caption, traces, layout, columns, on_steps=True)
+    drawn = layout(CELL_HEIGHT, legend=True, yaxis=axis)
+    return Figure(f"cell_{number:02d}", f"Loss, {cell}", caption, traces, drawn, columns, on_steps=True)

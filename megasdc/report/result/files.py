@@ -18,9 +18,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from megasdc.errors import StorageError
-from megasdc.report.pages import write_page
-from megasdc.report.run_pages.figures.figure import Figure
-from megasdc.report.run_pages.parts import Table
+from megasdc.report.result.figure import Figure
+from megasdc.report.result.html import write_template
+from megasdc.report.result.page import Page
+from megasdc.report.result.table import Table
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 """Names of the program, in the order of the search."""
@@ -81,14 +82,9 @@ def write_pictures(folder: Path, figures: Sequence[Figure], steps: Sequence[int]
         page = Path(scratch) / "pictures.html"
         drawn = [one.as_dict() | {"title": one.title} for one in figures]
         size = {"width": WIDTH, "height": HEIGHT, "scale": SCALE}
-        write_page(
-            "pictures.html",
-            page,
-            title="Figures",
-            verdict="Figures",
-            state="same",
-            data={"figures": drawn, "steps": steps, "size": size},
-        )
+        empty = Page("Figures", "Figures")
+        data = {"figures": drawn, "steps": steps, "size": size}
+        write_template("pictures.html", page, "--figures", page=empty, data=data)
         found = _draw(program, page, Path(scratch) / "profile")
     written = []
     for one in figures:

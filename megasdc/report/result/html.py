@@ -1,4 +1,4 @@
-"""HTML pages from templates: one file each, with everything that it needs."""
+"""Results as HTML pages: one file each, with everything that it needs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ from typing import Any
 
 from megasdc.errors import StorageError
 from megasdc.program import write_whole
+from megasdc.report.result.page import Page
 
 
-def write_page(template: str, path: Path, option: str = "--html", **values: Any) -> None:
-    """Render a template and write it as one file that needs no network.
+def write_page(page: Page, path: Path, option: str = "--html", made: str = "") -> None:
+    """Write a result as one file that needs no network.
+
+    Args:
+        page: the result.
+        path: the file; replaced.
+        option: of the command line that names the file, for the error message.
+        made: the last line of the page.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    data = {"figures": [one.as_dict() for one in page.figures], "steps": page.steps}
+    write_template("page.html", path, option, page=page, made=made, data=data)
+
+
+def write_template(template: str, path: Path, option: str, **values: Any) -> None:
+    """Render a template and write it.
 
     Args:
         template: a file in ``megasdc/report/templates``.

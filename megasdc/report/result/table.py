@@ -1,4 +1,4 @@
-"""Parts of a report's page: sections of sentences, figures and tables; no HTML."""
+"""A table: cells with texts, and the numbers by which they are sorted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from megasdc.report.run_pages.figures.figure import Figure, number_or_none
+from dataclasses import dataclass
+from typing import Any
 
 _NUMBER_ALONE = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?\s*%?|[-+]?(nan|inf)%?")
-State = Literal["same", "different", "unsure"]
-"""Colour of the first line: good, bad, in between; named as on the pages of comparisons."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +21,17 @@ class Cell:
         text: as displayed.
         value: number that it is sorted by; None: by its text.
         link: a relative URL; empty: none.
-        look: ``bad``, ``good`` or empty.
+        look: ``bad``, ``good``, ``best`` or empty.
+        more: smaller lines below the text in a page; a terminal leaves them out.
+        group: that a filter finds it by; empty: its text.
     """
 
     text: str
     value: float | None = None
     link: str = ""
     look: str = ""
+    more: tuple[str, ...] = ()
+    group: str = ""
 
     @property
     def says_more(self) -> bool:
@@ -43,29 +43,47 @@ class Cell:
         """The number as the page's script reads it."""
         return "" if self.value is None else f"{self.value!r}".replace("inf", "Infinity")
 
+    @property
+    def whole(self) -> str:
+        """The text with the smaller lines."""
+        return "; ".join((self.text, *self.more))
+
 
 @dataclass(frozen=True)
 class Table:
-    """A table that can be sorted by every column and filtered.
+    """A table; in a page it can be sorted by every column and filtered.
 
     Args:
         name: of its file, and its anchor in the page.
         headings: of the columns.
-        rows: of cells, as many as headings.
+        rows: as many values as headings: cells, or what ``cell`` makes cells of.
         filters: headings of columns that have a filter.
-        shown: maximum of rows in the page; the file has all.
+        shown: maximum of rows in a page; the file has all.
         searched: whether there is a search field.
+        title: above it; empty: none.
+        note: how to read it, below it.
+        listed: maximum of rows on a terminal; None: all.
+        elsewhere: columns that a terminal leaves out.
+        complete: what holds the rows that are not in the page; empty: its file of ``--figures``.
     """
 
     name: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    filters: tuple[str, ...] = ()
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    filters: Sequence[str] = ()
     shown: int = 1000
     searched: bool = True
+    title: str = ""
+    note: str = ""
+    listed: int | None = None
+    elsewhere: Sequence[str] = ()
+    complete: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(tuple(map(cell, row)) for row in self.rows))
 
     @property
-    def visible(self) -> tuple[tuple[Cell, ...], ...]:
+    def visible(self) -> Sequence[Sequence[Cell]]:
         """Rows in the page."""
         return self.rows[: self.shown]
 
@@ -73,7 +91,8 @@ class Table:
     def left_out(self) -> str:
         """Sentence on the rows that are not in the page; empty: there are none."""
         more = len(self.rows) - self.shown
-        return f"{more:,} more rows are left out here; {self.name}.csv of --figures has all." if more > 0 else ""
+        complete = self.complete or f"{self.name}.csv of --figures"
+        return f"{more:,} more rows are left out here; {complete} has all." if more > 0 else ""
 
     @property
     def choices(self) -> list[tuple[int, str, list[str]]]:
@@ -81,7 +100,7 @@ class Table:
         found = []
         for heading in self.filters:
             place = self.headings.index(heading)
-            values = sorted({row[place].text for row in self.visible if row[place].text})
+            values = sorted({row[place].group or row[place].text for row in self.visible if row[place].text})
             if len(values) > 1:
                 found.append((place, heading, values))
         return found
@@ -97,68 +116,25 @@ class Table:
         writer.writerow(f"{self.headings[place]}, shown" if shown else self.headings[place] for place, shown in told)
         for row in self.rows:
             writer.writerow(
-                row[place].text if shown or row[place].value is None else row[place].value for place, shown in told
+                row[place].whole if shown or row[place].value is None else row[place].value for place, shown in told
             )
         return out.getvalue()
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the page under a heading.
+def cell(value: Cell | str | float | None) -> Cell:
+    """A cell of a value: a text as it is, numbers as ``number`` shows them, whole ones with all digits.
 
     Args:
-        heading: of the section.
-        sentences: paragraphs at its start.
-        facts: values by label, shown as a list.
-        tables: in order.
-        figures: in order, after the tables.
+        value: None: a dash.
     """
-
-    heading: str
-    sentences: Sequence[str] = ()
-    facts: dict[str, str] = field(default_factory=dict)
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-
-
-@dataclass(frozen=True)
-class Page:
-    """A report.
-
-    Args:
-        kind: of the report.
-        title: of the window.
-        verdict: the first line.
-        state: colour of the verdict.
-        sentences: below the verdict.
-        tiles: the main numbers by label.
-        notes: what was ignored and why.
-        sections: in order.
-        summary: the output of ``--json``, plain values.
-    """
-
-    kind: Literal["run", "runs", "study", "sweep", "drops"]
-    title: str
-    verdict: str
-    state: State
-    sentences: Sequence[str]
-    tiles: dict[str, str]
-    notes: Sequence[str]
-    sections: Sequence[Section]
-    summary: dict[str, Any]
-
-    @property
-    def figures(self) -> list[Figure]:
-        """All figures in order."""
-        return [one for section in self.sections for one in section.figures]
-
-    @property
-    def tables(self) -> list[Table]:
-        """All tables in order."""
-        return [one for section in self.sections for one in section.tables]
+    if isinstance(value, Cell):
+        return value
+    if isinstance(value, str):
+        return Cell(value)
+    return number(value, ",d" if isinstance(value, int) else ",.4g")
 
 
-def number(value: float | None, form: str = ",.4g", look: str = "", missing: str = "-") -> Cell:
+def number(value: float | None, form: str = ",.4g", look: str = "", missing: str = "-", more: str = "") -> Cell:
     """A cell with a number.
 
     Args:
@@ -166,12 +142,13 @@ def number(value: float | None, form: str = ",.4g", look: str = "", missing: str
         form: format specification.
         look: as in ``Cell``.
         missing: shown in place of None.
+        more: text after the number.
     """
     if value is None:
         return Cell(missing, look=look)
     if not math.isfinite(value):
         return Cell("NaN" if math.isnan(value) else f"{value}", math.inf, look=look or "bad")
-    return Cell(format(value, form), float(value), look=look)
+    return Cell(format(value, form) + more, float(value), look=look)
 
 
 def percent(value: float | None, worse: float | None = None) -> Cell:
@@ -180,14 +157,7 @@ def percent(value: float | None, worse: float | None = None) -> Cell:
     return number(value, "+.3%", look)
 
 
-def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Values for JSON: NaN and infinities become None, at any depth."""
-    return {key: _plain(value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return plain_values(value)
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return number_or_none(value)
+def few(values: Sequence[object], count: int = 3, none: str = "-") -> str:
+    """The first of several values, and how many more there are."""
+    more = f" and {len(values) - count:,} more" if len(values) > count else ""
+    return ", ".join(map(str, values[:count])) + more or none
