@@ -160,6 +160,7 @@ def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
 def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part says what is missing, and fails nothing."""
     from megasdc.model import compiled
+    from megasdc.model.code_cache import CACHE_VARIABLE
 
     for path in (TESTS, TESTS / "distributed"):
         monkeypatch.syspath_prepend(str(path))
@@ -168,7 +169,7 @@ def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(compiled.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "find_compiler", compiled.find_compiler.__wrapped__)
     fused(Recorder(tmp_path / "findings.jsonl", "cpu", tmp_path, 2), None)  # type: ignore[arg-type]
     (found,) = read_findings(tmp_path / "findings.jsonl")
