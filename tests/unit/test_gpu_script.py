@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -174,6 +175,25 @@ def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatc
     fused(Recorder(tmp_path / "findings.jsonl", "cpu", tmp_path, 2), None)  # type: ignore[arg-type]
     (found,) = read_findings(tmp_path / "findings.jsonl")
     assert (found["kind"], found["name"]) == ("not run", "fused modules") and "g++ is not on PATH" in found["reason"]
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a part on a processor; what it wrote lies in ``findings.jsonl``."""
+    for path in (TESTS, TESTS / "distributed"):
+        monkeypatch.syspath_prepend(str(path))
+    from gpu.record import Recorder
+
+    return Recorder(tmp_path / "findings.jsonl", "cpu", tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [([1.0, 2.0, 3.1], True), ([1.0, 2.0, 3.3], False), ([1.0, math.nan, 3.0], False), ([1.0, 2.0], False)],
+)
+def test_losses_that_are_near(recorder: Any, found: list[float], holds: bool) -> None:
+    """Every step counts, one that is missing or no number too."""
+    assert recorder.check_near("losses", found, [1.0, 2.0, 3.0], 0.2, 3) is holds
 
 
 STUB = """#!/bin/sh

@@ -14,6 +14,8 @@ PYTHON = """#!/usr/bin/env bash
 case "$*" in
 "-m venv --clear "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" && cp "$0" "${@: -1}/bin/megasdc" ;;
 *"-m pip "*) what=pip ;;
+"-c import json"*) echo "5.0 $LOSS" >>losses ;;
+"-c rows"*) exec python3 "$@" ;;
 *"-m pytest "*) what=unit; echo '7 passed' ;;
 "launch "*) what=launch; echo "smoke of a rank" ;;
 esac
@@ -37,17 +39,27 @@ RUN = ["--python", "3.12.1", "--torch", "2.12.1", "--megatron", "0.18.2"]
 )
 def test_exit_codes(tmp_path: Path, arguments: list[str], fails: str, code: int, said: str) -> None:
     """0 passed, 1 something failed, 2 wrong options, 3 nothing could be run; the reason is printed."""
+    done = _run(tmp_path, arguments, fails, "3.5")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_losses_that_are_no_numbers_fail_the_smoke_run(tmp_path: Path) -> None:
+    """NaN in every layout is no agreement."""
+    done = _run(tmp_path, [*RUN, "--smoke"], "", "nan")
+    assert done.returncode == 1 and "FAILED  smoke run" in done.stdout, done.stdout + done.stderr
+
+
+def _run(tmp_path: Path, arguments: list[str], fails: str, loss: str) -> subprocess.CompletedProcess[str]:
     python = tmp_path / "pyenv" / "versions" / "3.12.1" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = {**os.environ, "PYENV_ROOT": str(tmp_path / "pyenv"), "FAILS": fails}
-    done = subprocess.run(
+    environment = {**os.environ, "PYENV_ROOT": str(tmp_path / "pyenv"), "FAILS": fails, "LOSS": loss}
+    return subprocess.run(
         ["bash", str(SCRIPT), *arguments, "--cache", str(tmp_path / "cache")],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
