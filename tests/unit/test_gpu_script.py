@@ -196,6 +196,34 @@ def test_losses_that_are_near(recorder: Any, found: list[float], holds: bool) ->
     assert recorder.check_near("losses", found, [1.0, 2.0, 3.0], 0.2, 3) is holds
 
 
+class Ranks:
+    """Stands for a crew whose first rank ends with the same code in every run, and for its bench."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: [self]
+
+
+@pytest.mark.parametrize(("code", "ok"), [(75, [True, True]), (79, [False, True]), (78, [False, False])])
+def test_a_lost_rank_may_end_the_other_in_two_ways(
+    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, ok: list[bool]
+) -> None:
+    """The name of each check says every exit code that it takes."""
+    from gpu import part_timeouts
+    from gpu.record import read_findings
+
+    monkeypatch.setattr(part_timeouts, "Bench", lambda *_: Ranks(code))
+    part_timeouts.timeouts(recorder, Ranks(code))  # type: ignore[arg-type]
+    checks = [one for one in read_findings(tmp_path / "findings.jsonl") if one["kind"] == "check"]
+    assert [one["name"] for one in checks] == [
+        "hang of one rank: the other ends with 75",
+        "sigkill of one rank: the other ends with 79 or 75",
+    ]
+    assert [one["ok"] for one in checks] == ok
+
+
 STUB = """#!/bin/sh
 echo "DS_BUILD_OPS=$DS_BUILD_OPS $*" >>"$CALLS"
 touch "$FOLDER/a-1-py3-none-any.whl"
