@@ -45,10 +45,10 @@ fi
 combinations() {
     PYTHONPATH="$root" "${PYTHON:-python3}" - "$1" <<'EOF'
 import sys
-from megasdc.versions.tested import COMBINATIONS, RUN_ON_GPU
+from megasdc.versions.tested import COMBINATIONS, RUN_ON_GPU, version_numbers
 
 rows = [one for one in COMBINATIONS if one.state != RUN_ON_GPU]
-rows.sort(key=lambda one: [int(part) for part in one.torch.split(".")])
+rows.sort(key=lambda one: version_numbers(one.torch))
 if sys.argv[1] == "ends":
     rows = [one for one in rows if one.torch in (rows[0].torch, rows[-1].torch)]
 for one in rows:
