@@ -224,6 +224,42 @@ def test_a_lost_rank_may_end_the_other_in_two_ways(
     assert [one["ok"] for one in checks] == ok
 
 
+def test_a_part_that_waits_is_ended_when_the_time_is_up(
+    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started while the part before it ran; all others are told as not run."""
+    from gpu import __main__ as program
+    from gpu.parts import Part
+
+    ended, now = [], [0.0]
+
+    class Run:
+        def __init__(self, part: Part, *_: Any) -> None:
+            self.part = part
+
+        def go(self) -> None:
+            now[0] = 100.0
+
+        def finish(self, limit_s: float) -> dict[str, Any]:
+            return {"name": self.part.name, "state": "passed", "seconds": 1.0, "checks": []}
+
+        def end(self) -> None:
+            ended.append(self.part.name)
+
+    monkeypatch.setattr(program, "PartRun", Run)
+    monkeypatch.setattr(program.time, "monotonic", lambda: now[0])
+    report: dict[str, Any] = {"parts": []}
+    parts = [Part(name, "a title", 1, "a:b") for name in ("first", "second", "third")]
+    facts = {"device": "cpu", "cores": program.PRESTART_CORES, "packages": {}}
+    program._run_parts(parts, tmp_path, facts, 100.0, report, lambda: None)
+    assert ended == ["second"]
+    assert [(one["name"], one["state"]) for one in report["parts"]] == [
+        ("first", "passed"),
+        ("second", "not run"),
+        ("third", "not run"),
+    ]
+
+
 STUB = """#!/bin/sh
 echo "DS_BUILD_OPS=$DS_BUILD_OPS $*" >>"$CALLS"
 touch "$FOLDER/a-1-py3-none-any.whl"
