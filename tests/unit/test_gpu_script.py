@@ -224,6 +224,15 @@ def test_a_lost_rank_may_end_the_other_in_two_ways(
     assert [one["ok"] for one in checks] == ok
 
 
+def test_the_interpreter_is_left_out_by_its_own_version(recorder: Any) -> None:
+    """Triton up to 3.6 does not know NumPy 2.4; the reason has the versions that are there."""
+    from gpu.part_kernels import why_not_interpreted
+
+    reason = why_not_interpreted("3.5.1", "2.4.1")
+    assert reason is not None and "(3.5.1)" in reason and "NumPy 2.4.1" in reason
+    assert [why_not_interpreted(*one) for one in (("3.7.0", "2.4.1"), ("3.6.0", "2.3.5"))] == [None, None]
+
+
 def test_a_part_that_waits_is_ended_when_the_time_is_up(
     recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
