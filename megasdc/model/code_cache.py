@@ -17,6 +17,7 @@ from megasdc.errors import StorageError
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 _LOCK_TIMEOUT_S = 600.0
 """As Inductor's own: another process compiles meanwhile."""
 
@@ -34,7 +35,6 @@ def use_cache() -> Path:
     """
     default = Path(os.environ.get(EXTENSIONS_VARIABLE, default_extensions_dir())) / "inductor"
     folder = Path(os.environ.setdefault(CACHE_VARIABLE, str(default)))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -42,7 +42,15 @@ def use_cache() -> Path:
     except OSError as error:
         remedy = f"set {CACHE_VARIABLE} to a folder that can be written to, or megasdc.model.fuse to false"
         raise StorageError(f"{folder}: code of fused modules cannot be kept there: {error}; {remedy}") from error
+    _compile_in_this_process()
     return folder
+
+
+def _compile_in_this_process() -> None:
+    """Set Inductor's number of compiling processes, unless the user did; it reads the variable when it is imported."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = int(os.environ.setdefault(THREADS_VARIABLE, "1"))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Damaged files in the folder of compiled code: a start compiles them again, or says which folder to delete."""
+"""The folder of compiled code: damaged files are compiled again, or the folder to delete is named; who compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from megasdc.errors import LaunchError
 from megasdc.model import compiled, fused
-from megasdc.model.code_cache import CACHE_VARIABLE, is_whole
+from megasdc.model.code_cache import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
 
 START = """
 import torch
@@ -92,3 +92,25 @@ def _tripled() -> fused.Fused:
         return x * 3 + 1
 
     return fused.Fused(tripled)
+
+
+ORDER = """
+import torch
+torch._utils.cpu_count = lambda: 4
+from megasdc.train.process.late_compile import compiled_when_called
+with compiled_when_called():
+    import megasdc.train.build
+import sys
+print(sys.modules["torch._inductor.config"].compile_threads)
+megasdc.train.build.require_compiler("cpu")
+print(sys.modules["torch._inductor.config"].compile_threads)
+"""
+
+
+@pytest.mark.parametrize(("given", "printed"), [({}, ["4", "1"]), ({THREADS_VARIABLE: "3"}, ["3", "3"])])
+def test_a_rank_compiles_in_its_own_process(tmp_path: Path, given: dict[str, str], printed: list[str]) -> None:
+    """Inductor's settings are imported before a start sets them; what the user set stays."""
+    environment = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
+    environment |= {CACHE_VARIABLE: str(tmp_path), **given}
+    done = subprocess.run([sys.executable, "-c", ORDER], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-2:] == printed, done.stderr[-3000:]
