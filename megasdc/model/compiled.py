@@ -2,7 +2,7 @@
 
 ``torch.compile`` checks its guards at each call, which takes longer on a CPU than some of these functions; here the
 arguments' shapes select the code, so that nothing is compiled twice and no recompilation limit applies. Compiled code
-is kept in Inductor's cache folder, and reused by later starts and other ranks.
+is kept in Inductor's cache folder (``code_cache``), and reused by later starts and other ranks.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError, StorageError
-from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
+from megasdc.errors import LaunchError
+from megasdc.model.code_cache import remove_unloadable, use_cache
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _OFF = "; install one (Debian: apt install g++ python3-dev), or set megasdc.model.fuse to false"
 
 Kind = tuple[Any, ...]
@@ -58,8 +56,6 @@ class Compiled:
     def _compile(self, args: tuple[Tensor | None, ...]) -> Callable[..., Sequence[Tensor]]:
         device = next(a.device for a in args if a is not None)
         require_compiler(device.type)
-        from torch._inductor import compile as compile_graph
-        from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
         from torch.fx.experimental.proxy_tensor import make_fx
 
         def present(*tensors: Tensor) -> list[Tensor]:
@@ -70,11 +66,23 @@ class Compiled:
             examples = [
                 torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device) for a in args if a is not None
             ]
-            graph = make_fx(present, tracing_mode="fake")(*examples)
-            try:
-                return compile_graph(graph, examples, options=_options())  # type: ignore[arg-type, return-value]
-            except (CppCompileError, InductorError, InvalidCxxCompiler) as error:
-                raise LaunchError(f"megasdc.model.fuse: {self.name} was not compiled: {error}{_OFF}") from error
+            return self._generate(make_fx(present, tracing_mode="fake")(*examples), examples)
+
+    def _generate(self, graph: Any, examples: list[Tensor], again: bool = False) -> Callable[..., Sequence[Tensor]]:
+        """Generate code and load it; once more if a library of the folder of compiled code was damaged."""
+        from torch._inductor import compile as compile_graph
+        from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+
+        folder, began = use_cache(), time.time()
+        try:
+            return compile_graph(graph, examples, options=_options())  # type: ignore[arg-type, return-value]
+        except (CppCompileError, InductorError, InvalidCxxCompiler) as error:
+            remedy = _OFF
+            if remove_unloadable(error, folder, began):
+                if not again:
+                    return self._generate(graph, examples, again=True)
+                remedy = f"; delete the folder {folder} and start again, or set megasdc.model.fuse to false"
+            raise LaunchError(f"megasdc.model.fuse: {self.name} was not compiled: {error}{remedy}") from error
 
 
 def _options() -> dict[str, Any]:
@@ -87,26 +95,6 @@ def _options() -> dict[str, Any]:
         "deterministic": True,
         "cpp.threads": torch.get_num_threads(),
     }
-
-
-def use_cache() -> None:
-    """Set the folder of compiled code, next to DeepSpeed's operators unless the user set one; call before compiling.
-
-    A rank compiles in its own process: the functions are few, and a worker pool would take longer to start.
-
-    Raises:
-        StorageError: compiled code cannot be kept there.
-    """
-    folder = Path(os.environ.get(EXTENSIONS_VARIABLE, default_extensions_dir())) / "inductor"
-    os.environ.setdefault(CACHE_VARIABLE, str(folder))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    chosen = Path(os.environ[CACHE_VARIABLE])
-    try:
-        chosen.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=chosen).close()
-    except OSError as error:
-        remedy = f"set {CACHE_VARIABLE} to a folder that can be written to, or megasdc.model.fuse to false"
-        raise StorageError(f"{chosen}: code of fused modules cannot be kept there: {error}; {remedy}") from error
 
 
 def require_compiler(device: str) -> None:

@@ -98,15 +98,20 @@ COMBINATIONS = (
 )
 
 
-def short_version(component: str, version: str) -> str:
-    """The numbers of a version that are compared: ``2.10.0a0+b4e4ee8`` is PyTorch 2.10."""
-    numbers: list[str] = []
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: ``2.10.0a0+b4e4ee8`` is (2, 10, 0)."""
+    numbers: list[int] = []
     for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
             break
-        numbers.append(digits)
-    return ".".join(numbers[: PERMITTED[component].parts])
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def short_version(component: str, version: str) -> str:
+    """The numbers of a version that are compared: ``2.10.0a0+b4e4ee8`` is PyTorch 2.10."""
+    return ".".join(map(str, version_numbers(version)[: PERMITTED[component].parts]))
 
 
 def state_of(versions: Mapping[str, str], on_gpu: bool) -> str:
@@ -156,4 +161,4 @@ def render_tables() -> str:
 
 def _unique(versions: list[str]) -> list[str]:
     """Distinct versions, oldest first."""
-    return sorted(set(versions), key=lambda version: [int(part) for part in version.split(".")])
+    return sorted(set(versions), key=lambda version: (version_numbers(version), version))

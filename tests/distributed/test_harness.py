@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from fused_switch import VARIABLE
 from harness import PRELOAD, run_distributed
-from tiny import GPT
+from tiny import GPT, relative_distance
 
 from megasdc.config import parse_config
 from megasdc.model.fused_modules import FusedLayerNorm
@@ -106,3 +107,12 @@ def test_the_switch_of_fused_modules_takes_effect(switch: str, says: dict[str, b
     """MEGASDC_TESTS_FUSE=1 fuses the models of ranks whose test says nothing of ``fuse``, and no others."""
     (found,) = run_distributed(_fused, 1, {**GPT, **says}, env={VARIABLE: switch})
     assert found == (switch == "1" and not says,) * 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_nan_is_no_agreement(place: int) -> None:
+    """Wherever it is, no tolerance holds; without it the largest difference counts."""
+    found, expected = [1.0, 2.0, 3.0], [1.0, 2.5, 3.0]
+    assert relative_distance(found, expected) == 0.2
+    found[place] = math.nan
+    assert not relative_distance(found, expected) < 1e9

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_distributed
-from tiny import GPT, LLAMA, full_tensors, make_engine, micro_batches, train_steps
+from tiny import GPT, LLAMA, full_tensors, make_engine, micro_batches, relative_distance, train_steps
 
 pytestmark = pytest.mark.distributed
 
@@ -59,7 +59,7 @@ def _run(case: str, layout: tuple[int, int, int], sabotage: str | None = None) -
     expected_initial, expected = _reference(case)
     assert initial.keys() == expected_initial.keys()
     same = all(torch.equal(initial[name], expected_initial[name]) for name in initial)
-    return same, max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    return same, relative_distance(losses, expected)
 
 
 @pytest.mark.parametrize(("case", "layout"), AGREEMENTS)

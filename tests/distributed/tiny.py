@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ LLAMA_STYLE: dict[str, Any] = {
     "tie_embeddings": False,
 }
 LLAMA: dict[str, Any] = {**GPT, **LLAMA_STYLE, "num_query_groups": 2}
+
+
+def relative_distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two runs' losses; NaN if one is NaN, which Python's ``max`` may lose."""
+    assert len(found) == len(expected) > 0
+    far = torch.tensor([abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)], dtype=torch.float64)
+    return far.max().item()
 
 
 def make_engine(

@@ -250,27 +250,28 @@ def _run_parts(
         keep: called after each part.
     """
     device, cores = facts["device"], facts["cores"]
-    waiting: list[tuple[Part, PartRun | None, str | None]] = []
-    for part in chosen:
-        waiting.append((part, None, _why_not(part, facts)))
+    waiting = [(part, _why_not(part, facts)) for part in chosen]
     ready: PartRun | None = None
-    for place, (part, _, reason) in enumerate(waiting):
+    for place, (part, reason) in enumerate(waiting):
         if reason is not None:
             report["parts"].append(_left_out(part, reason))
             print(f"{part.name}: not run: {reason}", flush=True)
             continue
         left = end - time.monotonic() - RESERVE_S
         if left < 5.0:
+            if ready is not None:
+                ready.end()
+                ready = None
             report["parts"].append(_left_out(part, "the time was up"))
             print(f"{part.name}: not run: the time was up", flush=True)
             continue
-        shares = [one.share for one, _, why in waiting[place:] if why is None]
+        shares = [one.share for one, why in waiting[place:] if why is None]
         # Most parts need less than their share, so each may use three times that of what is left.
         limit_s = min(left, max(30.0, left * min(1.0, 3.0 * part.share / sum(shares))))
         running = ready or PartRun(part, folder, device, cores)
         ready = None
         running.go()
-        following = next((one for one, _, why in waiting[place + 1 :] if why is None), None)
+        following = next((one for one, why in waiting[place + 1 :] if why is None), None)
         if following is not None and cores >= PRESTART_CORES:
             ready = PartRun(following, folder, device, cores)
         try:
@@ -288,8 +289,6 @@ def _run_parts(
 
 
 def _why_not(part: Part, facts: dict[str, Any]) -> str | None:
-    if facts["device"] == "cpu" and part.not_on_cpu:
-        return part.not_on_cpu
     missing = [name for name in part.needs if not facts["packages"].get(name)]
     return f"not installed: {', '.join(missing)}" if missing else None
 

@@ -33,8 +33,7 @@ def kernels(recorder: Recorder, crew: Crew) -> None:
 
     recorder.note("triton", triton.__version__)
     device = torch.device(recorder.device)
-    if not recorder.on_gpu and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        reason = f"Triton's interpreter (3.6) does not work with NumPy {numpy.__version__}, but with 2.3"
+    if not recorder.on_gpu and (reason := why_not_interpreted(triton.__version__, numpy.__version__)):
         recorder.not_run("kernels in the interpreter", reason)
     else:
         with recorder.attempt("mixed sum"):
@@ -52,6 +51,13 @@ def kernels(recorder: Recorder, crew: Crew) -> None:
         _checksum_rates(recorder, device)
     with recorder.attempt("rates of gradient bounds"):
         _bound_rates(recorder, device)
+
+
+def why_not_interpreted(triton: str, num_py: str) -> str | None:
+    """Why Triton's interpreter does not run here: up to 3.6 it does not know NumPy 2.4; None: it does."""
+    if tuple(map(int, triton.split(".")[:2])) > (3, 6) or numpy.lib.NumpyVersion(num_py) < "2.4.0":
+        return None
+    return f"Triton's interpreter ({triton}) does not work with NumPy {num_py}, but with 2.3"
 
 
 def _compile(recorder: Recorder) -> None:

@@ -34,9 +34,7 @@ def optimizers(recorder: Recorder, crew: Crew) -> None:
     losses = {name: bench.losses(name.replace(" ", "_")) for name in kinds}
     expected = losses["torch plain"]
     for name, found in losses.items():
-        far = max((abs(a - b) for a, b in zip(found, expected, strict=False)), default=9.0)
-        ok = len(found) == len(expected) == 8 and far <= TOLERANCE
-        recorder.check(f"{name}: losses of the plain one", ok, f"off by {far:.2g} nats")
+        recorder.check_near(f"{name}: losses of the plain one", found, expected, TOLERANCE, 8)
         seconds = metrics(bench.folder / name.replace(" ", "_"), "time/optimizer_s")
         recorder.note(f"{name}: ms of norm, clip, update, gather", round(1000 * min(seconds, default=0.0), 3))
 

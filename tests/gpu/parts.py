@@ -16,7 +16,6 @@ class Part:
         share: of the time, relative to the others.
         function: ``module:name``, called with a ``Recorder``.
         needs: packages beyond those of every training rank.
-        not_on_cpu: why it means nothing without CUDA; None: it runs there too.
         environment: variables by device, set before anything is imported.
         ahead: processes that import before the part begins.
     """
@@ -26,7 +25,6 @@ class Part:
     share: float
     function: str
     needs: tuple[str, ...] = ()
-    not_on_cpu: str | None = None
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     ahead: int = 2
 

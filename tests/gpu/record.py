@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ class Recorder:
         """Write whether something holds."""
         self._write(kind="check", name=name, ok=bool(ok), detail=detail)
         return ok
+
+    def check_near(
+        self, name: str, found: Sequence[float], expected: Sequence[float], tolerance: float, num_steps: int
+    ) -> bool:
+        """Write whether two runs have that many losses, none farther apart than the tolerance; a NaN is."""
+        far = [abs(a - b) for a, b in zip(found, expected, strict=False)]
+        ok = len(found) == len(expected) == num_steps and all(one <= tolerance for one in far)
+        return self.check(name, ok, f"off by {max(far, default=math.nan):.2g} nats: {list(found)}, {list(expected)}")
 
     def note(self, name: str, value: Any) -> None:
         """Write a number or a fact."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -160,6 +161,7 @@ def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
 def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part says what is missing, and fails nothing."""
     from megasdc.model import compiled
+    from megasdc.model.code_cache import CACHE_VARIABLE
 
     for path in (TESTS, TESTS / "distributed"):
         monkeypatch.syspath_prepend(str(path))
@@ -168,11 +170,103 @@ def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(compiled.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "find_compiler", compiled.find_compiler.__wrapped__)
     fused(Recorder(tmp_path / "findings.jsonl", "cpu", tmp_path, 2), None)  # type: ignore[arg-type]
     (found,) = read_findings(tmp_path / "findings.jsonl")
     assert (found["kind"], found["name"]) == ("not run", "fused modules") and "g++ is not on PATH" in found["reason"]
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a part on a processor; what it wrote lies in ``findings.jsonl``."""
+    for path in (TESTS, TESTS / "distributed"):
+        monkeypatch.syspath_prepend(str(path))
+    from gpu.record import Recorder
+
+    return Recorder(tmp_path / "findings.jsonl", "cpu", tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [([1.0, 2.0, 3.1], True), ([1.0, 2.0, 3.3], False), ([1.0, math.nan, 3.0], False), ([1.0, 2.0], False)],
+)
+def test_losses_that_are_near(recorder: Any, found: list[float], holds: bool) -> None:
+    """Every step counts, one that is missing or no number too."""
+    assert recorder.check_near("losses", found, [1.0, 2.0, 3.0], 0.2, 3) is holds
+
+
+class Ranks:
+    """Stands for a crew whose first rank ends with the same code in every run, and for its bench."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: [self]
+
+
+@pytest.mark.parametrize(("code", "ok"), [(75, [True, True]), (79, [False, True]), (78, [False, False])])
+def test_a_lost_rank_may_end_the_other_in_two_ways(
+    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, ok: list[bool]
+) -> None:
+    """The name of each check says every exit code that it takes."""
+    from gpu import part_timeouts
+    from gpu.record import read_findings
+
+    monkeypatch.setattr(part_timeouts, "Bench", lambda *_: Ranks(code))
+    part_timeouts.timeouts(recorder, Ranks(code))  # type: ignore[arg-type]
+    checks = [one for one in read_findings(tmp_path / "findings.jsonl") if one["kind"] == "check"]
+    assert [one["name"] for one in checks] == [
+        "hang of one rank: the other ends with 75",
+        "sigkill of one rank: the other ends with 79 or 75",
+    ]
+    assert [one["ok"] for one in checks] == ok
+
+
+def test_the_interpreter_is_left_out_by_its_own_version(recorder: Any) -> None:
+    """Triton up to 3.6 does not know NumPy 2.4; the reason has the versions that are there."""
+    from gpu.part_kernels import why_not_interpreted
+
+    reason = why_not_interpreted("3.5.1", "2.4.1")
+    assert reason is not None and "(3.5.1)" in reason and "NumPy 2.4.1" in reason
+    assert [why_not_interpreted(*one) for one in (("3.7.0", "2.4.1"), ("3.6.0", "2.3.5"))] == [None, None]
+
+
+def test_a_part_that_waits_is_ended_when_the_time_is_up(
+    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started while the part before it ran; all others are told as not run."""
+    from gpu import __main__ as program
+    from gpu.parts import Part
+
+    ended, now = [], [0.0]
+
+    class Run:
+        def __init__(self, part: Part, *_: Any) -> None:
+            self.part = part
+
+        def go(self) -> None:
+            now[0] = 100.0
+
+        def finish(self, limit_s: float) -> dict[str, Any]:
+            return {"name": self.part.name, "state": "passed", "seconds": 1.0, "checks": []}
+
+        def end(self) -> None:
+            ended.append(self.part.name)
+
+    monkeypatch.setattr(program, "PartRun", Run)
+    monkeypatch.setattr(program.time, "monotonic", lambda: now[0])
+    report: dict[str, Any] = {"parts": []}
+    parts = [Part(name, "a title", 1, "a:b") for name in ("first", "second", "third")]
+    facts = {"device": "cpu", "cores": program.PRESTART_CORES, "packages": {}}
+    program._run_parts(parts, tmp_path, facts, 100.0, report, lambda: None)
+    assert ended == ["second"]
+    assert [(one["name"], one["state"]) for one in report["parts"]] == [
+        ("first", "passed"),
+        ("second", "not run"),
+        ("third", "not run"),
+    ]
 
 
 STUB = """#!/bin/sh

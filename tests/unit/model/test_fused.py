@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megasdc.errors import LaunchError, StorageError
 from megasdc.model import compiled, fused, fused_loss
+from megasdc.model.code_cache import CACHE_VARIABLE
 from megasdc.model.loss import TokenLoss, VocabParallelCrossEntropy
 from megasdc.model.modules import residual_sum, rotate
 
@@ -228,6 +229,6 @@ def halved(x: Tensor) -> Tensor:
 def test_a_cache_folder_must_be_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Exit code 77 with the folder and what to set."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compiled.CACHE_VARIABLE, str(tmp_path / "file" / "inductor"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "inductor"))
     with pytest.raises(StorageError, match=r"file/inductor: .*set TORCHINDUCTOR_CACHE_DIR"):
         compiled.require_compiler("cpu")

@@ -1,6 +1,7 @@
 """Which versions are permitted and were run, and what a start says of others."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,13 @@ def test_setup_permits_the_range():
         assert specifier.contains(f"{last}.99") and not specifier.contains(f"{major}.{int(minor) + 1}.0"), name
         assert not specifier.contains(f"{major}.{int(first.split('.')[1]) - 1}.9"), name
     assert SpecifierSet(wanted["torch"]).contains("2.10.0a0+b4e4ee8", prereleases=True)
+
+
+def test_builds_of_an_image_have_a_place_in_the_tables(monkeypatch):
+    """A version with letters stands between others, oldest first."""
+    builds = [replace(GPU, torch=version) for version in ("2.12.0", "2.9.1", "2.10.0a0+b4e4ee8", "2.10.0")]
+    monkeypatch.setattr(tested, "COMBINATIONS", builds)
+    assert " 2.9.1, 2.10.0, 2.10.0a0+b4e4ee8, 2.12.0 |" in tested.render_tables()
 
 
 def test_the_tables_show_the_three_states():
