@@ -6,8 +6,10 @@ The formulas are PyTorch's own operators in fp64.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +205,40 @@ def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     finally:
         compiled.find_compiler.cache_clear()
     assert error.value.exit_code == 78
+
+
+def test_triton_is_looked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without it the early check ends with exit code 78; its version is its own, whatever the name of its wheel."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compiled, "find_compiler", lambda device: f"a compiler for {device}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for call in (lambda: compiled.require_compiler("cuda"), compiled.code_generator):
+        with pytest.raises(
+            LaunchError, match=r"model\.fuse: got true.*Triton cannot be imported.*set megasdc"
+        ) as error:
+            call()
+        assert error.value.exit_code == 78
+    compiled.require_compiler("cpu")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.9.1+image"))
+    compiled.require_compiler("cuda")
+    assert compiled.code_generator() == "triton 3.9.1+image"
+
+
+@pytest.mark.parametrize("kind", ["missing", "too old"])
+def test_what_triton_refuses_while_compiling_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor raises its own errors where Triton is not usable or the GPU is too old: exit code 78 with both names."""
+    from torch._inductor import exc
+
+    old = SimpleNamespace(name="an old GPU", major=6, minor=1)
+    raised = exc.TritonMissing(None) if kind == "missing" else exc.GPUTooOldForTriton(old, None)
+
+    def compile_graph(*_: Any, **__: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("torch._inductor.compile", compile_graph)
+    with pytest.raises(LaunchError, match=rf"halved was not compiled.*{'triton' if kind == 'missing' else 'old GPU'}"):
+        fused.Fused(halved)(_normal(3, 6))
 
 
 def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
