@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from megasdc.errors import LaunchError
 from megasdc.model.code_cache import remove_unloadable, use_cache
 
 _OFF = "; install one (Debian: apt install g++ python3-dev), or set megasdc.model.fuse to false"
+_OFF_GPU = "; use a GPU and a CUDA build of torch that Triton supports, or set megasdc.model.fuse to false"
 
 Kind = tuple[Any, ...]
 
@@ -71,11 +71,19 @@ class Compiled:
     def _generate(self, graph: Any, examples: list[Tensor], again: bool = False) -> Callable[..., Sequence[Tensor]]:
         """Generate code and load it; once more if a library of the folder of compiled code was damaged."""
         from torch._inductor import compile as compile_graph
-        from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+        from torch._inductor.exc import (
+            CppCompileError,
+            GPUTooOldForTriton,
+            InductorError,
+            InvalidCxxCompiler,
+            TritonMissing,
+        )
 
         folder, began = use_cache(), time.time()
         try:
             return compile_graph(graph, examples, options=_options())  # type: ignore[arg-type, return-value]
+        except (GPUTooOldForTriton, TritonMissing) as error:
+            raise LaunchError(f"megasdc.model.fuse: {self.name} was not compiled: {error}{_OFF_GPU}") from error
         except (CppCompileError, InductorError, InvalidCxxCompiler) as error:
             remedy = _OFF
             if remove_unloadable(error, folder, began):
@@ -104,10 +112,12 @@ def require_compiler(device: str) -> None:
         device: type of the device that the run trains on.
 
     Raises:
-        LaunchError: there is no compiler; with the remedy.
+        LaunchError: there is no compiler, or on a GPU no Triton; with the remedy.
         StorageError: compiled code cannot be kept.
     """
     use_cache()
+    if device == "cuda":
+        find_triton()
     find_compiler(device)
 
 
@@ -115,9 +125,25 @@ def code_generator() -> str:
     """Compiler of fused modules on this host, with its version, which affects the bits of results.
 
     Raises:
-        LaunchError: there is no compiler.
+        LaunchError: there is no compiler, or on a GPU no Triton.
     """
-    return f"triton {metadata.version('triton')}" if torch.cuda.is_available() else find_compiler("cpu")
+    return find_triton() if torch.cuda.is_available() else find_compiler("cpu")
+
+
+def find_triton() -> str:
+    """Triton with its own version: its distribution has other names in some images.
+
+    Raises:
+        LaunchError: Triton cannot be imported.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        remedy = "; install a CUDA build of torch, which has it, or set megasdc.model.fuse to false"
+        raise LaunchError(
+            f"megasdc.model.fuse: got true on a GPU, but Triton cannot be imported: {error}{remedy}"
+        ) from error
+    return f"triton {triton.__version__}"
 
 
 @cache

@@ -69,10 +69,12 @@ def parallel_token_losses(
 
 
 def _statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    # Maximum and logarithm of the sum stay apart: added, they are rounded to the precision of the logits' size.
     wide = logits.float()
     maximum = wide.amax(-1)
-    normaliser = maximum + (wide - maximum[:, None]).exp().sum(-1).log()
-    return normaliser - wide.gather(-1, labels[:, None])[:, 0], normaliser
+    shifted = wide - maximum[:, None]
+    log_sum = shifted.exp().sum(-1).log()
+    return log_sum - (wide.gather(-1, labels[:, None])[:, 0] - maximum), maximum, log_sum
 
 
 def _maximum(logits: Tensor) -> tuple[Tensor, ...]:
@@ -84,9 +86,9 @@ def _sum(logits: Tensor, labels: Tensor, maximum: Tensor) -> tuple[Tensor, ...]:
     return shifted.gather(-1, labels[:, None])[:, 0], shifted.exp().sum(-1)
 
 
-def _probabilities_(logits: Tensor, normaliser: Tensor) -> tuple[Tensor, ...]:
+def _probabilities_(logits: Tensor, maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
     factor = FP16_FACTOR if logits.dtype == torch.float16 else 1.0
-    logits.copy_((logits.float() - normaliser[:, None]).exp() * factor)
+    logits.copy_((logits.float() - maximum[:, None] - log_sum[:, None]).exp() * factor)
     return ()
 
 
@@ -124,12 +126,12 @@ class _Gradient:
         self._source, self._real = logits[:, :real_columns], self.whole[:, :real_columns]
         self.whole[:, real_columns:] = 0
 
-    def fill(self, part: slice, normaliser: Tensor) -> None:
+    def fill(self, part: slice, maximum: Tensor, log_sum: Tensor) -> None:
         """Fill the gradient of some tokens with probabilities, without the label's term."""
         target = self._real[part]
         if self._real.data_ptr() != self._source.data_ptr():
             target.copy_(self._source[part])
-        probabilities_(target, normaliser[part])
+        probabilities_(target, maximum[part], log_sum[part])
 
     def subtract_label(self, column: Tensor, losses: Tensor, elsewhere: Tensor | None = None) -> None:
         """Subtract one at the label's column; the probability minus one is computed before rounding."""
@@ -150,10 +152,10 @@ class _CrossEntropy(torch.autograd.Function):
             return _per_chunk(statistics, real, labels)[0]
         gradient = _Gradient(logits, real_columns, overwrite)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-        normaliser = torch.empty_like(losses)
+        maximum, log_sum = torch.empty_like(losses), torch.empty_like(losses)
         for part in _chunks(real):
-            losses[part], normaliser[part] = statistics(real[part], labels[part])
-            gradient.fill(part, normaliser)
+            losses[part], maximum[part], log_sum[part] = statistics(real[part], labels[part])
+            gradient.fill(part, maximum, log_sum)
         gradient.subtract_label(labels, losses)
         ctx.save_for_backward(gradient.whole)
         return losses
@@ -200,12 +202,13 @@ class _ParallelCrossEntropy(_CrossEntropy):
         observe("sum", total)
         dist.all_reduce(predicted, group=group)
         dist.all_reduce(total, group=group)
-        losses = total.log() - predicted
+        log_sum = total.log()
+        losses = log_sum - predicted
         if ctx.needs_input_grad[0]:
             gradient = _Gradient(logits, real_columns, overwrite)
             if real_columns:
                 for part in _chunks(real):
-                    gradient.fill(part, maximum + total.log())
+                    gradient.fill(part, maximum, log_sum)
                 gradient.subtract_label(column, losses, elsewhere)
             ctx.save_for_backward(gradient.whole)
         return losses

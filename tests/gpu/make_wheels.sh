@@ -3,7 +3,7 @@
 #
 #   bash tests/gpu.sh --make-wheels DIR [--python 3.12] [--platform PLATFORM] [--without NAME]... [--with NAME]...
 #
-# About 24 MB for Linux on x86-64. PyArrow (55 MB) is left out: the parts golden and stress need it; add it by
+# 27 MiB for Linux on x86-64. PyArrow (53 MiB) is left out: the parts golden and stress need it; add it by
 # `--with pyarrow`, or leave out what that machine has, such as `--without numpy`.
 set -euo pipefail
 
