@@ -6,7 +6,7 @@ Source: DeepSpeed 0.19.8, ``PipelineModule.ckpt_layer_path``, ``DeepSpeedEngine.
 - ``layer_03-model_01-model_states.pt``: weights of pipeline layer 3 on tensor rank 1.
 - ``mp_rank_02_model_states.pt``: counters and shapes of stage file 2; a plain engine keeps its weights there too. The
   number counts pipeline stages and tensor ranks together.
-- ``bf16_zero_pp_rank_00_mp_rank_02_optim_states.pt``: the optimizer's shard of a dp rank (called pp there), with a
+- ``bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt``: the optimizer's shard of a dp rank (called pp there), with a
   prefix where weights are not fp32.
 - ``zero/0.word_embeddings.weight/fp32.pt``: a state of a parameter, in a universal checkpoint.
 """

@@ -146,11 +146,11 @@ class _Opening:
         pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
         for tp_rank, shapes in enumerate(shapes_of):
             stage = pp_rank * self.layout.tensor + tp_rank
-            shards = [
+            replicas = [
                 (self.path / shard_file(dp_rank, stage, self.prefix), self._owner(pp_rank, dp_rank, tp_rank))
                 for dp_rank in range(self.layout.data)
             ]
-            found, scalars = locate_shards(self.files, shards, group, shapes)
+            found, scalars = locate_shards(self.files, replicas, group, shapes)
             self.scalars |= scalars
             for key, shard in found.items():
                 pieces.setdefault(key, []).append(shard)
