@@ -135,7 +135,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
         recording.detection,
         recording.toleranced,
-        drills.injector and StateFaults(run.engine, drills.injector),
+        None if drills.injector is None else StateFaults(run.engine, drills.injector),
         drills.process_faults,
         recording.observation,
         recording.toleranced and recording.toleranced.shards,
@@ -192,7 +192,7 @@ def _recording(parts: HookParts) -> Recording:
         observation,
         detection,
         build_toleranced(config.megasdc, run, parts.signals),
-        tracer and TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
+        None if tracer is None else TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
     )
 
 
