@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megasdc.checkpoint.compare.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.checkpoint.compare.extract_views import is_extract, open_extract_views
@@ -23,7 +22,7 @@ from megasdc.report.checkpoint_page import comparison_page
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
 from megasdc.report.drift_command import compare_runs
 from megasdc.report.result.html import write_page
-from megasdc.report.result.terminal import print_page
+from megasdc.report.result.terminal import print_pages
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 
@@ -113,7 +112,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        print_page(build(), Console() if sys.stdout.isatty() else Console(width=240))
+        print_pages([build()], width=240)
     _leave(report.same, report.problems)
 
 
