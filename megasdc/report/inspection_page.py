@@ -6,6 +6,7 @@ from typing import Any
 
 from megasdc.checkpoint.marks import Standing
 from megasdc.report.result.page import Page, Section
+from megasdc.report.run_pages.status import ago
 from megasdc.sdc.heat_map import ranges
 
 
@@ -21,7 +22,7 @@ def inspection_page(found: dict[str, Any]) -> Page:
     facts = {
         "format": found["format"],
         "step": "" if found["step"] is None else str(found["step"]),
-        "saved": "" if found["time"] is None else f"{found['time']}, {_age(found['age_s'])} ago",
+        "saved": "" if found["time"] is None else f"{found['time']}, {ago(found['age_s'])} ago",
         "layout": "" if layout is None else f"TP{layout['tensor']} x PP{layout['pipeline']} x DP{layout['data']}",
         "storage": storage if found["node"] is None else f"{storage} (node {found['node']})",
         "model": _listed(found["model"]),
@@ -61,13 +62,6 @@ def _slot(one: dict[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _bytes(count: int) -> str:
