@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from string import ascii_uppercase
+from typing import Any
 
 import torch
 
@@ -217,12 +218,15 @@ def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows:
     equal = {_cell(fqn): (0.0, 0.0, "equal in every bit") for fqn in fqns}
     cells = {place: worst.get(place, one) for place, one in equal.items()}
     num_layers = len({layer for layer, _ in cells})
-    margins = {"margin": {"l": 10, "r": 10, "t": 40, "b": 10}, "meta": {"min_width": 160 + 16 * num_layers}}
+    margins: dict[str, Any] = {
+        "margin": {"l": 10, "r": 10, "t": 40, "b": 10},
+        "meta": {"min_width": 160 + 16 * num_layers},
+    }
     drawn = layout(130 + 20 * len(rows), "layer", hovermode="closest", **map_axes(), **margins)
     return [
         Version(
             (slot, shade),
-            layer_map({place: (one[at], one[2]) for place, one in cells.items()}, rows, top=0),
+            layer_map({place: (one[:2][at], one[2]) for place, one in cells.items()}, rows, top=0),
             drawn,
         )
         for at, shade in enumerate(SHADES)

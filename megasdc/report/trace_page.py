@@ -90,7 +90,7 @@ def _heat_map(report: TraceReport, place: int, what: str, column: Callable[[int,
         "colorscale": [[0, "var(--equal)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
         "hovertemplate": "%{y}, %{x}: %{z:.3f}<extra></extra>",
     }
-    axes = {"xaxis": {"dtick": 1} if len(columns) < 30 else {}, "yaxis": {"autorange": "reversed"}}
+    axes: dict[str, Any] = {"xaxis": {"dtick": 1} if len(columns) < 30 else {}, "yaxis": {"autorange": "reversed"}}
     cells = [(name, one, share) for name, own in shares.items() for one, share in own.items()]
     numbers = {heading: [cell[at] for cell in cells] for at, heading in enumerate(("submodule", what, "share"))}
     title = f"Share of a submodule's results that differ, by {what}"

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class Figure:
         """Input of the page's script."""
         found: dict[str, Any] = {"name": self.name, "traces": self.traces, "layout": self.layout}
         found |= {"on_steps": self.on_steps, "choices": self.choices}
-        return found | {"versions": [asdict(one) for one in self.versions]}
+        return found | {"versions": [vars(one) for one in self.versions]}
 
     @property
     def options(self) -> dict[str, list[str]]:

@@ -118,8 +118,8 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
         "|u - h| / |h| of elements that differ, from each power of ten to the next, logarithmic. Counted apart: "
         f"{apart[0]:,} whose trusted value is 0, {apart[1]:,} with NaN or infinities."
     )
-    axes = {"xaxis": {"type": "category", "automargin": True}, "yaxis": {"type": "log", "nticks": 6}}
-    columns = {"from": x, "mismatches": y}
+    axes: dict[str, Any] = {"xaxis": {"type": "category", "automargin": True}, "yaxis": {"type": "log", "nticks": 6}}
+    columns: dict[str, Sequence[Any]] = {"from": x, "mismatches": y}
     title = f"Mismatch severity, replica {replica}"
     return Figure(f"severity_{replica}", title, caption, [trace], layout(HEIGHT, **axes), columns)
 

@@ -79,13 +79,16 @@ def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Fi
             continue
         places = {"x": [row["cell"] for row in own], "y": clean([row["final_loss"] for row in own])}
         text = [f"{row['node']}, seed {row['seed']}" for row in own]
-        marks = {"marker": {"color": colour, "symbol": symbol, "size": 6}, "line": {"color": colour, "width": 1}}
+        marks: dict[str, Any] = {
+            "marker": {"color": colour, "symbol": symbol, "size": 6},
+            "line": {"color": colour, "width": 1},
+        }
         traces.append({"name": name, **places, "text": text, **marks, **common})
     left = len(rows) - len(done)
     caption = "Each point is a run: a node and a seed. Boxes: quartiles and median."
     if left:
         caption += f" {left:,} of {len(rows):,} runs are not done (diverged, NaN or failed) and are not drawn."
-    axes = {"xaxis": named_axis(cells), "yaxis": {"nticks": 8}}
+    axes: dict[str, Any] = {"xaxis": named_axis(cells), "yaxis": {"nticks": 8}}
     drawn = layout(HEIGHT, y="nats per token", legend=True, boxmode="group", hovermode="closest", **axes)
     columns = {key: [row[key] for row in rows] for key in ("cell", "node", "seed", "status", "final_loss", "eval_loss")}
     return Figure("final_losses", "Final training loss of every run", caption, traces, drawn, columns)
@@ -117,9 +120,9 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
         for pair in zip(z, words, strict=True)
     ]
     words_of = common | {"z": lost_cells, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]]}
-    axes = map_axes() | {"hovermode": "closest"}
+    axes: dict[str, Any] = map_axes() | {"hovermode": "closest"}
     axes["xaxis"]["automargin"] = True
-    columns = {
+    columns: dict[str, Sequence[Any]] = {
         "cell": [cell for _ in nodes for cell in cells],
         "node": [node for node in nodes for _ in cells],
         "mean_increase": [math.nan if value is None else value for line in z for value in line],
