@@ -196,7 +196,7 @@ def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> list
     )
     if left := len(names) - len(rows):
         caption += f" {left:,} more tensors are not shown."
-    columns = {
+    columns: dict[str, Sequence[Any]] = {
         "tensor": [one.fqn for one in by_slot[ALL]],
         "slot": [one.slot for one in by_slot[ALL]],
         "share": [_extent(one)[0] for one in by_slot[ALL]],
