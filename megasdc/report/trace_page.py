@@ -87,7 +87,7 @@ def _heat_map(report: TraceReport, place: int, what: str, column: Callable[[int,
         "z": [[own[one] for one in columns] for own in shares.values()],
         "zmin": 0,
         "zmax": 1,
-        "colorscale": [[0, "var(--equal)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
+        "colorscale": [[0, "var(--equal)"], [1e-6, "var(--low)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
         "hovertemplate": "%{y}, %{x}: %{z:.3f}<extra></extra>",
     }
     axes: dict[str, Any] = {"xaxis": {"dtick": 1} if len(columns) < 30 else {}, "yaxis": {"autorange": "reversed"}}
