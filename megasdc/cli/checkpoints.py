@@ -63,11 +63,14 @@ def inspect_checkpoint(
     Exit code 0; 72 if it is not a checkpoint or something in it cannot be read.
     """
     from megasdc.checkpoint.views import inspect
-    from megasdc.report.inspection_render import render_inspection
+    from megasdc.report.inspection_page import inspection_page
+    from megasdc.report.result.terminal import print_pages
 
     found = [inspect.inspect_checkpoint(path) for path in inspect.find_inspectable(folder)]
-    shown = json.dumps(found, indent=2) if as_json else "\n\n".join(render_inspection(one) for one in found)
-    typer.echo(shown)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_pages(map(inspection_page, found))
     raise typer.Exit(CheckpointError.exit_code if any(one["unread"] for one in found) else 0)
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megasdc.checkpoint.compare.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.checkpoint.compare.extract_views import is_extract, open_extract_views
 from megasdc.checkpoint.views.open import open_view
-from megasdc.checkpoint.views.view import View, with_derived_weights
+from megasdc.checkpoint.views.view import Slot, with_derived_weights
 from megasdc.errors import MegasdcError
 from megasdc.program import run
 from megasdc.progress import bytes_bar
@@ -23,7 +22,7 @@ from megasdc.report.checkpoint_page import comparison_page
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
 from megasdc.report.drift_command import compare_runs
 from megasdc.report.result.html import write_page
-from megasdc.report.result.terminal import print_page
+from megasdc.report.result.terminal import print_pages
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 
@@ -98,11 +97,8 @@ def compare(
                     "--only, --ignore, --weights-only, --ulp, --rtol and --html need the tensors themselves"
                 )
             _leave(compare_by_digest(checkpoints, extract=extract, as_json=as_json, limit=limit), [])
-        some_are_extracts = any(map(is_extract, checkpoints))
-        views = open_extract_views(checkpoints) if some_are_extracts else [open_view(path) for path in checkpoints]
-        views = with_derived_weights(views)
-        report = _compare(views, options, jobs, quiet=as_json or not sys.stderr.isatty())
-        build = partial(comparison_page, report, tensors_to_compare(views, options), limit)
+        report, keys = _compare(checkpoints, options, jobs, quiet=as_json or not sys.stderr.isatty())
+        build = partial(comparison_page, report, keys, limit)
         if html is not None:
             write_page(build(), html)
     except MegasdcError as error:
@@ -113,7 +109,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        print_page(build(), Console() if sys.stdout.isatty() else Console(width=240))
+        print_pages([build()], width=240)
     _leave(report.same, report.problems)
 
 
@@ -127,12 +123,16 @@ def _leave(same: bool, problems: list[str]) -> None:
     raise typer.Exit(SAME if same else DIFFERENT)
 
 
-def _compare(views: list[View], options: Options, jobs: int | None, quiet: bool) -> Report:
-    """Compare, with a progress bar in bytes unless quiet."""
+def _compare(
+    paths: list[Path], options: Options, jobs: int | None, quiet: bool
+) -> tuple[Report, list[tuple[str, Slot]]]:
+    """Compare, with a progress bar in bytes unless quiet; also what was compared."""
+    views = open_extract_views(paths) if any(map(is_extract, paths)) else [open_view(path) for path in paths]
+    views = with_derived_weights(views)
     keys = tensors_to_compare(views, options)
     total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
     with bytes_bar("comparing", total, quiet=quiet) as advance:
-        return compare_checkpoints(views, options, advance, jobs)
+        return compare_checkpoints(views, options, advance, jobs), keys
 
 
 def main() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from string import ascii_uppercase
+from typing import Any
 
 import torch
 
 from megasdc.checkpoint.compare.damage import MEANINGS, PieceDamage
 from megasdc.checkpoint.compare.report import Finding, Report
 from megasdc.checkpoint.views.view import Slot
-from megasdc.report.result.figure import Figure, Version, bars, layout, look, map_axes, shade_map
+from megasdc.report.result.figure import Figure, Version, bars, layer_map, layout, look, map_axes
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Cell, Table, number
 from megasdc.tensors.bits import bit_layout
@@ -196,7 +196,7 @@ def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> list
     )
     if left := len(names) - len(rows):
         caption += f" {left:,} more tensors are not shown."
-    columns = {
+    columns: dict[str, Sequence[Any]] = {
         "tensor": [one.fqn for one in by_slot[ALL]],
         "slot": [one.slot for one in by_slot[ALL]],
         "share": [_extent(one)[0] for one in by_slot[ALL]],
@@ -209,29 +209,27 @@ def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> list
 
 def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> list[Version]:
     """The heat map of a slot, shaded by share and by relative difference."""
-    places = {_cell(fqn) for fqn in fqns}
-    columns = sorted({layer for layer, _ in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     worst: dict[tuple[str, str], tuple[float, float, str]] = {}
     for finding in findings:
         share, relative, text = _extent(finding)
         place = _cell(finding.fqn)
         old = worst.get(place, (0.0, 0.0, ""))
         worst[place] = (max(old[0], share), max(old[1], relative), f"{old[2]}<br>{text}" if old[2] else text)
-    cells = [[worst.get((layer, row)) for layer in columns] for row in rows]
-    equal = [[(layer, row) in places and (layer, row) not in worst for layer in columns] for row in rows]
-    texts = [[cell[2] if cell else "equal in every bit" for cell in line] for line in cells]
-    drawn = layout(
-        130 + 20 * len(rows),
-        "layer",
-        **map_axes(),
-        margin={"l": 10, "r": 10, "t": 40, "b": 10},
-        hovermode="closest",
-        meta={"min_width": 160 + 16 * len(columns)},
-    )
-    shades = [[[cell and math.log10(cell[place]) for cell in line] for line in cells] for place in range(len(SHADES))]
+    equal = {_cell(fqn): (0.0, 0.0, "equal in every bit") for fqn in fqns}
+    cells = {place: worst.get(place, one) for place, one in equal.items()}
+    num_layers = len({layer for layer, _ in cells})
+    margins: dict[str, Any] = {
+        "margin": {"l": 10, "r": 10, "t": 40, "b": 10},
+        "meta": {"min_width": 160 + 16 * num_layers},
+    }
+    drawn = layout(130 + 20 * len(rows), "layer", hovermode="closest", **map_axes(), **margins)
     return [
-        Version((slot, name), shade_map(columns, rows, values, equal, texts, top=0), drawn)
-        for name, values in zip(SHADES, shades, strict=True)
+        Version(
+            (slot, shade),
+            layer_map({place: (one[:2][at], one[2]) for place, one in cells.items()}, rows, top=0),
+            drawn,
+        )
+        for at, shade in enumerate(SHADES)
     ]
 
 

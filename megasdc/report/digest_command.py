@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from megasdc.checkpoint.compare.digest import Digest, count_bytes, digest_path, is_digest, read_digest
 from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.checkpoint.compare.extract import write_extracts
 from megasdc.progress import bytes_bar
 from megasdc.report.digest_page import digest_page
-from megasdc.report.result.terminal import print_page, say
+from megasdc.report.result.terminal import print_pages
 
 
 def goes_by_digest(paths: Sequence[Path], extract: Path | None) -> bool:
@@ -61,10 +60,9 @@ def compare_by_digest(
     if as_json:
         typer.echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=240)
-        print_page(digest_page(report, limit), console)
+        print_pages([digest_page(report, limit)], width=240)
         for path in written:
-            say(f"blocks that differ: {path}, {path.stat().st_size:,} bytes", console)
+            typer.echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
     return report.same
 
 

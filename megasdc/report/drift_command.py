@@ -17,7 +17,7 @@ from megasdc.checkpoint.compare.report import Options
 from megasdc.errors import MegasdcError
 from megasdc.report.drift_page import drift_page
 from megasdc.report.result.html import write_page
-from megasdc.report.result.terminal import print_page
+from megasdc.report.result.terminal import print_pages
 
 
 def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, as_json: bool) -> DriftReport | None:
@@ -49,7 +49,7 @@ def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, a
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        print_page(drift_page(report), Console() if sys.stdout.isatty() else Console(width=160))
+        print_pages([drift_page(report)])
     for problem in report.problems:
         typer.echo(f"compare_checkpoints: error: {problem}", err=True)
     return report

@@ -109,12 +109,12 @@ def _figures_of(result: SimulationResult) -> list[Figure]:
 
 def _growth(results: Sequence[SimulationResult]) -> list[Figure]:
     best = [result.at(result.best) for result in results]
-    times = {
+    times: dict[str, list[float | None]] = {
         "E[T]": [float(result.curve.longest_s.mean()) for result in results],
         "eq. 4": [result.formulas.longest_s if result.formulas else None for result in results],
         "exact, normal": [result.formulas.exact_longest_s if result.formulas else None for result in results],
     }
-    gains = {
+    gains: dict[str, list[float | None]] = {
         "best S_eff": [one["speedup"] for one in best],
         "formula at the same tau": [one["formula_speedup"] for one in best],
     }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megasdc.report.result.page import Page, Section
-from megasdc.report.result.table import Cell, Table, few, number
+from megasdc.report.result.table import Table, alarming, few, table_of
 from megasdc.study.log import WHOLE
 from megasdc.study.tables import DistanceRow, StudySummary, torn_note
 
@@ -53,74 +54,59 @@ def _worst(summary: StudySummary, quantity: str) -> list[DistanceRow]:
 def mismatches(summary: StudySummary) -> Table:
     """Elements that differ, by replica, group of submodules and phase."""
     of_ranks = any(row.rank is not None for row in summary.mismatches)
-    rows = [
-        (
-            row.replica,
-            *([row.rank] if of_ranks else []),
-            row.name,
-            row.phase,
-            row.elements,
-            number(row.mismatches, ",d", look="bad" if row.mismatches else ""),
-            row.frequency,
-            row.severity_mean,
-            row.severity_max,
-            row.from_zero,
-            row.non_finite,
-        )
-        for row in summary.mismatches
-    ]
-    headings = ("replica", *(["rank"] if of_ranks else []), "of", "phase", "elements", "differ", "frequency")
-    more = ("severity", "at most", "from zero", "NaN or Inf")
+    columns: dict[str, Any] = {
+        "replica": "replica",
+        **({"rank": "rank"} if of_ranks else {}),
+        "of": "name",
+        "phase": "phase",
+        "elements": "elements",
+        "differ": lambda row: alarming(row.mismatches),
+        "frequency": "frequency",
+        "severity": "severity_mean",
+        "at most": "severity_max",
+        "from zero": "from_zero",
+        "NaN or Inf": "non_finite",
+    }
     title = "mismatches: share of elements that differ, their mean and largest relative difference"
-    return Table("mismatch_table", (*headings, *more), rows, ("replica", "of", "phase"), title=title)
+    filters = ("replica", "of", "phase")
+    return table_of("mismatch_table", summary.mismatches, columns, filters=filters, title=title)
 
 
 def distances(rows: Sequence[DistanceRow]) -> Table:
     """Gradients and parameters, by replica and submodule."""
-    cells = [
-        (
-            row.replica,
-            row.quantity,
-            "whole model" if row.fqn == WHOLE else row.fqn,
-            row.worst,
-            row.worst_step,
-            row.last,
-            row.comparisons,
-            number(row.not_finite, ",d", look="bad" if row.not_finite else ""),
-        )
-        for row in rows
-    ]
-    headings = ("replica", "of", "submodule", "worst", "at step", "last", "comparisons", "not finite")
+    columns: dict[str, Any] = {
+        "replica": "replica",
+        "of": "quantity",
+        "submodule": lambda row: "whole model" if row.fqn == WHOLE else row.fqn,
+        "worst": "worst",
+        "at step": "worst_step",
+        "last": "last",
+        "comparisons": "comparisons",
+        "not finite": lambda row: alarming(row.not_finite),
+    }
     title = "norm of the difference over the trusted norm"
-    return Table("distances", headings, cells, ("replica", "of"), title=title)
+    return table_of("distances", rows, columns, filters=("replica", "of"), title=title)
 
 
 def losses(summary: StudySummary) -> Table:
     """Losses, and their differences to the trusted replica's."""
-    rows = [
-        (
-            row.replica,
-            row.steps,
-            number(row.last, ".5g"),
-            number(row.last_difference, "+.3g"),
-            number(row.largest_difference, "+.3g"),
-            row.largest_step,
-            number(len(row.spikes), ",d", look="bad" if row.spikes else ""),
-            few(row.spikes, SPIKES),
-            number(row.not_finite, ",d", look="bad" if row.not_finite else ""),
-        )
-        for row in summary.losses
-    ]
-    headings = ("replica", "steps", "last loss", "difference", "largest difference", "at step", "spikes")
+    columns: dict[str, Any] = {
+        "replica": "replica",
+        "steps": "steps",
+        "last loss": "last:.5g",
+        "difference": "last_difference:+.3g",
+        "largest difference": "largest_difference:+.3g",
+        "at step": "largest_step",
+        "spikes": lambda row: alarming(len(row.spikes)),
+        "spikes at steps": lambda row: few(row.spikes, SPIKES),
+        "not finite": lambda row: alarming(row.not_finite),
+    }
     title = "losses, differences to the trusted replica's"
-    return Table("losses", (*headings, "spikes at steps", "not finite"), rows, searched=False, title=title)
+    return table_of("losses", summary.losses, columns, searched=False, title=title)
 
 
 def evaluations(summary: StudySummary) -> Table:
     """Evaluations of the end models."""
-    names = ("replica", "step", "loss", "trusted_loss", "accuracy", "disagreement", "tokens")
-    whole = ("replica", "step", "tokens")
-    rows: list[list[Cell]] = [
-        [number(one[name], ",d" if name in whole else ".5g") for name in names] for one in summary.evaluations
-    ]
-    return Table("evaluations", [name.replace("_", " ") for name in names], rows, title="evaluation")
+    losses_of = {name.replace("_", " "): f"{name}:.5g" for name in ("loss", "trusted_loss", "accuracy", "disagreement")}
+    columns = {"replica": "replica", "step": "step", **losses_of, "tokens": "tokens"}
+    return table_of("evaluations", summary.evaluations, columns, title="evaluation")

@@ -35,10 +35,10 @@ def times_page(result: TimesReport) -> Page:
     return Page(
         title="Step times",
         verdict=f"Step times: {result.times.described}",
-        sentences=[result.advice],
         notes=notes,
         sections=[
             Section(tables=[_replicas(result, slowest), _stages(result), _parts(result)]),
+            Section(sentences=[result.advice]),
             Section("Figures", figures=_figures(result, slowest[:DRAWN])),
         ],
     )

@@ -14,7 +14,7 @@ from rich.progress import track
 from megasdc.errors import MegasdcError, StorageError
 from megasdc.program import run
 from megasdc.report.result.html import write_page
-from megasdc.report.result.terminal import print_page
+from megasdc.report.result.terminal import print_pages
 from megasdc.report.trace_page import trace_page
 from megasdc.report.traces import TraceReport, compare_runs, load_traces
 
@@ -95,10 +95,7 @@ def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: 
         result = {"comparisons": [report.as_dict(limit) for report in reports], "not_compared": problems}
         typer.echo(json.dumps(result, indent=2))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=200)
-        for report in reports:
-            print_page(trace_page([report], limit), console)
-            console.print()
+        print_pages((trace_page([report], limit) for report in reports), width=200)
     for problem in problems:
         typer.echo(f"compare_traces: error: {problem}", err=True)
 

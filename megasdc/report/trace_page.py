@@ -87,10 +87,10 @@ def _heat_map(report: TraceReport, place: int, what: str, column: Callable[[int,
         "z": [[own[one] for one in columns] for own in shares.values()],
         "zmin": 0,
         "zmax": 1,
-        "colorscale": [[0, "var(--equal)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
+        "colorscale": [[0, "var(--equal)"], [1e-6, "var(--low)"], [0.5, "var(--mid)"], [1, "var(--high)"]],
         "hovertemplate": "%{y}, %{x}: %{z:.3f}<extra></extra>",
     }
-    axes = {"xaxis": {"dtick": 1} if len(columns) < 30 else {}, "yaxis": {"autorange": "reversed"}}
+    axes: dict[str, Any] = {"xaxis": {"dtick": 1} if len(columns) < 30 else {}, "yaxis": {"autorange": "reversed"}}
     cells = [(name, one, share) for name, own in shares.items() for one, share in own.items()]
     numbers = {heading: [cell[at] for cell in cells] for at, heading in enumerate(("submodule", what, "share"))}
     title = f"Share of a submodule's results that differ, by {what}"

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class Figure:
         """Input of the page's script."""
         found: dict[str, Any] = {"name": self.name, "traces": self.traces, "layout": self.layout}
         found |= {"on_steps": self.on_steps, "choices": self.choices}
-        return found | {"versions": [asdict(one) for one in self.versions]}
+        return found | {"versions": [vars(one) for one in self.versions]}
 
     @property
     def options(self) -> dict[str, list[str]]:
@@ -179,33 +179,29 @@ def bars(name: str, x: Any, y: Any, colour: str, hover: str, **options: Any) -> 
     return trace | {"hovertemplate": f"{hover}<extra>{name}</extra>"} | options
 
 
-def shade_map(
-    columns: Sequence[str],
-    rows: Sequence[str],
-    shades: Sequence[Sequence[float | None]],
-    equal: Any,
-    text: Any,
-    top: int | None = None,
+def layer_map(
+    cells: Mapping[tuple[str, str], tuple[float, str]], rows: Sequence[str], top: int | None = None
 ) -> list[dict[str, Any]]:
-    """Traces of a map of logarithms, with grey cells for what is equal; the others are empty.
+    """Traces of a map of shares by layer, logarithmic, with grey cells for zero; cells that are not there are empty.
 
     Args:
-        columns: names.
-        rows: names.
-        shades: log10 of each cell, None where there is none, [row, column].
-        equal: true where a cell is grey, [row, column].
-        text: of each cell, shown under the pointer.
-        top: log10 of the darkest shade; None: of the largest value.
+        cells: share, and what is shown under the pointer, by (layer, row).
+        rows: names, from the top.
+        top: log10 of the darkest shade; None: of the largest share.
     """
+    columns = sorted({layer for layer, _ in cells}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
+    lines = [[cells.get((layer, row)) for layer in columns] for row in rows]
+    shades = [[math.log10(one[0]) if one and one[0] else None for one in line] for line in lines]
+    equal = [[0 if one and not one[0] else None for one in line] for line in lines]
     known = [value for line in shades for value in line if value is not None]
     low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (-1, 0)
     if top is not None:
         low, high = min(low, top - 1), top
     ticks = list(range(low, max(high, low + 1) + 1, max(1, (high - low) // 12 + 1)))
-    common: dict[str, Any] = {"type": "heatmap", "x": list(columns), "y": list(rows), "text": text}
+    text = [[one[1] if one else "" for one in line] for line in lines]
+    common: dict[str, Any] = {"type": "heatmap", "x": columns, "y": list(rows), "text": text}
     common |= {"xgap": 1, "ygap": 1, "hovertemplate": "%{y}<br>layer %{x}<br>%{text}<extra></extra>"}
-    grey = {"z": [[0 if one else None for one in line] for line in equal], "showscale": False}
-    grey["colorscale"] = [[0, "var(--equal)"], [1, "var(--equal)"]]
+    grey = {"z": equal, "showscale": False, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]]}
     differs = {
         "z": shades,
         "zmin": low,

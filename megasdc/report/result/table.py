@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,35 @@ class Table:
                 row[place].whole if shown or row[place].value is None else row[place].value for place, shown in told
             )
         return out.getvalue()
+
+
+def table_of(
+    name: str, items: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]], **options: Any
+) -> Table:
+    """A table with a row for each item.
+
+    Args:
+        name: as of ``Table``.
+        items: objects or mappings.
+        columns: by heading: the name of a field, with a number's format after a colon (``drop_rate:.1%``), or a
+            function of the item.
+        **options: as of ``Table``.
+    """
+    rows = [[_value(item, column) for column in columns.values()] for item in items]
+    return Table(name, tuple(columns), rows, **options)
+
+
+def _value(item: Any, column: str | Callable[[Any], Any]) -> Any:
+    if callable(column):
+        return column(item)
+    field, _, form = column.partition(":")
+    value = item[field] if isinstance(item, Mapping) else getattr(item, field)
+    return number(value, form) if form else value
+
+
+def alarming(count: int) -> Cell:
+    """A cell with a number that is bad unless it is zero."""
+    return number(count, ",d", look="bad" if count else "")
 
 
 def cell(value: Cell | str | float | None) -> Cell:

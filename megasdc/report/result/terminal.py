@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from megasdc.report.result.page import Page, Section
@@ -31,6 +32,22 @@ def print_page(page: Page, console: Console) -> None:
         _print_section(section, console)
 
 
+def print_pages(pages: Iterable[Page], width: int = 160) -> None:
+    """Print results on standard output, with an empty line between them.
+
+    Args:
+        pages: the results.
+        width: in characters, where standard output is no terminal.
+    """
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=width)
+    for place, page in enumerate(pages):
+        if place:
+            say("", console)
+        print_page(page, console)
+
+
 def printer(build: Callable[..., Page]) -> Callable[[Any, Console], None]:
     """A function that prints the page that ``build`` makes of a result."""
     return lambda result, console: print_page(build(result), console)
@@ -43,8 +60,9 @@ def _print_section(section: Section, console: Console) -> None:
         say(f"\n{section.heading}", console, "bold")
     for sentence in (*section.sentences, *section.items):
         say(sentence, console)
+    wide = max(map(len, section.facts), default=0)
     for label, value in section.facts.items():
-        say(f"{label}: {value}", console)
+        say(f"  {label:{wide}}  {value}", console)
     for table in section.tables:
         print_table(table, console)
     for text in filter(None, (figure.text for figure in section.figures)):

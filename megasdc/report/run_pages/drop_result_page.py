@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.report.result.page import Page, Section
-from megasdc.report.result.table import Cell, Table, cell, number, percent
-from megasdc.report.run_pages.drop_results import DropResults, Scaling, read_drop_results
+from megasdc.report.result.table import number, percent, table_of
+from megasdc.report.run_pages.drop_results import DropResults, read_drop_results
 from megasdc.report.run_pages.figures.drop_results import (
     loss_figures,
     measured_scaling_figure,
@@ -98,8 +98,14 @@ def _tiles(results: DropResults) -> dict[str, str]:
 def _scaling(results: DropResults) -> list[Section]:
     if not results.scaling:
         return []
-    headings = ("replicas", "without a threshold", "by eq. 4", "best threshold", "effective speed-up", "left out")
-    rows = [_scaling_row(one) for one in results.scaling]
+    columns = {
+        "replicas": "replicas",
+        "without a threshold": "waits:.1%",
+        "by eq. 4": "waits_formula:.1%",
+        "best threshold": "drops:.1%",
+        "effective speed-up": "speedup:.4f",
+        "left out": "drop_rate:.1%",
+    }
     assert results.environment is not None, "read with the simulation"
     environment = results.environment
     facts = {
@@ -113,7 +119,7 @@ def _scaling(results: DropResults) -> list[Section]:
             "Scaling",
             [note],
             facts,
-            [Table("drop_scaling_table", headings, rows, searched=False)],
+            [table_of("drop_scaling_table", results.scaling, columns, searched=False)],
             [scaling_figure(results.scaling), threshold_figure(results.scaling)],
         )
     ]
@@ -123,61 +129,45 @@ def _delay(one: Mapping[str, Any]) -> str:
     return ", ".join([one["kind"], *(f"{key} {value}" for key, value in one.items() if key != "kind")])
 
 
-def _scaling_row(one: Scaling) -> tuple[Cell, ...]:
-    return (
-        cell(one.replicas),
-        number(one.waits, ".1%"),
-        number(one.waits_formula, ".1%"),
-        number(one.drops, ".1%"),
-        number(one.speedup, ".4f"),
-        number(one.drop_rate, ".1%"),
-    )
-
-
 def _measured_scaling(results: DropResults) -> list[Section]:
     figure = measured_scaling_figure(results.speedups)
     return [] if figure is None else [Section("Measured with several numbers of replicas", figures=[figure])]
 
 
 def _measured(place: int, result: Mapping[str, Any]) -> Section:
-    headings = ("threshold, s", "chosen by", "left out: predicted", "left out", "predicted", "measured", "difference")
-    rows = tuple(
-        (
-            number(one["tau_s"], ".4g", missing="none"),
-            Cell("the run" if one["own"] else "the measurement"),
-            number(one["predicted_rate"], ".1%"),
-            number(one["rate"], ".1%"),
-            number(one["predicted"], ".4f"),
-            number(one["speedup"], ".4f"),
-            percent(one["difference"], result["bar"]),
-        )
-        for one in result["thresholds"]
-    )
-    table = Table(f"drop_measured_table_{place}", headings, rows, searched=False)
+    columns: dict[str, Any] = {
+        "threshold, s": lambda one: number(one["tau_s"], ".4g", missing="none"),
+        "chosen by": lambda one: "the run" if one["own"] else "the measurement",
+        "left out: predicted": "predicted_rate:.1%",
+        "left out": "rate:.1%",
+        "predicted": "predicted:.4f",
+        "measured": "speedup:.4f",
+        "difference": lambda one: percent(one["difference"], result["bar"]),
+    }
+    table = table_of(f"drop_measured_table_{place}", result["thresholds"], columns, searched=False)
     return Section("Measured", [_made(result)], tables=[table], figures=[speedup_figure(place, result)])
 
 
 def _training(place: int, result: Mapping[str, Any]) -> Section:
-    headings = ("setting", "final loss", "increase", "smallest", "largest", "beyond chance", "steps", "samples", "time")
-    rows = [_training_row(one) for one in result["scores"]]
-    table = Table(f"drop_training_table_{place}", headings, rows, searched=False)
+    columns: dict[str, Any] = {
+        "setting": "name",
+        "final loss": lambda one: number(sum(one["losses"]) / len(one["losses"]), ".4f"),
+        "increase": "over_none:+.2%",
+        "smallest": lambda one: number(min(one["increases"]), "+.2%"),
+        "largest": lambda one: number(max(one["increases"]), "+.2%"),
+        "beyond chance": _beyond_chance,
+        "steps": "steps:,.0f",
+        "samples": "samples:.1%",
+        "time": "time:.1%",
+    }
+    table = table_of(f"drop_training_table_{place}", result["scores"], columns, searched=False)
     return Section("Training", [_made(result), PAPER], tables=[table], figures=loss_figures(place, result))
 
 
-def _training_row(one: Mapping[str, Any]) -> tuple[Cell, ...]:
-    losses, increases = one["losses"], one["increases"]
-    sure = min(increases) > 0 or max(increases) < 0
-    return (
-        Cell(one["name"]),
-        number(sum(losses) / len(losses), ".4f"),
-        number(one["over_none"], "+.2%"),
-        number(min(increases), "+.2%"),
-        number(max(increases), "+.2%"),
-        Cell("-" if not one["setting"]["rate"] else "all seeds agree" if sure else "no"),
-        number(one["steps"], ",.0f"),
-        number(one["samples"], ".1%"),
-        number(one["time"], ".1%"),
-    )
+def _beyond_chance(one: Mapping[str, Any]) -> str:
+    if not one["setting"]["rate"]:
+        return "-"
+    return "all seeds agree" if min(one["increases"]) > 0 or max(one["increases"]) < 0 else "no"
 
 
 def _made(result: Mapping[str, Any]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from megasdc.report.result.page import Page, Section, State, plain_values
-from megasdc.report.result.table import Cell, Table, number
+from megasdc.report.result.table import Cell, Table, number, table_of
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.facts import highlights, places, versions
 from megasdc.report.run_pages.figures.drops import drop_figures
@@ -148,12 +149,15 @@ def _few_events(run: RunRecord) -> list[str]:
 
 def _events(run: RunRecord) -> Table:
     rows = sorted(rows_of(run.events), key=lambda one: (not one.lane, one.time, one.step or 0))
-    cells = [
-        (number(one.step, ",d", missing=""), one.lane, one.what, one.count, one.rank, one.host, one.time, one.details)
-        for one in rows
-    ]
-    headings = ("step", "mark", "event", "times", "rank", "host", "time", "fields")
-    return Table("events", headings, cells, ("mark", "event"))
+    columns: dict[str, Any] = {
+        "step": lambda one: number(one.step, ",d", missing=""),
+        "mark": "lane",
+        "event": "what",
+        "times": "count",
+        **{name: name for name in ("rank", "host", "time")},
+        "fields": "details",
+    }
+    return table_of("events", rows, columns, filters=("mark", "event"))
 
 
 def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[str, object]:

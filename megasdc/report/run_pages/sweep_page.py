@@ -15,7 +15,7 @@ from megasdc.experiments.results import SweepResults, read_sweep
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable, tabulate
 from megasdc.report.result.page import Page, Section, State, plain_values
-from megasdc.report.result.table import Cell, Table, number, percent
+from megasdc.report.result.table import Cell, Table, number, percent, table_of
 from megasdc.report.run_pages.figures.nodes import node_figures
 from megasdc.report.run_pages.figures.sweep import increases, sweep_figures
 from megasdc.report.run_pages.status import ago
@@ -185,20 +185,20 @@ def _theirs(row: PaperRow | None) -> tuple[Cell, ...]:
 
 
 def _lost(rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = [
-        (
-            row["cell"],
-            row["node"],
-            number(row["seed"], "d"),
-            Cell(row["status"], look="bad"),
-            row["steps"],
-            row["reason"],
-            f"runs/{row['run_id']}",
-        )
-        for row in rows
-    ]
-    headings = ("cell", "node", "seed", "ended", "last step", "why", "folder")
-    return Table("not_done", headings, cells, ("cell", "node", "ended"))
+    columns: dict[str, Any] = {
+        "cell": "cell",
+        "node": "node",
+        "seed": "seed:d",
+        "ended": lambda row: Cell(row["status"], look="bad"),
+        "last step": "steps",
+        "why": "reason",
+        "folder": _folder,
+    }
+    return table_of("not_done", rows, columns, filters=("cell", "node", "ended"))
+
+
+def _folder(row: Mapping[str, Any]) -> str:
+    return f"runs/{row['run_id']}"
 
 
 def _how(results: SweepResults) -> list[str]:
@@ -266,29 +266,25 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(places) or "-"
 
 
-def _look(row: Mapping[str, Any]) -> str:
-    return "good" if row["node"] == HEALTHY or row["control"] else ""
-
-
 def _runs(results: SweepResults) -> Table:
     rise = increases(results.rows)
-    rows = tuple(
-        (
-            Cell(row["cell"]),
-            Cell(f"{row['node']} (control)" if row["control"] else row["node"], look=_look(row)),
-            Cell(row["profile"] or "-"),
-            number(row["seed"], "d"),
-            Cell(row["status"], look="" if row["status"] == DONE else "bad"),
-            number(row["final_loss"], ".4f"),
-            percent(rise.get((row["cell"], row["node"], row["seed"])), EPSILON),
-            number(row["eval_loss"], ".4f"),
-            number(row["steps"], ",d"),
-            number(row["skipped_steps"], ",d"),
-            number(row["seconds"], ",.1f"),
-            Cell(f"runs/{row['run_id']}"),
-        )
-        for row in results.rows
-    )
-    headings = ("cell", "node", "profile", "seed", "ended", "final loss", "increase", "evaluation loss", "steps")
-    headings_too = ("skipped", "seconds", "folder")
-    return Table("all_runs", (*headings, *headings_too), rows, ("cell", "node", "ended"))
+    columns: dict[str, Any] = {
+        "cell": "cell",
+        "node": _node,
+        "profile": lambda row: row["profile"] or "-",
+        "seed": "seed:d",
+        "ended": lambda row: Cell(row["status"], look="" if row["status"] == DONE else "bad"),
+        "final loss": "final_loss:.4f",
+        "increase": lambda row: percent(rise.get((row["cell"], row["node"], row["seed"])), EPSILON),
+        "evaluation loss": "eval_loss:.4f",
+        "steps": "steps",
+        "skipped": "skipped_steps",
+        "seconds": "seconds:,.1f",
+        "folder": _folder,
+    }
+    return table_of("all_runs", results.rows, columns, filters=("cell", "node", "ended"))
+
+
+def _node(row: Mapping[str, Any]) -> Cell:
+    trusted = row["node"] == HEALTHY or row["control"]
+    return Cell(f"{row['node']} (control)" if row["control"] else row["node"], look="good" if trusted else "")

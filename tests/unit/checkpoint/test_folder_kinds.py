@@ -35,7 +35,8 @@ from megasdc.errors import CheckpointError, ConfigError, StorageError
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.interchange.export_hf import check_out, writing_folder
 from megasdc.interchange.import_hf import import_hf
-from megasdc.report.inspection_render import render_inspection
+from megasdc.report.inspection_page import inspection_page
+from megasdc.report.result.terminal import print_pages
 
 
 @pytest.fixture
@@ -199,10 +200,11 @@ def test_a_wrong_universal_folder_has_one_remedy(tmp_path: Path, single_rank: No
     assert "Make it again with megasdc convert-checkpoint" in _refused_universal(damaged)
 
 
-def test_reports_for_people(tmp_path: Path) -> None:
+def test_reports_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One problem is one problem, and a universal checkpoint, which knows no nodes, has no empty line for them."""
     universal = make_universal(tmp_path)
-    shown = render_inspection(inspect_checkpoint(universal))
+    print_pages([inspection_page(inspect_checkpoint(universal))])
+    shown = capsys.readouterr().out
     assert "nodes" not in shown
     assert all(line.split()[1:] for line in shown.splitlines()[1:])
     (universal / "zero" / "fp32.pt").unlink()

@@ -86,7 +86,7 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
     bar, replicas = result["bar"], result["options"]["replicas"]
     predicted, measured = ([one[key] for one in rows] for key in ("predicted", "speedup"))
     around = [*(value * (1 + bar) for value in predicted), *(value * (1 - bar) for value in reversed(predicted))]
-    fill = {"fill": "toself", "fillcolor": "var(--equal)", "line": {"width": 1}, "hoverinfo": "skip"}
+    fill: dict[str, Any] = {"fill": "toself", "fillcolor": "var(--equal)", "line": {"width": 1}, "hoverinfo": "skip"}
     band = scatter(f"predicted, ± {bar:.0%}", [*rates, *reversed(rates)], around, "var(--line)", **fill)
     hover = "%{x:.1%} left out, threshold %{text}: %{y:.4f}"
     marker = {"size": 9, "symbol": ["diamond" if one["own"] else "circle" for one in rows]}
@@ -171,21 +171,21 @@ def _losses(name: str, title: str, caption: str, unit: str, place: int, result: 
         columns["setting"] += [score["name"]] * len(x)
         columns[unit] += x
         columns["loss"] += y
-    axes = {"xaxis": {"rangemode": "tozero"}, "yaxis": {"nticks": 8}}
+    axes: dict[str, Any] = {"xaxis": {"rangemode": "tozero"}, "yaxis": {"nticks": 8}}
     placed = layout(HEIGHT + 60, unit, "nats per token", legend=True, **axes)
     return Figure(name, title, caption.strip(), traces, placed, columns)
 
 
 def _by_rate(form: str) -> dict[str, Any]:
     """The layout of a figure over drop rates."""
-    axes = {"xaxis": {"tickformat": form}, "yaxis": {"nticks": 6}}
+    axes: dict[str, Any] = {"xaxis": {"tickformat": form}, "yaxis": {"nticks": 6}}
     return layout(HEIGHT, "micro-batches left out", "effective speed-up", legend=True, **axes)
 
 
 def _by_replicas(replicas: Sequence[int], title: str, **yaxis: Any) -> dict[str, Any]:
     """The layout of a figure over numbers of replicas."""
     ticks = {"tickvals": list(replicas), "ticktext": [*map(str, replicas)]}
-    axes = {"xaxis": {"type": "log", **ticks}, "yaxis": {"nticks": 6, **yaxis}}
+    axes: dict[str, Any] = {"xaxis": {"type": "log", **ticks}, "yaxis": {"nticks": 6, **yaxis}}
     return layout(HEIGHT, "replicas", title, legend=True, **axes)
 
 

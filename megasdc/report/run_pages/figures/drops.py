@@ -175,7 +175,11 @@ def threshold_figure(
     traces = []
     for (name, values), colour in zip(lines.items(), (COLOURS[2], COLOURS[0], COLOURS[1]), strict=True):
         formula = by_formula.get(name)
-        marks = {"mode": "lines" if formula is None else "markers", "line": {"width": 2}, "marker": {"size": 4}}
+        marks: dict[str, Any] = {
+            "mode": "lines" if formula is None else "markers",
+            "line": {"width": 2},
+            "marker": {"size": 4},
+        }
         traces.append(scatter(name, tau, values[finite], colour, "%{x:.4g} s: %{y:.4f}", **marks))
         if formula is not None:
             traces.append(scatter(f"{name}, formula", tau, formula[finite], colour, "%{x:.4g} s: %{y:.4f}"))
@@ -191,7 +195,7 @@ def drop_rate_figure(found: Curve, formulas: Formulas | None = None) -> Figure:
     finite = slice(None, -1)
     drops, speedup = 1 - found.completed_share[finite], found.speedup[finite]
     hover = "%{x:.1%} dropped: %{y:.4f}"
-    marks = {"mode": "markers", "marker": {"size": 4}}
+    marks: dict[str, Any] = {"mode": "markers", "marker": {"size": 4}}
     traces = [scatter("effective speed-up", drops, speedup, COLOURS[1], hover, **marks)]
     if formulas and formulas.completed_share is not None and formulas.speedup is not None:
         x, y = 1 - formulas.completed_share[finite], formulas.speedup[finite]

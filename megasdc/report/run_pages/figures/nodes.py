@@ -120,7 +120,7 @@ def _by_node(
         traces.append(scatter(told, above, labels, COLOURS[place], "%{y}: %{x:.4g}", mode="markers", marker=marker))
     if published:
         caption += " Hollow: what was published of the node that is imitated."
-    axes = {"xaxis": log_axis(values), "yaxis": named_axis(labels[::-1])}
+    axes: dict[str, Any] = {"xaxis": log_axis(values), "yaxis": named_axis(labels[::-1])}
     placed = layout(110 + 26 * len(labels), legend=True, hovermode="closest", **axes)
     columns: dict[str, Sequence[Any]] = {"node": labels, **{told: list(own) for told, own, _, _ in drawn}}
     return Figure(name, title, caption + " Zero has no place on the axis.", traces, placed, columns)

@@ -21,12 +21,12 @@ from megasdc.report.result.figure import (
     axis_of,
     bars,
     curve,
+    layer_map,
     layout,
     log_axis,
     look,
     map_axes,
     over_steps,
-    shade_map,
 )
 from megasdc.study.log import WHOLE, Line
 from megasdc.study.tables import MismatchRow, part_of
@@ -54,13 +54,9 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
     own = [row for row in rows if row.replica == replica and row.elements]
     if not own:
         return None
-    places = {(f"{row.phase} {_cell(row.name)[1]}", _cell(row.name)[0]): row for row in own}
-    names = sorted({name for name, _ in places}, key=lambda name: (PHASES.index(name.split()[0]), name))
-    layers = sorted({layer for _, layer in places}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
-    cells = [[places.get((name, layer)) for layer in layers] for name in names]
-    shades = [[math.log10(one.frequency) if one and one.frequency else None for one in line] for line in cells]
-    equal = [[one is not None and not one.frequency for one in line] for line in cells]
-    traces = shade_map(layers, names, shades, equal, [[_told(one) for one in line] for line in cells])
+    cells = {_place(row): (row.frequency, _told(row)) for row in own}
+    names = sorted({name for _, name in cells}, key=lambda name: (PHASES.index(name.split()[0]), name))
+    traces = layer_map(cells, names)
     drawn = layout(100 + min(22 * len(names), TALLEST), "layer", hovermode="closest", **map_axes(10))
     fields = {"submodule": "name", "phase": "phase", "elements": "elements", "mismatches": "mismatches"}
     fields |= {name: name for name in ("frequency", "severity_mean", "severity_max")}
@@ -70,15 +66,14 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
     return Figure(f"mismatches_{replica}", title, caption, traces, drawn, columns)
 
 
-def _cell(fqn: str) -> tuple[str, str]:
-    """(layer, name in the layer): the number at the start of a submodule's name, and the rest."""
-    head, _, rest = fqn.partition(".")
-    return (head, rest.removeprefix("layer.")) if head.isdigit() and rest else ("-", fqn)
+def _place(row: MismatchRow) -> tuple[str, str]:
+    """(layer, phase and name in the layer): the number at the start of a submodule's name, and the rest."""
+    head, _, rest = row.name.partition(".")
+    in_layer = head.isdigit() and bool(rest)
+    return (head, f"{row.phase} {rest.removeprefix('layer.')}") if in_layer else ("-", f"{row.phase} {row.name}")
 
 
-def _told(row: MismatchRow | None) -> str:
-    if row is None:
-        return ""
+def _told(row: MismatchRow) -> str:
     if not row.mismatches:
         return f"none of {row.elements:,} elements differs"
     severity = "" if row.severity_mean is None else f", mean severity {row.severity_mean:.3g}"
@@ -123,8 +118,8 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
         "|u - h| / |h| of elements that differ, from each power of ten to the next, logarithmic. Counted apart: "
         f"{apart[0]:,} whose trusted value is 0, {apart[1]:,} with NaN or infinities."
     )
-    axes = {"xaxis": {"type": "category", "automargin": True}, "yaxis": {"type": "log", "nticks": 6}}
-    columns = {"from": x, "mismatches": y}
+    axes: dict[str, Any] = {"xaxis": {"type": "category", "automargin": True}, "yaxis": {"type": "log", "nticks": 6}}
+    columns: dict[str, Sequence[Any]] = {"from": x, "mismatches": y}
     title = f"Mismatch severity, replica {replica}"
     return Figure(f"severity_{replica}", title, caption, [trace], layout(HEIGHT, **axes), columns)
 

@@ -79,13 +79,16 @@ def _final_losses(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Fi
             continue
         places = {"x": [row["cell"] for row in own], "y": clean([row["final_loss"] for row in own])}
         text = [f"{row['node']}, seed {row['seed']}" for row in own]
-        marks = {"marker": {"color": colour, "symbol": symbol, "size": 6}, "line": {"color": colour, "width": 1}}
+        marks: dict[str, Any] = {
+            "marker": {"color": colour, "symbol": symbol, "size": 6},
+            "line": {"color": colour, "width": 1},
+        }
         traces.append({"name": name, **places, "text": text, **marks, **common})
     left = len(rows) - len(done)
     caption = "Each point is a run: a node and a seed. Boxes: quartiles and median."
     if left:
         caption += f" {left:,} of {len(rows):,} runs are not done (diverged, NaN or failed) and are not drawn."
-    axes = {"xaxis": named_axis(cells), "yaxis": {"nticks": 8}}
+    axes: dict[str, Any] = {"xaxis": named_axis(cells), "yaxis": {"nticks": 8}}
     drawn = layout(HEIGHT, y="nats per token", legend=True, boxmode="group", hovermode="closest", **axes)
     columns = {key: [row[key] for row in rows] for key in ("cell", "node", "seed", "status", "final_loss", "eval_loss")}
     return Figure("final_losses", "Final training loss of every run", caption, traces, drawn, columns)
@@ -100,11 +103,10 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
         line, said = [], []
         for cell in cells:
             values = [value for (c, n, _), value in found.items() if (c, n) == (cell, node)]
-            states = [row["status"] for row in rows if (row["cell"], row["node"]) == (cell, node)]
-            lost = sorted({state for state in states if state != DONE})
-            whole = values and not lost
-            line.append(float(np.mean(values)) if whole else None)
-            said.append(", ".join(lost) if lost else f"{np.mean(values):+.2%}" if values else "")
+            states = {row["status"] for row in rows if (row["cell"], row["node"]) == (cell, node)}
+            lost = ", ".join(sorted(states - {DONE}))
+            line.append(float(np.mean(values)) if values and not lost else None)
+            said.append(lost or (f"{np.mean(values):+.2%}" if values else ""))
         z.append(line)
         words.append(said)
     largest = max((abs(value) for line in z for value in line if value is not None), default=0.0) or 0.005
@@ -113,32 +115,25 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
     common["hovertemplate"] = "%{y} in %{x}: %{text}<extra></extra>"
     colours = [[0, "var(--c1)"], [0.5, "var(--page)"], [1, "var(--mid)"]]
     trace = common | {"z": z, "zmin": -largest, "zmax": largest, "colorscale": colours}
-    lost = [
-        [None if value is not None or not word else 1 for value, word in zip(*pair, strict=True)]
+    lost_cells = [
+        [1 if value is None and word else None for value, word in zip(*pair, strict=True)]
         for pair in zip(z, words, strict=True)
     ]
-    words_of = common | {"z": lost, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]]}
-    axes = map_axes() | {"hovermode": "closest"}
+    words_of = common | {"z": lost_cells, "colorscale": [[0, "var(--equal)"], [1, "var(--equal)"]]}
+    axes: dict[str, Any] = map_axes() | {"hovermode": "closest"}
     axes["xaxis"]["automargin"] = True
-    pairs = [(cell, node, place) for place, node in enumerate(nodes) for cell in cells]
     columns: dict[str, Sequence[Any]] = {
-        "cell": [cell for cell, _, _ in pairs],
-        "node": [node for _, node, _ in pairs],
-        "mean_increase": [math.nan if (v := z[place][cells.index(cell)]) is None else v for cell, _, place in pairs],
-        "shown": [words[place][cells.index(cell)] for cell, _, place in pairs],
+        "cell": [cell for _ in nodes for cell in cells],
+        "node": [node for node in nodes for _ in cells],
+        "mean_increase": [math.nan if value is None else value for line in z for value in line],
+        "shown": [word for said in words for word in said],
     }
     caption = (
         "(final loss / final loss of the healthy run with the same seed - 1), mean over seeds; a word: a run of that "
         "node is not done. Orange: worse than healthy."
     )
-    return Figure(
-        "increases",
-        "What each node did to the final loss",
-        caption,
-        [trace, words_of],
-        layout(110 + 26 * len(nodes), **axes),
-        columns,
-    )
+    drawn, title = layout(110 + 26 * len(nodes), **axes), "What each node did to the final loss"
+    return Figure("increases", title, caption, [trace, words_of], drawn, columns)
 
 
 def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
