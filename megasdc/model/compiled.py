@@ -121,6 +121,10 @@ def require_compiler(device: str) -> None:
     find_compiler(device)
 
 
+FUSED_VERSION = 2
+"""Raised with every change of a fused function that changes bits: golden traces of another are not comparable."""
+
+
 def code_generator() -> str:
     """Compiler of fused modules on this host, with its version, which affects the bits of results.
 

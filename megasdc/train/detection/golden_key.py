@@ -18,7 +18,7 @@ from megasdc.config import RunConfig, parse_config
 from megasdc.config.environment import VARIABLES
 from megasdc.config.repeatability import CPU_KERNEL_VARIABLES
 from megasdc.errors import ConfigError, TraceError
-from megasdc.model.compiled import code_generator
+from megasdc.model.compiled import FUSED_VERSION, code_generator
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences
 
@@ -39,10 +39,10 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
         algorithm: of the checksums.
 
     Returns:
-        Plain values by name: those of ``machine_key``; without a GPU ``threads``; with fused modules their code
-        generator; precision, layout, algorithm and a digest of the workload.
+        Plain values by name: those of ``machine_key``; without a GPU ``threads``; with fused modules the version of
+        their functions and their code generator; precision, layout, algorithm and a digest of the workload.
     """
-    fused = {"fused": code_generator()} if config.megasdc.model.fuse else {}
+    fused = {"fused": f"functions {FUSED_VERSION}, {code_generator()}"} if config.megasdc.model.fuse else {}
     threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
     return {
         **machine_key(),
