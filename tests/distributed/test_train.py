@@ -143,11 +143,11 @@ def _pretrain_then_die(config: str, rank: int, step: int, moment: str) -> tuple[
 
             save = saving.save_checkpoint
 
-            def die_in_save(engine: Any, folder: Path, at: int, **options: Any) -> Any:
+            def die_in_save(engine: Any, folder: Path, at: int, *options: Any) -> Any:
                 if at == step:
                     delay = float(moment.split("_")[1])
                     threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGKILL))).start()
-                return save(engine, folder, at, **options)
+                return save(engine, folder, at, *options)
 
             saving.save_checkpoint = die_in_save
     return pretrain_rank(config, [])
