@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
@@ -11,13 +11,16 @@ import typer
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
 
 
-@app.command("plan-audit", epilog="Example: megasdc plan-audit --replicas 64 --micro-batches 16 --latency 1000")
-def plan_audit(
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Replicas N.")] = 8,
-    micro_batches: Annotated[int, typer.Option("--micro-batches", min=1, help="Micro-batches M of a step.")] = 16,
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of ``megasdc plan-audit``."""
+
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Replicas N.")] = 8
+    micro_batches: Annotated[int, typer.Option("--micro-batches", min=1, help="Micro-batches M of a step.")] = 16
     interval: Annotated[
-        int | None, typer.Option("--interval", min=1, help="Steps K between audits; default: 50.")
-    ] = None,
+        int | None,
+        typer.Option("--interval", min=1, help="Steps K between audits; default: 50."),
+    ] = None
     latency: Annotated[
         float | None,
         typer.Option(
@@ -25,11 +28,11 @@ def plan_audit(
             min=1,
             help="Instead of --interval: largest K whose audits find a bad rank in at most so many steps on average.",
         ),
-    ] = None,
-    at_rate: Annotated[float, typer.Option("--at-rate", help="The rate for which --latency is wanted.")] = 0.01,
+    ] = None
+    at_rate: Annotated[float, typer.Option("--at-rate", help="The rate for which --latency is wanted.")] = 0.01
     rates: Annotated[
         str, typer.Option("--rates", help="Probabilities that a micro-batch of the bad rank is wrong.")
-    ] = "1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6",
+    ] = "1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6"
     visible: Annotated[
         float,
         typer.Option(
@@ -39,15 +42,15 @@ def plan_audit(
             help="Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if "
             "errors do not repeat, none of those that repeat.",
         ),
-    ] = 0.5,
+    ] = 0.5
     audit_share: Annotated[
         float | None,
         typer.Option("--audit-share", min=0, help="Checksums of all results of a micro-batch over its time."),
-    ] = None,
+    ] = None
     always_on_share: Annotated[
         float | None,
         typer.Option("--always-on-share", min=0, help="Checksums of forward and recomputed results over its time."),
-    ] = None,
+    ] = None
     hidden: Annotated[
         int,
         typer.Option(
@@ -55,34 +58,33 @@ def plan_audit(
             min=128,
             help="Width for shares not given: cost model and accelerator of `bench trace`, with recompute.",
         ),
-    ] = 8192,
-    trials: Annotated[int, typer.Option("--trials", min=0, help="Bad ranks to simulate; 0: formulas only.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
+    ] = 8192
+    trials: Annotated[int, typer.Option("--trials", min=0, help="Bad ranks to simulate; 0: formulas only.")] = 1000
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1
+
+
+@app.command("plan-audit", epilog="Example: megasdc plan-audit --replicas 64 --micro-batches 16 --latency 1000")
+def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> None:
     """Predict detection latency of a bad rank in steps, by rate and tier, and the cost of the checks.
 
     A rate is the probability that the bad rank computes at least one wrong result in one micro-batch. Audits see one
     micro-batch of every K-th step on all replicas, the check of every step one of each step, or all.
     """
-    with_rates = [_rate(text, "--rates") for text in rates.split(",")]
-    if latency is not None:
-        if interval is not None:
-            raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
-        interval = _interval_for(latency, _rate(str(at_rate), "--at-rate"))
+    rates = [_rate(text, "--rates") for text in options.rates.split(",")]
+    interval = _interval(options)
 
     from megasdc.progress import progress_bars
     from megasdc.report.plan_render import render_plan
     from megasdc.sdc.plan import Plan, make_plan
 
+    audit_share, always_on_share = options.audit_share, options.always_on_share
     if audit_share is None or always_on_share is None:
-        shares = _predicted_shares(hidden)
-        audit_share = shares[0] if audit_share is None else audit_share
-        always_on_share = shares[1] if always_on_share is None else always_on_share
-    plan = Plan(replicas, interval or 50, micro_batches, visible, audit_share, always_on_share)
+        predicted = _predicted_shares(options.hidden)
+        audit_share = predicted[0] if audit_share is None else audit_share
+        always_on_share = predicted[1] if always_on_share is None else always_on_share
+    plan = Plan(options.replicas, interval, options.micro_batches, options.visible, audit_share, always_on_share)
     with progress_bars(quiet=as_json) as on_progress:
-        result = make_plan(plan, with_rates, trials, seed, on_progress)
+        result = make_plan(plan, rates, options.trials, options.seed, on_progress)
     print_result(result, render_plan, out=out, as_json=as_json)
 
 
@@ -91,14 +93,14 @@ def coverage(
     config: ConfigOption,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks of the run.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="As a table of markdown.")] = False,
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
     """Show which faults a run of this configuration would detect, in which phase of a step, when, and which not."""
     from megasdc.config import check_layout, load_config
     from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage
 
-    loaded = load_config(config, overrides or ())
+    loaded = load_config(config, overrides)
     layout = check_layout(loaded, world_size)
     chosen = {"one": 1, "all": layout.accumulation_steps, "auto": None}[loaded.megasdc.sdc.always_on.coverage]
     shape = Shape(
@@ -126,9 +128,17 @@ def _rate(text: str, option: str) -> float:
     return rate
 
 
-def _interval_for(latency: float, rate: float) -> int:
+def _interval(options: PlanOptions) -> int:
+    """Steps between audits, as given or as chosen by --latency."""
+    latency = options.latency
+    if latency is None:
+        return options.interval or 50
+    if options.interval is not None:
+        raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
+
     from megasdc.sdc.plan import largest_interval
 
+    rate = _rate(str(options.at_rate), "--at-rate")
     interval = largest_interval(latency, rate)
     if interval is None:
         raise typer.BadParameter(

@@ -176,9 +176,9 @@ def test_errors_of_the_file_system_have_the_code_of_their_place(
     tmp_path: Path, inside: str, number: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies in an input has the input's, what lies in an output or needs space 77; a surprise stays one."""
-    from megasdc.cli.app import _Application, input_argument, output_folder
+    from megasdc.cli.app import Application, input_argument, output_folder
 
-    small = _Application()
+    small = Application()
 
     @small.command("read")
     def read(
