@@ -37,6 +37,16 @@ class Section(BaseModel):
     """Class of fields without one in ``json_schema_extra``; None: every field that is not a section needs one there."""
 
 
+def section(kind: type[Section], **settings: Any) -> Any:
+    """A field that is a section; where it is not given, that section with its defaults.
+
+    Args:
+        kind: class of the section, whose fields all have a default.
+        **settings: as of ``pydantic.Field``.
+    """
+    return Field(default_factory=lambda: kind.model_validate({}), **settings)
+
+
 def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
     """Effect of a field that is changed at a resume.
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import PositiveInt, Section
+from megasdc.config.fields import PositiveInt, Section, section
 
 Policy = Literal["halt", "repair", "warn"]
 Granularity = Literal["layer", "submodule", "gemm"]
@@ -65,7 +65,7 @@ class SdcSection(Section):
 
     at_resume = "applied"
 
-    always_on: AlwaysOnSection = Field(default_factory=lambda: AlwaysOnSection.model_validate({}))
+    always_on: AlwaysOnSection = section(AlwaysOnSection)
     repeats: PositiveInt = Field(
         5, description="How often a disputed micro-batch is recomputed to tell persistent from other faults."
     )
@@ -86,7 +86,7 @@ class SdcSection(Section):
         description="With `golden`: steps from one such check to the next while training; null: none. The second model "
         "is then kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
     )
-    policy: PolicySection = Field(default_factory=lambda: PolicySection.model_validate({}))
+    policy: PolicySection = section(PolicySection)
 
 
 class AuditSection(Section):

@@ -6,218 +6,29 @@ generated from it. A section is read only by the part of the package that it con
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megasdc.addresses import PHASES
 from megasdc.config.fields import (
     APPLIED,
-    FLAG,
     NO_MATTER,
-    REFUSED,
     UNIVERSAL,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Probability,
     Section,
+    section,
 )
+from megasdc.config.sections.data import DataSection
 from megasdc.config.sections.delay import DelaySpec
 from megasdc.config.sections.detection import AuditSection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.model import ModelSection
 from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.config.sections.study import StudySection
-
-
-class ModelSection(Section):
-    """The GPT to train: a preset, single sizes, or a preset with some sizes changed."""
-
-    preset: str | None = Field(
-        None, description="Name of a preset size; null: sizes are given field by field.", json_schema_extra=NO_MATTER
-    )
-    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        2, description="Number of transformer layers.", json_schema_extra=REFUSED
-    )
-    hidden_size: PositiveInt = Field(128, description="Width h of the residual stream.", json_schema_extra=REFUSED)
-    num_attention_heads: PositiveInt = Field(4, description="Number of query heads.", json_schema_extra=REFUSED)
-    num_query_groups: PositiveInt | None = Field(
-        None,
-        description="Number of key/value heads (grouped-query attention); null: as many as query heads.",
-        json_schema_extra=REFUSED,
-    )
-    kv_channels: PositiveInt | None = Field(
-        None, description="Width of one head; null: hidden_size / num_attention_heads.", json_schema_extra=REFUSED
-    )
-    ffn_hidden_size: PositiveInt | None = Field(
-        None,
-        description="Width of the MLP; null: 4 h, or with a gated MLP 8/3 h rounded up to a multiple of 64.",
-        json_schema_extra=REFUSED,
-    )
-    max_positions: PositiveInt = Field(
-        2048,
-        description="Longest sequence the model can see, in tokens; size of the learned position table.",
-        json_schema_extra=FLAG,
-    )
-    position_embedding: Literal["learned", "rope"] = Field(
-        "learned", description="Kind of position information.", json_schema_extra=REFUSED
-    )
-    rotary_base: PositiveInt = Field(
-        10000, description="Base of the rotary frequencies; read with rope only.", json_schema_extra=FLAG
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = Field(
-        "LayerNorm", description="Kind of normalisation.", json_schema_extra=REFUSED
-    )
-    norm_epsilon: PositiveFloat = Field(
-        1e-5, description="Added to the variance in every normalisation.", json_schema_extra=FLAG
-    )
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = Field(
-        "gelu_tanh",
-        description="MLP activation; gelu_tanh is GPT-2's tanh approximation of GELU.",
-        json_schema_extra=FLAG,
-    )
-    gated_mlp: bool = Field(False, description="Gate the MLP; silu with a gate is SwiGLU.", json_schema_extra=REFUSED)
-    bias: bool = Field(True, description="Biases in the linear layers of attention and MLP.", json_schema_extra=REFUSED)
-    qkv_bias: bool = Field(
-        False, description="A bias on query, key and value also where `bias` is false.", json_schema_extra=REFUSED
-    )
-    tie_embeddings: bool = Field(True, description="Output weights are the word embedding.", json_schema_extra=REFUSED)
-    hidden_dropout: Probability = Field(
-        0.0, description="Dropout on embeddings and residual branches, in [0, 1).", json_schema_extra=FLAG
-    )
-    attention_dropout: Probability = Field(
-        0.0,
-        description="Dropout on attention probabilities, in [0, 1); above 0 attention is computed unfused.",
-        json_schema_extra=FLAG,
-    )
-    init_std: PositiveFloat = Field(0.02, description="Standard deviation of initial weights.", json_schema_extra=FLAG)
-    vocab_multiple: PositiveInt = Field(
-        128,
-        description="The vocabulary is padded to a multiple of this; must be divisible by every tensor size used.",
-        json_schema_extra=FLAG,
-    )
-    backend: Literal["torch", "transformer_engine"] = Field(
-        "torch",
-        description="Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).",
-        json_schema_extra=FLAG,
-    )
-    fuse: bool = Field(
-        False,
-        description="Norms, rotary embedding, activation, residual sums and cross-entropy compiled, each alone; "
-        "needs backend torch and a C++ compiler (on a GPU Triton and a C compiler).",
-        json_schema_extra=FLAG,
-    )
-    initial_weights: str | None = Field(
-        None,
-        description="Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",
-        json_schema_extra=NO_MATTER,
-    )
-    megatron: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further fields of Megatron-core's TransformerConfig that have effect, by name; applied last.",
-        json_schema_extra=FLAG,
-    )
-
-
-class SourceSection(Section):
-    """One source of text for `prepare-data`."""
-
-    at_resume = "-"
-
-    kind: Literal["stdlib", "files", "hub"] = Field(
-        "stdlib",
-        description="stdlib: text of the running Python's standard library; files: local files or folders; "
-        "hub: a dataset by its Hugging Face name.",
-    )
-    path: str | None = Field(
-        None,
-        description="files: a file, a folder or a glob of .txt, .jsonl, .parquet (.gz and .zst too); hub: its name.",
-    )
-    name: str | None = Field(None, description="hub: configuration name, such as `en` of allenai/c4.")
-    split: str = Field("train", description="hub: which split to read.")
-    revision: str | None = Field(None, description="hub: commit, tag or branch to read; null: the newest.")
-    text_field: str = Field("text", description="Column or JSON key that holds the text.")
-    text_unit: Literal["file", "paragraph", "line"] = Field(
-        "file", description="files: what one document of a .txt file is; paragraphs are divided by empty lines."
-    )
-    streaming: bool = Field(False, description="hub: read without downloading the whole dataset first.")
-    max_documents: PositiveInt | None = Field(None, description="Stop after so many documents; null: all.")
-    pattern: str | None = Field(
-        None,
-        description="stdlib: only files that match this glob below the library's folder, such as `json/*.py` or "
-        "`*/**/*.py` (`**`: any number of folders); null: all.",
-    )
-
-
-class TokenizerSection(Section):
-    """The tokenizer that `prepare-data` trains or loads."""
-
-    at_resume = "-"
-
-    kind: Literal["sentencepiece", "huggingface"] = Field("sentencepiece", description="Tokenizer library.")
-    path: str | None = Field(
-        None,
-        description="sentencepiece: a .model file, null: train one on the sources; huggingface: a folder or hub name.",
-    )
-    vocab_size: PositiveInt = Field(8192, description="Pieces of a SentencePiece model trained here.")
-    model_type: Literal["bpe", "unigram"] = Field("bpe", description="Algorithm of a SentencePiece model trained here.")
-    train_characters: PositiveInt = Field(
-        20_000_000, description="Characters of text, evenly sampled, that a SentencePiece model is trained on."
-    )
-
-
-class BlendSection(Section):
-    """One folder of prepared data in a blend."""
-
-    at_resume = "universal"
-
-    path: str = Field(..., description="Folder of prepared data.", json_schema_extra=APPLIED)
-    weight: PositiveFloat = Field(..., description="Its share of the samples, relative to the other weights.")
-
-
-class DataSection(Section):
-    """Where the tokens are and how they are cut into samples."""
-
-    path: str = Field(
-        ..., description="Folder of prepared data (the output of `megasdc prepare-data`).", json_schema_extra=APPLIED
-    )
-    blend: list[BlendSection] = Field(
-        default_factory=list,
-        description="Folders to draw samples from, each with its weight; `path` must be one of them, and all must have "
-        "been prepared with one tokenizer. Empty: `path` alone.",
-        json_schema_extra=UNIVERSAL,
-    )
-    sequence_length: PositiveInt = Field(512, description="Tokens s of one sample.", json_schema_extra=UNIVERSAL)
-    split: list[NonNegativeInt] = Field(
-        [98, 1, 1],
-        min_length=3,
-        max_length=3,
-        description="Shares of the documents for train, validation and test; fixed when the data are prepared.",
-        json_schema_extra=FLAG,
-    )
-    seed: NonNegativeInt = Field(
-        1234, description="Seed of the order of documents and samples.", json_schema_extra=UNIVERSAL
-    )
-    mask_end_of_document: bool = Field(
-        False,
-        description="Exclude the loss at end-of-document tokens from every sum and average.",
-        json_schema_extra=FLAG,
-    )
-    sources: list[SourceSection] = Field(
-        default_factory=lambda: [SourceSection.model_validate({})],
-        min_length=1,
-        description="What `prepare-data` reads, in this order.",
-        json_schema_extra=NO_MATTER,
-    )
-    tokenizer: TokenizerSection = Field(
-        default_factory=lambda: TokenizerSection.model_validate({}), description="What `prepare-data` tokenizes with."
-    )
-
-    @property
-    def folders(self) -> list[str]:
-        """All folders of the samples, in the order of the blend."""
-        return [part.path for part in self.blend] or [self.path]
 
 
 class ParallelSection(Section):
@@ -411,18 +222,18 @@ class GoldenSection(Section):
 class MegasdcSection(Section):
     """All sections of the `megasdc` key."""
 
-    model: ModelSection = Field(default_factory=lambda: ModelSection.model_validate({}))
+    model: ModelSection = section(ModelSection)
     data: DataSection
-    parallel: ParallelSection = Field(default_factory=lambda: ParallelSection.model_validate({}))
+    parallel: ParallelSection = section(ParallelSection)
     training: TrainingSection
-    determinism: DeterminismSection = Field(default_factory=lambda: DeterminismSection.model_validate({}))
-    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
-    trace: TraceSection = Field(default_factory=lambda: TraceSection.model_validate({}))
-    golden: GoldenSection = Field(default_factory=lambda: GoldenSection.model_validate({}))
-    sdc: SdcSection = Field(default_factory=lambda: SdcSection.model_validate({}))
-    audit: AuditSection = Field(default_factory=lambda: AuditSection.model_validate({}))
-    study: StudySection = Field(default_factory=lambda: StudySection.model_validate({}))
-    drop_compute: DropComputeSection = Field(default_factory=lambda: DropComputeSection.model_validate({}))
+    determinism: DeterminismSection = section(DeterminismSection)
+    checkpoint: CheckpointSection = section(CheckpointSection)
+    trace: TraceSection = section(TraceSection)
+    golden: GoldenSection = section(GoldenSection)
+    sdc: SdcSection = section(SdcSection)
+    audit: AuditSection = section(AuditSection)
+    study: StudySection = section(StudySection)
+    drop_compute: DropComputeSection = section(DropComputeSection)
     optimizer_hooks: list[HookSpec] = Field(
         [],
         description="What bounds gradients and resets moments, in this order; empty: nothing.",

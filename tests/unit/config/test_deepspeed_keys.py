@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.config import deepspeed_part as ours
 from megasdc.config import parse_config
 from megasdc.config.deepspeed_keys import KNOWN_KEYS, REFUSED, SCHEDULER_PARAMS, UNSUPPORTED_KEYS
+from megasdc.config.sections import deepspeed as ours
 
 ds_config = pytest.importorskip("deepspeed.runtime.config")
 
