@@ -125,7 +125,8 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Check all hosts, start DeepSpeed's launcher, and return the true exit code, with first failed rank and cause."""
-    from megasdc.launcher.front import LaunchRequest, launch_run
+    from megasdc.launcher.front import launch_run
+    from megasdc.launcher.request import LaunchRequest
 
     request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
     result = launch_run(request, dry_run=dry_run, quiet=as_json)

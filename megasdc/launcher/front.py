@@ -23,13 +23,12 @@ from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import environment, host_failed, own_lines, read_on_host, running_on_host
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.plan import DEFAULT_SCRIPT, LaunchPlan, LaunchRequest, make_plan
+from megasdc.launcher.plan import LaunchPlan, make_plan
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
+from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.verdict import Verdict, judge, launcher_killed
 from megasdc.parallel.local_ranks import held_port
-
-__all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_run"]
 
 GATHER_TIMEOUT_S = 30.0
 ASK_HOSTS_S = 20.0
