@@ -11,7 +11,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import APPLIED, FLAG, UNIVERSAL, NonNegativeInt, PositiveFloat, PositiveInt, Section, section
+from megasdc.config.fields import (
+    APPLIED,
+    FLAG,
+    UNIVERSAL,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    section,
+    setting,
+)
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -26,19 +36,15 @@ class OptimizerParams(Section):
 
     at_resume = "applied"
 
-    lr: PositiveFloat = Field(3e-4, description="Largest learning rate.")
-    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="Decay of the two moments.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled decay; not applied to norms and biases.")
-    torch_adam: bool = Field(
-        True, description="PyTorch's optimizer; false: DeepSpeed's compiled one.", json_schema_extra=UNIVERSAL
-    )
-    adam_w_mode: bool = Field(
-        True, description="Adam only: decouple the weight decay as AdamW does.", json_schema_extra=UNIVERSAL
-    )
-    fused: bool = Field(True, description="torch_adam only: one kernel for all parameters.")
-    foreach: bool | None = Field(None, description="torch_adam only: multi-tensor kernels; excludes fused.")
-    bias_correction: bool = Field(True, description="DeepSpeed's compiled Adam only: correct the moments' bias.")
+    lr: PositiveFloat = setting(3e-4, "Largest learning rate.")
+    betas: list[Beta] = setting([0.9, 0.95], "Decay of the two moments.", min_length=2, max_length=2)
+    eps: PositiveFloat = setting(1e-8, "Added to the root of the second moment.")
+    weight_decay: NonNegativeFloat = setting(0.1, "Decoupled decay; not applied to norms and biases.")
+    torch_adam: bool = setting(True, "PyTorch's optimizer; false: DeepSpeed's compiled one.", UNIVERSAL)
+    adam_w_mode: bool = setting(True, "Adam only: decouple the weight decay as AdamW does.", UNIVERSAL)
+    fused: bool = setting(True, "torch_adam only: one kernel for all parameters.")
+    foreach: bool | None = setting(None, "torch_adam only: multi-tensor kernels; excludes fused.")
+    bias_correction: bool = setting(True, "DeepSpeed's compiled Adam only: correct the moments' bias.")
 
 
 class Optimizer(Section):
@@ -46,9 +52,9 @@ class Optimizer(Section):
 
     at_resume = "universal"
 
-    type: Literal["Adam", "AdamW"] = Field("AdamW", description="Optimizer.")
+    type: Literal["Adam", "AdamW"] = setting("AdamW", "Optimizer.")
     params: OptimizerParams = section(OptimizerParams)
-    legacy_fusion: bool = Field(False, description="As DeepSpeed documents it.", json_schema_extra=APPLIED)
+    legacy_fusion: bool = setting(False, "As DeepSpeed documents it.", APPLIED)
 
 
 class SchedulerParams(Section):
@@ -56,17 +62,17 @@ class SchedulerParams(Section):
 
     at_resume = "applied"
 
-    total_num_steps: PositiveInt = Field(1, description="Steps of the schedule; absent: training.steps.")
-    warmup_num_steps: PositiveInt = Field(1, description="Steps of warm-up; absent: min(2000, 10 % of the steps).")
-    warmup_type: Literal["linear", "log"] = Field("linear", description="Shape of the warm-up.")
-    warmup_min_lr: NonNegativeFloat | Annotated[list[NonNegativeFloat], _OF_GROUPS] = Field(
-        0.0, description="First learning rate; two: of parameters with weight decay and of those without."
+    total_num_steps: PositiveInt = setting(1, "Steps of the schedule; absent: training.steps.")
+    warmup_num_steps: PositiveInt = setting(1, "Steps of warm-up; absent: min(2000, 10 % of the steps).")
+    warmup_type: Literal["linear", "log"] = setting("linear", "Shape of the warm-up.")
+    warmup_min_lr: NonNegativeFloat | Annotated[list[NonNegativeFloat], _OF_GROUPS] = setting(
+        0.0, "First learning rate; two: of parameters with weight decay and of those without."
     )
-    warmup_max_lr: PositiveFloat | Annotated[list[PositiveFloat], _OF_GROUPS] = Field(
-        3e-4, description="Learning rate after warm-up, or two; absent: optimizer.params.lr."
+    warmup_max_lr: PositiveFloat | Annotated[list[PositiveFloat], _OF_GROUPS] = setting(
+        3e-4, "Learning rate after warm-up, or two; absent: optimizer.params.lr."
     )
-    warmup_min_ratio: Ratio = Field(0.0, description="First learning rate over the largest.")
-    cos_min_ratio: Ratio = Field(0.1, description="Last learning rate over the largest.")
+    warmup_min_ratio: Ratio = setting(0.0, "First learning rate over the largest.")
+    cos_min_ratio: Ratio = setting(0.1, "Last learning rate over the largest.")
 
 
 class Scheduler(Section):
@@ -74,7 +80,7 @@ class Scheduler(Section):
 
     at_resume = "applied"
 
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = Field("WarmupCosineLR", description="Schedule.")
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = setting("WarmupCosineLR", "Schedule.")
     params: SchedulerParams = section(SchedulerParams)
 
 
@@ -83,9 +89,8 @@ class OffloadOptimizer(Section):
 
     at_resume = "applied"
 
-    device: Literal["none", "cpu"] = Field(
-        "none",
-        description="Where the optimizer's state is stored; NVMe is for ZeRO stage 3, stage 1 would use the CPU.",
+    device: Literal["none", "cpu"] = setting(
+        "none", "Where the optimizer's state is stored; NVMe is for ZeRO stage 3, stage 1 would use the CPU."
     )
     pin_memory: bool = True
 
@@ -95,8 +100,8 @@ class Zero(Section):
 
     at_resume = "applied"
 
-    stage: Literal[1] = Field(
-        1, description="ZeRO stage; the pipeline engine cannot reduce gradients in stages 2 and 3, and 0 shards nothing"
+    stage: Literal[1] = setting(
+        1, "ZeRO stage; the pipeline engine cannot reduce gradients in stages 2 and 3, and 0 shards nothing"
     )
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
@@ -106,14 +111,13 @@ class Zero(Section):
     allgather_bucket_size: NonNegativeInt = 500_000_000
     overlap_comm: bool | None = None
     load_from_fp32_weights: bool = True
-    elastic_checkpoint: Literal[False] = Field(
-        False,
-        description="megasdc's own checkpoints load under another number of replicas; DeepSpeed's way fails there",
+    elastic_checkpoint: Literal[False] = setting(
+        False, "megasdc's own checkpoints load under another number of replicas; DeepSpeed's way fails there"
     )
     offload_optimizer: OffloadOptimizer | None = None
     ignore_unused_parameters: bool = True
-    round_robin_gradients: bool = Field(False, json_schema_extra=UNIVERSAL)
-    parameter_alignment: bool = Field(False, json_schema_extra=UNIVERSAL)
+    round_robin_gradients: bool = setting(False, at_resume=UNIVERSAL)
+    parameter_alignment: bool = setting(False, at_resume=UNIVERSAL)
 
 
 class Bf16(Section):
@@ -121,9 +125,9 @@ class Bf16(Section):
 
     at_resume = "universal"
 
-    enabled: bool = Field(False, description="Train in bfloat16.")
-    immediate_grad_update: bool = Field(False, json_schema_extra=APPLIED)
-    check_grad_overflow: bool = Field(True, json_schema_extra=APPLIED)
+    enabled: bool = setting(False, "Train in bfloat16.")
+    immediate_grad_update: bool = setting(False, at_resume=APPLIED)
+    check_grad_overflow: bool = setting(True, at_resume=APPLIED)
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
@@ -133,15 +137,15 @@ class Fp16(Section):
 
     at_resume = "applied"
 
-    enabled: bool = Field(False, description="Train in float16 with loss scaling.", json_schema_extra=UNIVERSAL)
+    enabled: bool = setting(False, "Train in float16 with loss scaling.", UNIVERSAL)
     auto_cast: bool = False
-    loss_scale: NonNegativeFloat = Field(0.0, description="Fixed loss scale; 0: dynamic.")
-    initial_scale_power: Annotated[int, Field(ge=0, le=127)] = Field(16, json_schema_extra=FLAG)
+    loss_scale: NonNegativeFloat = setting(0.0, "Fixed loss scale; 0: dynamic.")
+    initial_scale_power: Annotated[int, Field(ge=0, le=127)] = setting(16, at_resume=FLAG)
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: PositiveInt = 1
-    fp16_master_weights_and_grads: bool = Field(False, json_schema_extra=UNIVERSAL)
+    fp16_master_weights_and_grads: bool = setting(False, at_resume=UNIVERSAL)
 
 
 class DataTypes(Section):
@@ -149,7 +153,7 @@ class DataTypes(Section):
 
     at_resume = "universal"
 
-    grad_accum_dtype: DataType | None = Field(None, description="Type in which gradients are accumulated.")
+    grad_accum_dtype: DataType | None = setting(None, "Type in which gradients are accumulated.")
 
 
 class Pipeline(Section):
@@ -157,8 +161,8 @@ class Pipeline(Section):
 
     at_resume = "applied"
 
-    activation_checkpoint_interval: NonNegativeInt = Field(
-        0, description="Layers between saved activations; 0: nothing is recomputed."
+    activation_checkpoint_interval: NonNegativeInt = setting(
+        0, "Layers between saved activations; 0: nothing is recomputed."
     )
     use_reentrant: bool = True
     pipe_partitioned: bool = True
@@ -193,14 +197,12 @@ class Checkpoint(Section):
 
     tag_validation: Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"] = "Warn"
     parallel_write: ParallelWrite = section(ParallelWrite)
-    load_universal: Literal[False] = Field(
-        False, description="checkpoints are loaded and verified by megasdc, which reads no universal ones this way"
+    load_universal: Literal[False] = setting(
+        False, "checkpoints are loaded and verified by megasdc, which reads no universal ones this way"
     )
-    use_node_local_storage: bool = Field(
-        False, description="Follows megasdc.checkpoint.storage; absent: set from there."
-    )
-    checkpoint_serialization: Literal[True] = Field(
-        True, description="false is the format of PyTorch 1.5, which megasdc does not verify"
+    use_node_local_storage: bool = setting(False, "Follows megasdc.checkpoint.storage; absent: set from there.")
+    checkpoint_serialization: Literal[True] = setting(
+        True, "false is the format of PyTorch 1.5, which megasdc does not verify"
     )
 
 
@@ -251,7 +253,7 @@ class Aio(Section):
     intra_op_parallelism: PositiveInt = 1
     single_submit: bool = False
     overlap_events: bool = True
-    use_gds: Literal[False] = Field(False, description="GPUDirect Storage is for the offloads of ZeRO stage 3.")
+    use_gds: Literal[False] = setting(False, "GPUDirect Storage is for the offloads of ZeRO stage 3.")
 
 
 class CommsLogger(Section):
@@ -286,16 +288,10 @@ class DeepSpeedPart(Section):
 
     at_resume = "-"
 
-    train_batch_size: PositiveInt = Field(1, description="Samples of one step over all ranks.", json_schema_extra=FLAG)
-    train_micro_batch_size_per_gpu: PositiveInt = Field(
-        1, description="Samples of one micro-batch on one replica.", json_schema_extra=APPLIED
-    )
-    gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Micro-batches of one step on one replica.", json_schema_extra=APPLIED
-    )
-    gradient_clipping: NonNegativeFloat = Field(
-        1.0, description="Largest gradient norm; 0: no clipping.", json_schema_extra=APPLIED
-    )
+    train_batch_size: PositiveInt = setting(1, "Samples of one step over all ranks.", FLAG)
+    train_micro_batch_size_per_gpu: PositiveInt = setting(1, "Samples of one micro-batch on one replica.", APPLIED)
+    gradient_accumulation_steps: PositiveInt = setting(1, "Micro-batches of one step on one replica.", APPLIED)
+    gradient_clipping: NonNegativeFloat = setting(1.0, "Largest gradient norm; 0: no clipping.", APPLIED)
     optimizer: Optimizer = section(Optimizer)
     scheduler: Scheduler = section(Scheduler)
     zero_optimization: Zero = section(Zero)
@@ -313,16 +309,16 @@ class DeepSpeedPart(Section):
     comms_logger: CommsLogger = section(CommsLogger)
     timers: Timers = section(Timers)
     aio: Aio = section(Aio)
-    communication_data_type: DataType | None = Field(None, json_schema_extra=APPLIED)
-    seq_parallel_communication_data_type: DataType | None = Field(None, json_schema_extra=APPLIED)
-    disable_allgather: bool = Field(False, json_schema_extra=APPLIED)
+    communication_data_type: DataType | None = setting(None, at_resume=APPLIED)
+    seq_parallel_communication_data_type: DataType | None = setting(None, at_resume=APPLIED)
+    disable_allgather: bool = setting(False, at_resume=APPLIED)
     dump_state: bool = False
-    gradient_predivide_factor: PositiveFloat = Field(1.0, json_schema_extra=APPLIED)
+    gradient_predivide_factor: PositiveFloat = setting(1.0, at_resume=APPLIED)
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     memory_breakdown: bool = False
-    prescale_gradients: bool = Field(False, json_schema_extra=APPLIED)
+    prescale_gradients: bool = setting(False, at_resume=APPLIED)
     steps_per_print: PositiveInt | None = None
     vocabulary_size: PositiveInt | None = None
     wall_clock_breakdown: bool = False
     zero_allow_untested_optimizer: bool = False
-    zero_force_ds_cpu_optimizer: bool = Field(True, json_schema_extra=APPLIED)
+    zero_force_ds_cpu_optimizer: bool = setting(True, at_resume=APPLIED)

@@ -6,98 +6,60 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import (
-    FLAG,
-    NO_MATTER,
-    REFUSED,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Section,
-)
+from megasdc.config.fields import FLAG, NO_MATTER, REFUSED, PositiveFloat, PositiveInt, Probability, Section, setting
 
 
 class ModelSection(Section):
     """The GPT to train: a preset, single sizes, or a preset with some sizes changed."""
 
-    preset: str | None = Field(
-        None, description="Name of a preset size; null: sizes are given field by field.", json_schema_extra=NO_MATTER
+    preset: str | None = setting(None, "Name of a preset size; null: sizes are given field by field.", NO_MATTER)
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = setting(2, "Number of transformer layers.", REFUSED)
+    hidden_size: PositiveInt = setting(128, "Width h of the residual stream.", REFUSED)
+    num_attention_heads: PositiveInt = setting(4, "Number of query heads.", REFUSED)
+    num_query_groups: PositiveInt | None = setting(
+        None, "Number of key/value heads (grouped-query attention); null: as many as query heads.", REFUSED
     )
-    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        2, description="Number of transformer layers.", json_schema_extra=REFUSED
+    kv_channels: PositiveInt | None = setting(
+        None, "Width of one head; null: hidden_size / num_attention_heads.", REFUSED
     )
-    hidden_size: PositiveInt = Field(128, description="Width h of the residual stream.", json_schema_extra=REFUSED)
-    num_attention_heads: PositiveInt = Field(4, description="Number of query heads.", json_schema_extra=REFUSED)
-    num_query_groups: PositiveInt | None = Field(
-        None,
-        description="Number of key/value heads (grouped-query attention); null: as many as query heads.",
-        json_schema_extra=REFUSED,
+    ffn_hidden_size: PositiveInt | None = setting(
+        None, "Width of the MLP; null: 4 h, or with a gated MLP 8/3 h rounded up to a multiple of 64.", REFUSED
     )
-    kv_channels: PositiveInt | None = Field(
-        None, description="Width of one head; null: hidden_size / num_attention_heads.", json_schema_extra=REFUSED
+    max_positions: PositiveInt = setting(
+        2048, "Longest sequence the model can see, in tokens; size of the learned position table.", FLAG
     )
-    ffn_hidden_size: PositiveInt | None = Field(
-        None,
-        description="Width of the MLP; null: 4 h, or with a gated MLP 8/3 h rounded up to a multiple of 64.",
-        json_schema_extra=REFUSED,
+    position_embedding: Literal["learned", "rope"] = setting("learned", "Kind of position information.", REFUSED)
+    rotary_base: PositiveInt = setting(10000, "Base of the rotary frequencies; read with rope only.", FLAG)
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "Kind of normalisation.", REFUSED)
+    norm_epsilon: PositiveFloat = setting(1e-5, "Added to the variance in every normalisation.", FLAG)
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = setting(
+        "gelu_tanh", "MLP activation; gelu_tanh is GPT-2's tanh approximation of GELU.", FLAG
     )
-    max_positions: PositiveInt = Field(
-        2048,
-        description="Longest sequence the model can see, in tokens; size of the learned position table.",
-        json_schema_extra=FLAG,
+    gated_mlp: bool = setting(False, "Gate the MLP; silu with a gate is SwiGLU.", REFUSED)
+    bias: bool = setting(True, "Biases in the linear layers of attention and MLP.", REFUSED)
+    qkv_bias: bool = setting(False, "A bias on query, key and value also where `bias` is false.", REFUSED)
+    tie_embeddings: bool = setting(True, "Output weights are the word embedding.", REFUSED)
+    hidden_dropout: Probability = setting(0.0, "Dropout on embeddings and residual branches, in [0, 1).", FLAG)
+    attention_dropout: Probability = setting(
+        0.0, "Dropout on attention probabilities, in [0, 1); above 0 attention is computed unfused.", FLAG
     )
-    position_embedding: Literal["learned", "rope"] = Field(
-        "learned", description="Kind of position information.", json_schema_extra=REFUSED
+    init_std: PositiveFloat = setting(0.02, "Standard deviation of initial weights.", FLAG)
+    vocab_multiple: PositiveInt = setting(
+        128, "The vocabulary is padded to a multiple of this; must be divisible by every tensor size used.", FLAG
     )
-    rotary_base: PositiveInt = Field(
-        10000, description="Base of the rotary frequencies; read with rope only.", json_schema_extra=FLAG
+    backend: Literal["torch", "transformer_engine"] = setting(
+        "torch", "Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).", FLAG
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = Field(
-        "LayerNorm", description="Kind of normalisation.", json_schema_extra=REFUSED
-    )
-    norm_epsilon: PositiveFloat = Field(
-        1e-5, description="Added to the variance in every normalisation.", json_schema_extra=FLAG
-    )
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = Field(
-        "gelu_tanh",
-        description="MLP activation; gelu_tanh is GPT-2's tanh approximation of GELU.",
-        json_schema_extra=FLAG,
-    )
-    gated_mlp: bool = Field(False, description="Gate the MLP; silu with a gate is SwiGLU.", json_schema_extra=REFUSED)
-    bias: bool = Field(True, description="Biases in the linear layers of attention and MLP.", json_schema_extra=REFUSED)
-    qkv_bias: bool = Field(
-        False, description="A bias on query, key and value also where `bias` is false.", json_schema_extra=REFUSED
-    )
-    tie_embeddings: bool = Field(True, description="Output weights are the word embedding.", json_schema_extra=REFUSED)
-    hidden_dropout: Probability = Field(
-        0.0, description="Dropout on embeddings and residual branches, in [0, 1).", json_schema_extra=FLAG
-    )
-    attention_dropout: Probability = Field(
-        0.0,
-        description="Dropout on attention probabilities, in [0, 1); above 0 attention is computed unfused.",
-        json_schema_extra=FLAG,
-    )
-    init_std: PositiveFloat = Field(0.02, description="Standard deviation of initial weights.", json_schema_extra=FLAG)
-    vocab_multiple: PositiveInt = Field(
-        128,
-        description="The vocabulary is padded to a multiple of this; must be divisible by every tensor size used.",
-        json_schema_extra=FLAG,
-    )
-    backend: Literal["torch", "transformer_engine"] = Field(
-        "torch",
-        description="Submodules from plain PyTorch (CPU and GPU) or from Transformer Engine (GPU, installed apart).",
-        json_schema_extra=FLAG,
-    )
-    fuse: bool = Field(
+    fuse: bool = setting(
         False,
-        description="Norms, rotary embedding, activation, residual sums and cross-entropy compiled, each alone; "
+        "Norms, rotary embedding, activation, residual sums and cross-entropy compiled, each alone; "
         "needs backend torch and a C++ compiler (on a GPU Triton and a C compiler).",
-        json_schema_extra=FLAG,
+        FLAG,
     )
-    initial_weights: str | None = Field(
+    initial_weights: str | None = setting(
         None,
-        description="Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",
-        json_schema_extra=NO_MATTER,
+        "Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",
+        NO_MATTER,
     )
     megatron: dict[str, Any] = Field(
         default_factory=dict,
