@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from megasdc.cli.app import Json, Out, dropcompute_app, input_argument, input_option, output_option, print_result
+from megasdc.cli.options import option
 from megasdc.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ class RecordedSteps:
     """Options that choose recorded steps of a run."""
 
     run: Annotated[Path, input_argument(DataError, metavar="RUN", help="Run folder, with `step_times` in it.")]
-    first_step: Annotated[
-        int | None, typer.Option("--first-step", min=1, help="Steps before it are skipped, such as slow first ones.")
-    ] = None
-    last_step: Annotated[int | None, typer.Option("--last-step", min=1, help="Steps after it are skipped.")] = None
+    first_step: int | None = option(None, "Steps before it are skipped, such as slow first ones.", min=1)
+    last_step: int | None = option(None, "Steps after it are skipped.", min=1)
 
     def load(self, quiet: bool) -> StepTimesOfRun:
         """Read them, with a progress bar unless ``quiet``."""
@@ -44,7 +43,7 @@ class RecordedSteps:
 class Output:
     """Options that say in which forms a result is wanted."""
 
-    figure: Annotated[Path | None, output_option("--figure", help="Draw the result as an HTML page.")] = None
+    figure: Path | None = option(None, "Draw the result as an HTML page.", make=output_option)
     out: Out = None
     as_json: Json = False
 
@@ -59,60 +58,38 @@ class Output:
 class SimulateOptions:
     """Options of ``megasdc dropcompute simulate``."""
 
-    replicas: Annotated[
-        str | None, typer.Option("--replicas", help="Replicas N, one number or several; default: 64, or the file's.")
-    ] = None
-    micro_batches: Annotated[
-        int | None, typer.Option("--micro-batches", help="Micro-batches M of a step; default: 12, or the file's.")
-    ] = None
-    stages: Annotated[int | None, typer.Option("--stages", help="Pipeline stages; default: 1, or the file's.")] = None
-    latency: Annotated[
-        float,
-        typer.Option("--latency", help="Seconds of an undisturbed micro-batch on one stage."),
-    ] = 0.45
-    delays: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--delay",
-            metavar="KIND:KEY=VALUE,...",
-            help="Added to it; may be repeated. bounded_lognormal, normal, gamma, exponential, bursts, slow_rank, "
-            "slow_periods, trace or resampled; a wrong key shows the right ones. Default: the delay environment of "
-            "the paper, bounded_lognormal with half the latency as mean.",
-        ),
-    ] = ()
-    latencies: Annotated[
-        Path | None,
-        input_option(
-            "--latencies",
-            reads=DataError,
-            help="Instead of both: recorded seconds, a .npy file [replica, step, micro-batch] or with a fourth axis of "
-            "stages. As recorded; with --replicas each step of a replica is a recorded one drawn at random.",
-        ),
-    ] = None
-    communication: Annotated[
-        float, typer.Option("--communication", help="Tc: seconds of a step that no threshold shortens.")
-    ] = 0.0
-    max_drop_rate: Annotated[
-        float, typer.Option("--max-drop-rate", help="Largest share of micro-batches that may be dropped.")
-    ] = 0.1
-    rule: Annotated[
-        Literal["interrupt", "finish"],
-        typer.Option(
-            "--rule",
-            help="At the threshold the micro-batch in progress is lost (the paper's eq. 6), or finished, and none is "
-            "started later.",
-        ),
-    ] = "interrupt"
-    min_micro_batches: Annotated[int, typer.Option("--min-micro-batches", help="Micro-batches that always run.")] = 1
-    forward_share: Annotated[
-        float, typer.Option("--forward-share", help="Of the forward in a latency; for several stages.")
-    ] = 1 / 3
-    steps: Annotated[int, typer.Option("--steps", help="Steps to draw; 0: a number that fits, at most 1000.")] = 0
-    training_steps: Annotated[
-        int, typer.Option("--training-steps", help="Planned steps, for the number of extra ones.")
-    ] = 10_000
-    thresholds: Annotated[int, typer.Option("--thresholds", help="Thresholds to try.")] = 200
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1
+    replicas: str | None = option(None, "Replicas N, one number or several; default: 64, or the file's.")
+    micro_batches: int | None = option(None, "Micro-batches M of a step; default: 12, or the file's.")
+    stages: int | None = option(None, "Pipeline stages; default: 1, or the file's.")
+    latency: float = option(0.45, "Seconds of an undisturbed micro-batch on one stage.")
+    delays: tuple[str, ...] = option(
+        (),
+        "Added to it; may be repeated. bounded_lognormal, normal, gamma, exponential, bursts, slow_rank, "
+        "slow_periods, trace or resampled; a wrong key shows the right ones. Default: the delay environment of "
+        "the paper, bounded_lognormal with half the latency as mean.",
+        "--delay",
+        metavar="KIND:KEY=VALUE,...",
+    )
+    latencies: Path | None = option(
+        None,
+        "Instead of both: recorded seconds, a .npy file [replica, step, micro-batch] or with a fourth axis of "
+        "stages. As recorded; with --replicas each step of a replica is a recorded one drawn at random.",
+        make=input_option,
+        reads=DataError,
+    )
+    communication: float = option(0.0, "Tc: seconds of a step that no threshold shortens.")
+    max_drop_rate: float = option(0.1, "Largest share of micro-batches that may be dropped.")
+    rule: Literal["interrupt", "finish"] = option(
+        "interrupt",
+        "At the threshold the micro-batch in progress is lost (the paper's eq. 6), or finished, and none is "
+        "started later.",
+    )
+    min_micro_batches: int = option(1, "Micro-batches that always run.")
+    forward_share: float = option(1 / 3, "Of the forward in a latency; for several stages.")
+    steps: int = option(0, "Steps to draw; 0: a number that fits, at most 1000.")
+    training_steps: int = option(10_000, "Planned steps, for the number of extra ones.")
+    thresholds: int = option(200, "Thresholds to try.")
+    seed: int = option(1, "Seed of all draws.", min=0)
 
 
 @dropcompute_app.command(

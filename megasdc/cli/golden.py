@@ -21,6 +21,7 @@ from megasdc.cli.app import (
     print_result,
     stdout_kept_clean,
 )
+from megasdc.cli.options import option
 from megasdc.errors import ConfigError, TraceError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
@@ -80,19 +81,15 @@ class VerifyOptions:
     """Options of ``megasdc golden verify``."""
 
     file: Annotated[Path | None, input_argument(TraceError, help="The golden file; not with --library.")] = None
-    library: Annotated[
-        Path | None,
-        input_option("--library", reads=TraceError, help="Folder of *.golden files; the one for this machine is used."),
-    ] = None
-    local: Annotated[
-        int | None,
-        typer.Option(
-            "--local",
-            min=0,
-            help="Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so "
-            "many processes side by side on the processor; 0: one.",
-        ),
-    ] = None
+    library: Path | None = option(
+        None, "Folder of *.golden files; the one for this machine is used.", make=input_option, reads=TraceError
+    )
+    local: int | None = option(
+        None,
+        "Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so "
+        "many processes side by side on the processor; 0: one.",
+        min=0,
+    )
     repeats: Repeats = 3
     minutes: Minutes = None
     timeout_s: Timeout = 600.0

@@ -9,13 +9,35 @@ from collections.abc import Callable
 from inspect import Parameter
 from typing import Annotated, Any, get_args, get_type_hints
 
+import typer
+
+_BUILD = "option"
+"""Key of a field's metadata: builds what typer knows of it, from its name."""
+
+
+def option(default: Any, help: str, *names: str, make: Callable[..., Any] = typer.Option, **settings: Any) -> Any:
+    """A field of a dataclass that is an option of a command.
+
+    Args:
+        default: where it is not given.
+        help: for people.
+        *names: of the option; without any it has the name of the field.
+        make: ``typer.Option``, or one of ``megasdc.cli.app`` that makes one.
+        **settings: of ``make``.
+    """
+
+    def build(name: str) -> Any:
+        return make(*(names or (f"--{name.replace('_', '-')}",)), help=help, **settings)
+
+    return dataclasses.field(default=default, metadata={_BUILD: build})
+
 
 def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters are those that typer knows.
 
-    In place of a parameter whose type is a dataclass stand the fields of that class, which are declared as parameters
-    are: type and ``typer.Option`` in ``Annotated``, and a default. So a command of many options lists each once, and
-    gets them as one object. A parameter or field of type ``tuple[T, ...]`` with the default ``()`` may be repeated.
+    In place of a parameter whose type is a dataclass stand the fields of that class, declared by ``option`` or as
+    parameters are, with ``Annotated``. So a command of many options lists each once, and gets them as one object. A
+    parameter or field of type ``tuple[T, ...]`` with the default ``()`` may be repeated.
 
     Args:
         command: with any parameters that typer knows, and these.
@@ -48,14 +70,15 @@ def _is_option_class(annotation: Any) -> bool:
 
 def _fields_of(kind: Any) -> list[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
-    defaults = {
-        field.name: Parameter.empty if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(kind)
-    }
-    return [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in defaults.items()
-    ]
+    parameters = []
+    for field in dataclasses.fields(kind):
+        annotation, default = hints[field.name], field.default
+        if (build := field.metadata.get(_BUILD)) is not None:
+            annotation = Annotated[annotation, build(field.name)]
+        if default is dataclasses.MISSING:
+            default = Parameter.empty
+        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    return parameters
 
 
 def _as_list(parameter: Parameter) -> Parameter:

@@ -9,58 +9,37 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
+from megasdc.cli.options import option
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """Options of ``megasdc plan-audit``."""
 
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Replicas N.")] = 8
-    micro_batches: Annotated[int, typer.Option("--micro-batches", min=1, help="Micro-batches M of a step.")] = 16
-    interval: Annotated[
-        int | None,
-        typer.Option("--interval", min=1, help="Steps K between audits; default: 50."),
-    ] = None
-    latency: Annotated[
-        float | None,
-        typer.Option(
-            "--latency",
-            min=1,
-            help="Instead of --interval: largest K whose audits find a bad rank in at most so many steps on average.",
-        ),
-    ] = None
-    at_rate: Annotated[float, typer.Option("--at-rate", help="The rate for which --latency is wanted.")] = 0.01
-    rates: Annotated[
-        str, typer.Option("--rates", help="Probabilities that a micro-batch of the bad rank is wrong.")
-    ] = "1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6"
-    visible: Annotated[
-        float,
-        typer.Option(
-            "--visible",
-            min=0,
-            max=1,
-            help="Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if "
-            "errors do not repeat, none of those that repeat.",
-        ),
-    ] = 0.5
-    audit_share: Annotated[
-        float | None,
-        typer.Option("--audit-share", min=0, help="Checksums of all results of a micro-batch over its time."),
-    ] = None
-    always_on_share: Annotated[
-        float | None,
-        typer.Option("--always-on-share", min=0, help="Checksums of forward and recomputed results over its time."),
-    ] = None
-    hidden: Annotated[
-        int,
-        typer.Option(
-            "--hidden",
-            min=128,
-            help="Width for shares not given: cost model and accelerator of `bench trace`, with recompute.",
-        ),
-    ] = 8192
-    trials: Annotated[int, typer.Option("--trials", min=0, help="Bad ranks to simulate; 0: formulas only.")] = 1000
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1
+    replicas: int = option(8, "Replicas N.", min=1)
+    micro_batches: int = option(16, "Micro-batches M of a step.", min=1)
+    interval: int | None = option(None, "Steps K between audits; default: 50.", min=1)
+    latency: float | None = option(
+        None,
+        "Instead of --interval: largest K whose audits find a bad rank in at most so many steps on average.",
+        min=1,
+    )
+    at_rate: float = option(0.01, "The rate for which --latency is wanted.")
+    rates: str = option("1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6", "Probabilities that a micro-batch of the bad rank is wrong.")
+    visible: float = option(
+        0.5,
+        "Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if "
+        "errors do not repeat, none of those that repeat.",
+        min=0,
+        max=1,
+    )
+    audit_share: float | None = option(None, "Checksums of all results of a micro-batch over its time.", min=0)
+    always_on_share: float | None = option(None, "Checksums of forward and recomputed results over its time.", min=0)
+    hidden: int = option(
+        8192, "Width for shares not given: cost model and accelerator of `bench trace`, with recompute.", min=128
+    )
+    trials: int = option(1000, "Bad ranks to simulate; 0: formulas only.", min=0)
+    seed: int = option(1, "Seed of all draws.", min=0)
 
 
 @app.command("plan-audit", epilog="Example: megasdc plan-audit --replicas 64 --micro-batches 16 --latency 1000")

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
+from megasdc.cli.options import option
 from megasdc.errors import DataError, LaunchError
 
 
@@ -97,25 +98,22 @@ class LaunchOptions:
     launcher_args: Annotated[
         tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
     ] = ()
-    hostfile: Annotated[
-        Path | None, input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`; without: this host.")
-    ] = None
-    num_gpus: Annotated[int | None, typer.Option("--num-gpus", "--num-ranks", min=1, help="Ranks on each host.")] = None
-    include: Annotated[str, typer.Option("--include", help="Only these hosts: NAME[:SLOT,...][@NAME...].")] = ""
-    exclude: Annotated[str, typer.Option("--exclude", help="All hosts but these; same form.")] = ""
-    backend: Annotated[str, typer.Option("--launcher", help="pdsh, openmpi, slurm, ...: DeepSpeed's backend.")] = "pdsh"
-    script: Annotated[
-        Path | None, input_option("--script", reads=LaunchError, help="Training script; default: pretrain_gpt.py.")
-    ] = None
+    hostfile: Path | None = option(
+        None, "Lines `NAME slots=N`; without: this host.", make=input_option, reads=LaunchError
+    )
+    num_gpus: int | None = option(None, "Ranks on each host.", "--num-gpus", "--num-ranks", min=1)
+    include: str = option("", "Only these hosts: NAME[:SLOT,...][@NAME...].")
+    exclude: str = option("", "All hosts but these; same form.")
+    backend: str = option("pdsh", "pdsh, openmpi, slurm, ...: DeepSpeed's backend.", "--launcher")
+    script: Path | None = option(
+        None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
+    )
     overrides: Overrides = ()
-    allow_changed: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--allow-changed",
-            metavar="PATH",
-            help="Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
-        ),
-    ] = ()
+    allow_changed: tuple[str, ...] = option(
+        (),
+        "Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
+        metavar="PATH",
+    )
 
 
 @app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")

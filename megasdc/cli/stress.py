@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_kept_clean
 from megasdc.cli.golden import Timeout
+from megasdc.cli.options import option
 from megasdc.errors import LaunchError, TraceError
 
 if TYPE_CHECKING:
@@ -20,37 +21,23 @@ if TYPE_CHECKING:
 class StressOptions:
     """Options of ``megasdc stress``."""
 
-    hostfile: Annotated[
-        Path | None,
-        input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`, N devices each; without: this host."),
-    ] = None
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of all tests.")] = 3
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --rounds: so long.")] = None
-    only: Annotated[
-        str,
-        typer.Option("--only", help="Tests to run, of collectives,gemm,training."),
-    ] = "collectives,gemm,training"
-    golden: Annotated[
-        Path | None,
-        input_option("--golden", reads=TraceError, help="Folder of golden values; the files for each device are used."),
-    ] = None
-    record: Annotated[
-        bool, typer.Option("--record", help="Write what this host computes to the folder of --golden.")
-    ] = False
-    drill: Annotated[
-        str | None,
-        typer.Option(
-            "--drill",
-            metavar="PROFILE[@HOST]",
-            help="Inject the faults of a node profile on one host: a drill.",
-        ),
-    ] = None
+    hostfile: Path | None = option(
+        None, "Lines `NAME slots=N`, N devices each; without: this host.", make=input_option, reads=LaunchError
+    )
+    rounds: int = option(3, "Rounds of all tests.", min=1)
+    minutes: float | None = option(None, "Instead of --rounds: so long.", min=0)
+    only: str = option("collectives,gemm,training", "Tests to run, of collectives,gemm,training.")
+    golden: Path | None = option(
+        None, "Folder of golden values; the files for each device are used.", make=input_option, reads=TraceError
+    )
+    record: bool = option(False, "Write what this host computes to the folder of --golden.")
+    drill: str | None = option(
+        None, "Inject the faults of a node profile on one host: a drill.", metavar="PROFILE[@HOST]"
+    )
     timeout_s: Timeout = 300.0
-    ssh_port: Annotated[int | None, typer.Option("--ssh-port", min=1, help="Port of the hosts' sshd.")] = None
+    ssh_port: int | None = option(None, "Port of the hosts' sshd.", min=1)
     out: Out = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume after the complete rounds of an earlier call with the same --out.")
-    ] = False
+    resume: bool = option(False, "Resume after the complete rounds of an earlier call with the same --out.")
 
 
 @app.command("stress", epilog="Example: megasdc stress --hostfile hosts --minutes 30 --golden golden --out stress.json")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, stdout_kept_clean
+from megasdc.cli.options import option
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,24 +23,15 @@ class SweepOptions:
     """Options of ``megasdc sweep``."""
 
     file: Annotated[Path, input_argument(ConfigError, help="JSON file of the sweep.")]
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", **output_folder(help="Folder of the results; default: runs/sweeps/NAME-SIZE.")),
-    ] = None
-    size: Annotated[
-        str | None, typer.Option("--size", help="Variant of the sweep, such as smoke, cpu, paper; default: its first.")
-    ] = None
-    only: Annotated[
-        tuple[str, ...], typer.Option("--only", metavar="CELL", help="Run only this cell; may be repeated.")
-    ] = ()
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Concurrent runs; default: as cores and devices allow.")
-    ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and list the runs; start none.")] = False
-    table: Annotated[bool, typer.Option("--table", help="Show the table of what has finished; start nothing.")] = False
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Repeat runs that ended as failed.")] = False
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write an array job instead of running.")] = False
-    task: Annotated[int | None, typer.Option("--task", min=0, help="Run one run: a task of the array job.")] = None
+    out: Path | None = option(None, "Folder of the results; default: runs/sweeps/NAME-SIZE.", **output_folder())
+    size: str | None = option(None, "Variant of the sweep, such as smoke, cpu, paper; default: its first.")
+    only: tuple[str, ...] = option((), "Run only this cell; may be repeated.", metavar="CELL")
+    workers: int | None = option(None, "Concurrent runs; default: as cores and devices allow.", min=1)
+    dry_run: bool = option(False, "Check everything and list the runs; start none.")
+    table: bool = option(False, "Show the table of what has finished; start nothing.")
+    retry_failed: bool = option(False, "Repeat runs that ended as failed.")
+    slurm: bool = option(False, "Write an array job instead of running.")
+    task: int | None = option(None, "Run one run: a task of the array job.", min=0)
 
 
 @app.command("sweep", epilog="Example: megasdc sweep configs/sweeps/pei_table_1.json --size smoke")
