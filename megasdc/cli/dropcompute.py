@@ -65,15 +65,15 @@ class SimulateOptions:
     delays: tuple[str, ...] = option(
         (),
         "Added to it; may be repeated. bounded_lognormal, normal, gamma, exponential, bursts, slow_rank, "
-        "slow_periods, trace or resampled; a wrong key shows the right ones. Default: the delay environment of "
-        "the paper, bounded_lognormal with half the latency as mean.",
+        "slow_periods, trace or resampled; a wrong key shows the right ones. Default: the delay environment of the "
+        "paper, bounded_lognormal with half the latency as mean.",
         "--delay",
         metavar="KIND:KEY=VALUE,...",
     )
     latencies: Path | None = option(
         None,
-        "Instead of both: recorded seconds, a .npy file [replica, step, micro-batch] or with a fourth axis of "
-        "stages. As recorded; with --replicas each step of a replica is a recorded one drawn at random.",
+        "Instead of both: recorded seconds, a .npy file [replica, step, micro-batch] or with a fourth axis of stages. "
+        "As recorded; with --replicas each step of a replica is a recorded one drawn at random.",
         make=input_option,
         reads=DataError,
     )
@@ -81,8 +81,8 @@ class SimulateOptions:
     max_drop_rate: float = option(0.1, "Largest share of micro-batches that may be dropped.")
     rule: Literal["interrupt", "finish"] = option(
         "interrupt",
-        "At the threshold the micro-batch in progress is lost (the paper's eq. 6), or finished, and none is "
-        "started later.",
+        "At the threshold the micro-batch in progress is lost (the paper's eq. 6), or finished, and none is started "
+        "later.",
     )
     min_micro_batches: int = option(1, "Micro-batches that always run.")
     forward_share: float = option(1 / 3, "Of the forward in a latency; for several stages.")

@@ -86,8 +86,8 @@ class VerifyOptions:
     )
     local: int | None = option(
         None,
-        "Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so "
-        "many processes side by side on the processor; 0: one.",
+        "Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so many processes "
+        "side by side on the processor; 0: one.",
         min=0,
     )
     repeats: Repeats = 3

@@ -28,8 +28,8 @@ class PlanOptions:
     rates: str = option("1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6", "Probabilities that a micro-batch of the bad rank is wrong.")
     visible: float = option(
         0.5,
-        "Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if "
-        "errors do not repeat, none of those that repeat.",
+        "Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if errors do "
+        "not repeat, none of those that repeat.",
         min=0,
         max=1,
     )

@@ -27,8 +27,8 @@ class SourceSection(Section):
 
     kind: Literal["stdlib", "files", "hub"] = setting(
         "stdlib",
-        "stdlib: text of the running Python's standard library; files: local files or folders; "
-        "hub: a dataset by its Hugging Face name.",
+        "stdlib: text of the running Python's standard library; files: local files or folders; hub: a dataset by its "
+        "Hugging Face name.",
     )
     path: str | None = setting(
         None, "files: a file, a folder or a glob of .txt, .jsonl, .parquet (.gz and .zst too); hub: its name."
@@ -44,8 +44,8 @@ class SourceSection(Section):
     max_documents: PositiveInt | None = setting(None, "Stop after so many documents; null: all.")
     pattern: str | None = setting(
         None,
-        "stdlib: only files that match this glob below the library's folder, such as `json/*.py` or "
-        "`*/**/*.py` (`**`: any number of folders); null: all.",
+        "stdlib: only files that match this glob below the library's folder, such as `json/*.py` or `*/**/*.py` "
+        "(`**`: any number of folders); null: all.",
     )
 
 

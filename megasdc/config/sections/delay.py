@@ -29,10 +29,10 @@ class DelaySpec(FaultPlace):
         "resampled",
     ] = setting(
         ...,
-        "How long, for each micro-batch and stage: drawn anew (bounded_lognormal is the environment of "
-        "DropCompute's paper, normal, gamma, exponential); `delay_s` while a burst of a replica lasts, always on one "
-        "`replica` (slow_rank), or in a part of each period; as recorded in a file (trace), or a recorded step drawn "
-        "at random (resampled).",
+        "How long, for each micro-batch and stage: drawn anew (bounded_lognormal is the environment of DropCompute's "
+        "paper, normal, gamma, exponential); `delay_s` while a burst of a replica lasts, always on one `replica` "
+        "(slow_rank), or in a part of each period; as recorded in a file (trace), or a recorded step drawn at random "
+        "(resampled).",
     )
     mean_s: Seconds | None = setting(None, "bounded_lognormal, normal, gamma, exponential: mean; needed there.")
     std_s: Seconds | None = setting(None, "normal, gamma: standard deviation; needed there.")
@@ -45,25 +45,25 @@ class DelaySpec(FaultPlace):
     num_steps: PositiveInt | None = setting(None, "bursts: steps that one lasts; needed there.")
     period_steps: PositiveInt | None = setting(
         None,
-        "slow_periods: from the begin of one slow time of a replica to the next, each replica at its own "
-        "time; needed there.",
+        "slow_periods: from the begin of one slow time of a replica to the next, each replica at its own time; needed "
+        "there.",
     )
     slow_steps: PositiveInt | None = setting(None, "slow_periods: slow ones of each period, at most all; needed there.")
     path: str | None = setting(
         None,
-        "trace, resampled: .npy file of seconds [replica, step, micro-batch], or with a fourth axis of "
-        "stages; needed there. In a trace each axis starts again at its end.",
+        "trace, resampled: .npy file of seconds [replica, step, micro-batch], or with a fourth axis of stages; needed "
+        "there. In a trace each axis starts again at its end.",
         min_length=1,
     )
     micro_batch_latency_s: PositiveFloat | None = setting(
         None,
-        "What mean, deviation, delay and file are multiples of, as in the paper, where the mean is 0.5 of "
-        "a micro-batch's latency; null: they are seconds.",
+        "What mean, deviation, delay and file are multiples of, as in the paper, where the mean is 0.5 of a "
+        "micro-batch's latency; null: they are seconds.",
     )
     preemptible: bool = setting(
         False,
-        "The delay ends when the time of the replica is up. So it is on the rank that decides whether a "
-        "micro-batch is started, tensor rank 0 of the first stage; on other ranks a delay always lasts to its end.",
+        "The delay ends when the time of the replica is up. So it is on the rank that decides whether a micro-batch "
+        "is started, tensor rank 0 of the first stage; on other ranks a delay always lasts to its end.",
     )
     seed: NonNegativeInt = setting(1, "Seed of every draw, with the place of the entry in the list.")
 

@@ -45,13 +45,13 @@ class AlwaysOnSection(Section):
     )
     toleranced: bool = setting(
         False,
-        "Check gradient reduction, updates and gradient features within tolerances that are measured in "
-        "the run; warns and may request an audit, never flags a rank.",
+        "Check gradient reduction, updates and gradient features within tolerances that are measured in the run; "
+        "warns and may request an audit, never flags a rank.",
     )
     coverage: Literal["auto", "one", "all"] = setting(
         "auto",
-        "Micro-batches of a step whose results are checked: one, another each step; all; auto: all where "
-        "that is expected to cost at most 1 % of a step on every rank, else one; reported at the start.",
+        "Micro-batches of a step whose results are checked: one, another each step; all; auto: all where that is "
+        "expected to cost at most 1 % of a step on every rank, else one; reported at the start.",
     )
     granularity: Granularity = setting("submodule", "Which submodules are checked; see `trace.granularity`.")
 
@@ -67,20 +67,19 @@ class SdcSection(Section):
     )
     golden: str | None = setting(
         None,
-        "Golden trace file that settles disputes and overrides the majority; null: verdicts are relative "
-        "to the majority.",
+        "Golden trace file that settles disputes and overrides the majority; null: verdicts are relative to the "
+        "majority.",
         min_length=1,
     )
     golden_at_start: bool = setting(
         True,
-        "With `golden`: all ranks compute its workload before the first step of each start, so that a "
-        "fault that all of them have in common is found; needs memory for a second model with its optimizer, for that "
-        "time.",
+        "With `golden`: all ranks compute its workload before the first step of each start, so that a fault that all "
+        "of them have in common is found; needs memory for a second model with its optimizer, for that time.",
     )
     golden_interval: PositiveInt | None = setting(
         None,
-        "With `golden`: steps from one such check to the next while training; null: none. The second model "
-        "is then kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
+        "With `golden`: steps from one such check to the next while training; null: none. The second model is then "
+        "kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
     )
     policy: PolicySection = section(PolicySection)
 

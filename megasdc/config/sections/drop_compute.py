@@ -24,13 +24,13 @@ class DropComputeSection(Section):
     enabled: bool = setting(False, "Measure micro-batches and drop late ones; off: no hook is attached.")
     threshold: Seconds | Literal["auto", "inf"] = setting(
         "auto",
-        "tau: seconds of a step after which a replica starts no further micro-batch; auto: the one of the "
-        'largest effective speed-up on measured steps; "inf": measure only.',
+        "tau: seconds of a step after which a replica starts no further micro-batch; auto: the one of the largest "
+        'effective speed-up on measured steps; "inf": measure only.',
     )
     rule: Literal["elapsed", "predictive"] = setting(
         "elapsed",
-        "elapsed: a micro-batch is started before tau; predictive: where it is expected to have gone "
-        "through the whole pipeline and back by tau.",
+        "elapsed: a micro-batch is started before tau; predictive: where it is expected to have gone through the "
+        "whole pipeline and back by tau.",
     )
     sigmas: Annotated[float, Field(ge=0)] = setting(
         1.0, "predictive: standard deviations above the mean that a micro-batch is expected to take."
@@ -38,8 +38,8 @@ class DropComputeSection(Section):
     min_micro_batches: PositiveInt = setting(1, "Micro-batches that every replica starts in every step.")
     max_drop_rate: Annotated[float, Field(ge=0, le=1)] = setting(
         0.1,
-        "Largest drop rate: auto chooses no tau beyond it, and while the last "
-        "`window_steps` steps are above it nothing is dropped.",
+        "Largest drop rate: auto chooses no tau beyond it, and while the last `window_steps` steps are above it "
+        "nothing is dropped.",
     )
     warmup_steps: NonNegativeInt = setting(
         5, "Steps after each start of the run in which nothing is dropped or measured."
@@ -50,19 +50,19 @@ class DropComputeSection(Section):
     retune_interval: NonNegativeInt = setting(0, "auto: steps after which tau is measured and chosen again; 0: never.")
     gradients: Literal["planned", "computed"] = setting(
         "planned",
-        "planned: divide the sum of gradients by the planned number of micro-batches, as the paper does; "
-        "computed: by what was really used, over all replicas.",
+        "planned: divide the sum of gradients by the planned number of micro-batches, as the paper does; computed: by "
+        "what was really used, over all replicas.",
     )
     samples: Literal["defer", "discard"] = setting(
         "defer",
-        "What happens to samples that were not started: defer: the replica takes them first in its next "
-        "step; discard: they are lost.",
+        "What happens to samples that were not started: defer: the replica takes them first in its next step; "
+        "discard: they are lost.",
     )
     compensation: Literal["extra_steps", "larger_batch", "resample"] | None = setting(
         None,
-        "With discard: extra_steps: as many more steps as were lost; larger_batch: so many more "
-        "micro-batches a step that about the planned number is completed; resample: lost samples are used before "
-        "their epoch ends; null: none.",
+        "With discard: extra_steps: as many more steps as were lost; larger_batch: so many more micro-batches a step "
+        "that about the planned number is completed; resample: lost samples are used before their epoch ends; null: "
+        "none.",
     )
     replay_decisions: str | None = setting(
         None,

@@ -60,22 +60,22 @@ class FaultSpec(FaultPlace):
 
     profile: str | None = setting(
         None,
-        "Name of a node profile, or a JSON file like them, whose faults replace this entry; "
-        "ranks, host, steps, micro-batches, `min_hidden_size` and `seed` of this entry apply to all of them.",
+        "Name of a node profile, or a JSON file like them, whose faults replace this entry; ranks, host, steps, "
+        "micro-batches, `min_hidden_size` and `seed` of this entry apply to all of them.",
     )
     submodule: str = setting("*", "Pattern of full names of submodules, such as `*.mlp.linear_fc1`.", min_length=1)
-    phase: Literal[FAULT_PHASES] = setting(
+    phase: Literal[FAULT_PHASES] = setting(  # type: ignore[valid-type]
         "forward",
         "Where the fault is injected: forward, recompute: the output; backward: the input's gradient; "
-        "weight_grad: one "
-        "micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; parameter: after the "
-        "all-gather; optimizer_state: masters and moments before the step; collective: the accumulated gradient before "
-        "the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a micro-batch before the model.",
+        "weight_grad: one micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; "
+        "parameter: after the all-gather; optimizer_state: masters and moments before the step; collective: the "
+        "accumulated gradient before the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a "
+        "micro-batch before the model.",
     )
     slot: str | None = setting(
         None,
-        "Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`, "
-        "with phase tokens `tokens` or `labels`; null: any.",
+        "Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`, with phase "
+        "tokens `tokens` or `labels`; null: any.",
     )
     file: str | None = setting(None, "Phase checkpoint: pattern of file names; null: any file of the rank.")
     kind: Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "scale", "noise"] = setting(
@@ -98,8 +98,8 @@ class FaultSpec(FaultPlace):
     )
     pattern: Literal["random", "adjacent", "periodic", "column", "indices"] = setting(
         "random",
-        "Which elements, in row-major order: random; adjacent: one run; periodic: a run in every `period`; "
-        "column: whole columns of the last dimension; indices: those given.",
+        "Which elements, in row-major order: random; adjacent: one run; periodic: a run in every `period`; column: "
+        "whole columns of the last dimension; indices: those given.",
     )
     period: PositiveInt | None = setting(None, "Pattern periodic: elements from one run to the next.")
     run: PositiveInt = setting(1, "Pattern periodic: adjacent elements of each run; at most `period`.")
@@ -112,8 +112,8 @@ class FaultSpec(FaultPlace):
     only_below: Annotated[float, Field(ge=0)] | None = setting(None, "Only elements of at most this magnitude.")
     same_elements: bool = setting(
         False,
-        "Change the same elements and bits of a tensor each time, and the same as other specs with this "
-        "setting, seed and pattern: a persistent fault.",
+        "Change the same elements and bits of a tensor each time, and the same as other specs with this setting, seed "
+        "and pattern: a persistent fault.",
     )
     min_hidden_size: PositiveInt | None = setting(None, "Only in models at least so wide; null: in all.")
     probability: Share = setting(1.0, "Probability of firing at each result that fits, in [0, 1].")
@@ -129,13 +129,13 @@ class ProcessFaultSpec(FaultPlace):
 
     kind: Literal["exit", "sigkill", "sigstop", "hang", "slow"] = setting(
         ...,
-        "exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never join "
-        "the collectives that follow; slow: after each pass sleep `factor` - 1 times what the pass took.",
+        "exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never join the collectives "
+        "that follow; slow: after each pass sleep `factor` - 1 times what the pass took.",
     )
     phase: Literal["forward", "backward", "collective", "update"] = setting(
         "forward",
-        "When: before a micro-batch's forward or backward pass, before the gradients are summed over "
-        "replicas, before the optimizer steps; with slow, after the pass.",
+        "When: before a micro-batch's forward or backward pass, before the gradients are summed over replicas, before "
+        "the optimizer steps; with slow, after the pass.",
     )
     exit_code: Annotated[int, Field(ge=0, le=255)] = setting(1, "Kind exit: the code.")
     factor: Annotated[float, Field(ge=1)] | None = setting(

@@ -47,8 +47,8 @@ class ParallelSection(Section):
     )
     timeout_s: Annotated[float, Field(ge=1, le=1e9)] = setting(
         1800.0,
-        "Seconds after which a collective times out, set on every process group; also those within which "
-        "all ranks must have connected at the start.",
+        "Seconds after which a collective times out, set on every process group; also those within which all ranks "
+        "must have connected at the start.",
         NO_MATTER,
     )
     threads: Annotated[int, Field(ge=0, le=1024)] = setting(
@@ -56,8 +56,8 @@ class ParallelSection(Section):
     )
     share_devices: bool = setting(
         False,
-        "Let the ranks of a host share its GPUs, assigned round robin; collectives use gloo through host "
-        "memory, since NCCL refuses two ranks on one GPU; slow, to try a layout where GPUs are few.",
+        "Let the ranks of a host share its GPUs, assigned round robin; collectives use gloo through host memory, "
+        "since NCCL refuses two ranks on one GPU; slow, to try a layout where GPUs are few.",
         APPLIED,
     )
 
@@ -82,8 +82,8 @@ class TrainingSection(Section):
     )
     garbage_collection: Literal["python", "managed"] = setting(
         "python",
-        "python: Python collects garbage whenever it does by itself, each rank at another moment; managed: "
-        "all ranks at the end of the same steps, ignoring objects created before the first collection.",
+        "python: Python collects garbage whenever it does by itself, each rank at another moment; managed: all ranks "
+        "at the end of the same steps, ignoring objects created before the first collection.",
         NO_MATTER,
     )
     garbage_collection_interval: PositiveInt = setting(
@@ -100,13 +100,13 @@ class DeterminismSection(Section):
 
     enabled: bool = setting(
         False,
-        "Choose only what repeats bit for bit in PyTorch, cuBLAS, cuDNN, NCCL, Megatron-core and "
-        "Transformer Engine; an operation that cannot raises. false: nothing is set.",
+        "Choose only what repeats bit for bit in PyTorch, cuBLAS, cuDNN, NCCL, Megatron-core and Transformer Engine; "
+        "an operation that cannot raises. false: nothing is set.",
     )
     fill_uninitialized_memory: bool = setting(
         False,
-        "Fill every new tensor with NaN before it is written, to find reads of uninitialised memory; "
-        "slow, and not needed to repeat a run. Needs `enabled`.",
+        "Fill every new tensor with NaN before it is written, to find reads of uninitialised memory; slow, and not "
+        "needed to repeat a run. Needs `enabled`.",
     )
 
 
@@ -124,25 +124,25 @@ class CheckpointSection(Section):
     )
     resume: Literal["auto", "never", "must"] = setting(
         "auto",
-        "auto: from the newest complete checkpoint if there is one; must: fail if there is none; "
-        "never: refuse a folder that holds one.",
+        "auto: from the newest complete checkpoint if there is one; must: fail if there is none; never: refuse a "
+        "folder that holds one.",
     )
     verify: bool = setting(True, "Check sizes and checksums of every file before resuming.")
     require_verified: Literal["auto", "always", "never"] = setting(
         "auto",
-        "Resume only from a checkpoint after which an audit agreed; auto: where the run before has ended "
-        "because of corruption. Newer ones are moved to `unverified`.",
+        "Resume only from a checkpoint after which an audit agreed; auto: where the run before has ended because of "
+        "corruption. Newer ones are moved to `unverified`.",
     )
     universal: str | None = setting(
         None,
-        "Folder of a universal checkpoint to start from, at any layout; used only when the run's "
-        "checkpoint folder holds no checkpoint; null: none.",
+        "Folder of a universal checkpoint to start from, at any layout; used only when the run's checkpoint folder "
+        "holds no checkpoint; null: none.",
         min_length=1,
     )
     universal_without: list[Literal["loader", "hooks"]] = setting(
         [],
-        "What `universal` may lack: loader: the data start again at their first sample; "
-        "hooks: hooks begin without their saved states.",
+        "What `universal` may lack: loader: the data start again at their first sample; hooks: hooks begin without "
+        "their saved states.",
     )
 
 
@@ -167,18 +167,20 @@ class TraceSection(Section):
     enabled: bool = setting(False, "Record a trace; off: no hook is attached anywhere.")
     granularity: Literal["layer", "submodule", "gemm"] = setting(
         "gemm",
-        "layer: results of whole layers, embedding, output and loss; submodule: also norms, attention, MLP "
-        "and residual sums; gemm: also every linear layer.",
+        "layer: results of whole layers, embedding, output and loss; submodule: also norms, attention, MLP and "
+        "residual sums; gemm: also every linear layer.",
     )
-    phases: list[Literal[PHASES]] = setting(list(PHASES), "Phases that are recorded.", min_length=1)
+    phases: list[Literal[PHASES]] = setting(  # type: ignore[valid-type]
+        list(PHASES), "Phases that are recorded.", min_length=1
+    )
     interval: PositiveInt = setting(1, "Steps between recorded steps; the first is always recorded.")
     micro_batches: list[NonNegativeInt] | None = setting(
         None, "Micro-batches of a step that are recorded, the first is 0; null: all."
     )
     layers: list[NonNegativeInt] | None = setting(
         None,
-        "Places of layers in the pipeline that are recorded: 0 word embedding, 1 positions, 2 the first "
-        "transformer layer; null: all.",
+        "Places of layers in the pipeline that are recorded: 0 word embedding, 1 positions, 2 the first transformer "
+        "layer; null: all.",
     )
     algorithm: Literal["xxh3_64.v1", "mixed_sum_64.v1"] | None = setting(
         None, "Checksum algorithm; null: the fastest for the device, the first on a CPU."

@@ -52,8 +52,8 @@ class ModelSection(Section):
     )
     fuse: bool = setting(
         False,
-        "Norms, rotary embedding, activation, residual sums and cross-entropy compiled, each alone; "
-        "needs backend torch and a C++ compiler (on a GPU Triton and a C compiler).",
+        "Norms, rotary embedding, activation, residual sums and cross-entropy compiled, each alone; needs backend "
+        "torch and a C++ compiler (on a GPU Triton and a C compiler).",
         FLAG,
     )
     initial_weights: str | None = setting(

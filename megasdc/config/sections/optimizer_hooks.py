@@ -26,30 +26,29 @@ class HookSpec(Section):
 
     hook: Literal["absolute", "spike_aware", "momentum_reset", "file"] = setting(
         ...,
-        "absolute: |g| <= theta. spike_aware: |g| <= sqrt(theta V) where g^2 / V > theta, V the second "
-        "moment before this step. momentum_reset: both moments become 0 every `interval` steps. file: a class of "
-        "your own.",
+        "absolute: |g| <= theta. spike_aware: |g| <= sqrt(theta V) where g^2 / V > theta, V the second moment before "
+        "this step. momentum_reset: both moments become 0 every `interval` steps. file: a class of your own.",
     )
     theta: Theta | None = setting(
         None,
-        'Bounds: threshold, "inf" for none, or a schedule of points [step, theta] with straight lines '
-        "between them; needed there.",
+        'Bounds: threshold, "inf" for none, or a schedule of points [step, theta] with straight lines between them; '
+        "needed there.",
     )
     parameters: list[str] = setting(
         ["*"],
-        "Bounds and file: patterns of full names of parameters, such as `*.mlp.*`; of several bounds of "
-        "one kind and place, the first that fits a parameter bounds it.",
+        "Bounds and file: patterns of full names of parameters, such as `*.mlp.*`; of several bounds of one kind and "
+        "place, the first that fits a parameter bounds it.",
         min_length=1,
     )
     where: Literal["before_norm", "after_norm", "local"] = setting(
         "before_norm",
-        "Bounds: the reduced gradient before its norm is taken; or after it was clipped; or, absolute "
-        "only, each rank's own before it is averaged over replicas.",
+        "Bounds: the reduced gradient before its norm is taken; or after it was clipped; or, absolute only, each "
+        "rank's own before it is averaged over replicas.",
     )
     non_finite: Literal["skip_step", "zero", "bound", "halt"] = setting(
         "skip_step",
-        "Bounds: NaN and Inf: all ranks skip the step; or they become 0; or Inf becomes the threshold with "
-        "its sign and NaN 0; or all ranks end. Of several bounds that fit a parameter, the first's.",
+        "Bounds: NaN and Inf: all ranks skip the step; or they become 0; or Inf becomes the threshold with its sign "
+        "and NaN 0; or all ranks end. Of several bounds that fit a parameter, the first's.",
     )
     warn_share: Annotated[float, Field(gt=0, le=1)] | None = setting(
         None, "Bounds: warn when more than this share of a submodule's elements was bounded; null: never."
@@ -60,8 +59,8 @@ class HookSpec(Section):
     bias_corrected: bool = setting(False, "spike_aware: V / (1 - beta2^t) instead of V.")
     floor: Annotated[float, Field(ge=0)] | None = setting(
         None,
-        "spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare "
-        "its gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
+        "spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare its "
+        "gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
         "whose V decays in between, is bounded more and more.",
     )
     interval: PositiveInt = setting(500, "momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")

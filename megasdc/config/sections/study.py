@@ -21,28 +21,28 @@ class StudySection(Section):
 
     mode: Literal["computation_sync", "parameter_sync", "free_run"] | None = setting(
         None,
-        "computation_sync: every result is compared with the trusted replica's and overwritten by it; "
-        "parameter_sync: gradients are compared, and after each step parameters and optimizer state are overwritten; "
-        "free_run: nothing is overwritten, parameters are compared; null: no study.",
+        "computation_sync: every result is compared with the trusted replica's and overwritten by it; parameter_sync: "
+        "gradients are compared, and after each step parameters and optimizer state are overwritten; free_run: "
+        "nothing is overwritten, parameters are compared; null: no study.",
         FLAG,
     )
     replicas: Annotated[int, Field(ge=2)] | None = setting(
         None,
-        "Replicas of the study, each a whole run of (ranks of the launch / replicas) ranks with a folder "
-        "`replica_K` in `logging.run_dir`; needed with a mode.",
+        "Replicas of the study, each a whole run of (ranks of the launch / replicas) ranks with a folder `replica_K` "
+        "in `logging.run_dir`; needed with a mode.",
         FLAG,
     )
     trusted: NonNegativeInt = setting(0, "The replica that counts as healthy.", FLAG)
     submodules: Annotated[list[str], Field(min_length=1)] | None = setting(
         None,
-        "computation_sync: patterns of full names whose forward and backward results are compared; null: "
-        "attention and FFN before the sum over tensor ranks, embedding and head. Weight gradients, optimizer and "
-        "parameters are always compared.",
+        "computation_sync: patterns of full names whose forward and backward results are compared; null: attention "
+        "and FFN before the sum over tensor ranks, embedding and head. Weight gradients, optimizer and parameters are "
+        "always compared.",
     )
     interval: PositiveInt = setting(
         10,
-        "computation_sync: steps between lines that count what was compared; free_run: steps between "
-        "comparisons of parameters.",
+        "computation_sync: steps between lines that count what was compared; free_run: steps between comparisons of "
+        "parameters.",
     )
     sampled_elements: NonNegativeInt = setting(
         8, "computation_sync: wrong elements of a result that are written one by one, evenly chosen."
