@@ -106,22 +106,7 @@ class TraceError(MegasdcError):
     exit_code = 80
 
 
-ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {
-    kind.exit_code: kind
-    for kind in (
-        ConfigError,
-        DataError,
-        CheckpointError,
-        CorruptionError,
-        NonFiniteError,
-        HangError,
-        ExcludedNodeError,
-        StorageError,
-        LaunchError,
-        PeerError,
-        TraceError,
-    )
-}
+ERRORS_BY_EXIT_CODE: dict[int, type[MegasdcError]] = {kind.exit_code: kind for kind in MegasdcError.__subclasses__()}
 """Meaning of each documented exit code."""
 
 

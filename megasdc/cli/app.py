@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from megasdc import __version__
+from megasdc.cli.options import as_typer_takes_it
 from megasdc.errors import ConfigError, MegasdcError, StorageError
 from megasdc.program import FULL, why_unreadable, write_whole
 
@@ -47,11 +48,17 @@ def _explain(error: OSError, places: list[tuple[Path, type[MegasdcError]]]) -> E
 
 
 class Application(typer.Typer):
-    """Commands of this program; see ``_Command``."""
+    """Commands of this program; see ``_Command`` and ``as_typer_takes_it``."""
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Register a command, as typer does."""
-        return super().command(name, cls=_Command, **options)
+        register = super().command(name, cls=_Command, **options)
+
+        def keep(command: Any) -> Any:
+            register(as_typer_takes_it(command))
+            return command
+
+        return keep
 
 
 app = Application(
@@ -155,7 +162,7 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
 
 
 Overrides = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
 ]
 ConfigOption = Annotated[Path, input_option("--config", reads=ConfigError, help="JSON configuration file.")]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +14,15 @@ from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, 
 from megasdc.errors import ConfigError, DataError
 from megasdc.program import write_whole
 
+if TYPE_CHECKING:
+    from megasdc.config import Layout, RunConfig
+    from megasdc.train.memory_step import StepMemory
+
 
 @app.command("check-config", epilog="Example: megasdc check-config configs/smoke.json --world-size 2")
 def check_config(
     file: Annotated[Path, input_argument(ConfigError, help="JSON configuration file.")],
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Also check layout and batch sizes for so many ranks.")
     ] = None,
@@ -45,73 +49,92 @@ def check_config(
 
     Relative paths in the file are relative to the folder that the run is started in.
     """
-    from megasdc.config import check_layout, find_warnings, load_config
+    from megasdc.config import find_warnings
     from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
-    from megasdc.train.memory_step import MIB, memory_table, predict_step_memory, unpredicted_because
+    from megasdc.train.memory_step import predict_step_memory, unpredicted_because
 
     try:
-        config = load_config(file, overrides or ())
-        layout = check_layout(config, world_size) if world_size is not None else None
-        if any(spec.path is not None for spec in config.megasdc.delay):
-            from megasdc.faults.delay import check_delays
-
-            sections = config.megasdc
-            check_delays(sections.delay, layout.accumulation_steps if layout else 1, sections.parallel.pipeline)
+        config, layout = _load(file, overrides, world_size)
     except ConfigError as error:
         if not as_json:
             raise
         typer.echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
         raise typer.Exit(error.exit_code) from error
-    warnings = find_warnings(config)
     data, micro_batch = (layout.data, layout.micro_batch_size) if layout else (None, 1)
-    stages = memory_of_stages(config, 1, data, micro_batch)
-    if (too_large := memory_warning(config, stages, host_memory_bytes())) is not None:
-        warnings.append(too_large)
-    memory = None
-    if layout is not None and (not_predicted := unpredicted_because(config)) is None:
+    too_large = memory_warning(config, memory_of_stages(config, 1, data, micro_batch), host_memory_bytes())
+    memory: list[StepMemory] = []
+    if layout is not None and unpredicted_because(config) is None:
         entries = vocab_size or config.megasdc.data.tokenizer.vocab_size
         memory = predict_step_memory(config, layout, entries, on_gpu=device_memory_gib is not None)
-        largest = max(memory, key=lambda stage: stage.total)
-        if device_memory_gib is not None and largest.total > device_memory_gib * 1024 * MIB:
-            warnings.append(
-                f"megasdc.model: a step is predicted to need {largest.total / MIB / 1024:,.2f} GiB on stage "
-                f"{memory.index(largest)} ({largest.moment}), but a device has {device_memory_gib:,.2f} GiB; make "
-                "micro-batches smaller, recompute (pipeline.activation_checkpoint_interval), or use more ranks."
-            )
+    too_large_step = _step_warning(memory, device_memory_gib) if memory and device_memory_gib is not None else None
+    warnings = [*find_warnings(config), *filter(None, (too_large, too_large_step))]
     if as_json:
         result = {
             "ok": True,
             "source": str(file),
             "warnings": warnings,
             "layout": asdict(layout) if layout is not None else None,
-            "memory": [{**asdict(stage), "total": stage.total} for stage in memory] if memory is not None else None,
+            "memory": [{**asdict(stage), "total": stage.total} for stage in memory] or None,
             "resolved": config.resolved(),
         }
         typer.echo(json.dumps(result, indent=2))
         return
     # With --show standard output holds the file alone.
-    count = len(warnings)
-    verdict = "OK" if count == 0 else f"OK, with {count} warning{'s' if count > 1 else ''}"
+    verdict = f"OK, with {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "OK"
     typer.echo(f"{file}: {verdict}", err=show)
     for warning in warnings:
         typer.echo(f"megasdc: warning: {warning}", err=True)
     if layout is not None:
-        study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
-        typer.echo(
-            f"{study}{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
-            f"{layout.data}; {layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x "
-            f"accumulation {layout.accumulation_steps} x data {layout.data}",
-            err=show,
-        )
-        if memory is not None:
-            kind = "a CPU" if device_memory_gib is None else "a GPU"
-            typer.echo(
-                f"predicted peak of a step on {kind}, MiB of tensors of a rank:\n{memory_table(memory)}", err=show
-            )
-        else:
-            typer.echo(f"peak memory of a step is not predicted with {not_predicted} set", err=show)
+        typer.echo(_describe(layout), err=show)
+        typer.echo(_describe_memory(memory, device_memory_gib is not None, unpredicted_because(config)), err=show)
     if show:
         typer.echo(json.dumps(config.resolved(), indent=2))
+
+
+def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, Layout | None]:
+    """The configuration, and its layout for a number of ranks; files of delays are read too."""
+    from megasdc.config import check_layout, load_config
+
+    config = load_config(file, overrides)
+    layout = check_layout(config, world_size) if world_size is not None else None
+    sections = config.megasdc
+    if any(spec.path is not None for spec in sections.delay):
+        from megasdc.faults.delay import check_delays
+
+        check_delays(sections.delay, layout.accumulation_steps if layout else 1, sections.parallel.pipeline)
+    return config, layout
+
+
+def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
+    """A warning if the largest stage needs more memory than a device has."""
+    from megasdc.train.memory_step import MIB
+
+    largest = max(memory, key=lambda stage: stage.total)
+    if largest.total <= device_gib * 1024 * MIB:
+        return None
+    return (
+        f"megasdc.model: a step is predicted to need {largest.total / MIB / 1024:,.2f} GiB on stage "
+        f"{memory.index(largest)} ({largest.moment}), but a device has {device_gib:,.2f} GiB; make "
+        "micro-batches smaller, recompute (pipeline.activation_checkpoint_interval), or use more ranks."
+    )
+
+
+def _describe(layout: Layout) -> str:
+    study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
+    return (
+        f"{study}{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+        f"{layout.data}; {layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x "
+        f"accumulation {layout.accumulation_steps} x data {layout.data}"
+    )
+
+
+def _describe_memory(memory: list[StepMemory], on_gpu: bool, not_predicted: str | None) -> str:
+    from megasdc.train.memory_step import memory_table
+
+    if not_predicted is not None:
+        return f"peak memory of a step is not predicted with {not_predicted} set"
+    kind = "a GPU" if on_gpu else "a CPU"
+    return f"predicted peak of a step on {kind}, MiB of tensors of a rank:\n{memory_table(memory)}"
 
 
 @app.command("config-table", epilog="Example: megasdc config-table --check docs/reference/configuration.md")

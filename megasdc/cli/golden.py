@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from megasdc.cli.app import (
     print_result,
     stdout_kept_clean,
 )
+from megasdc.cli.options import option
 from megasdc.errors import ConfigError, TraceError
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
@@ -36,7 +38,7 @@ Faults = Annotated[
 def golden_record(
     config: ConfigOption,
     out: Annotated[Path, output_option("--out", help="The golden file to write; replaced if it exists.")],
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Data-parallel size of the golden layout.")] = 1,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case in each set of processes.")] = 3,
     timeout_s: Timeout = 600.0,
@@ -56,7 +58,7 @@ def golden_record(
 
         with runs_bar(Console(stderr=True), "recording") as on_progress:
             golden = record(
-                load_config(config, overrides or []),
+                load_config(config, overrides),
                 out,
                 replicas=replicas,
                 repeats=repeats,
@@ -74,29 +76,28 @@ def golden_record(
         typer.echo(f"  {name}: {value}")
 
 
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options of ``megasdc golden verify``."""
+
+    file: Annotated[Path | None, input_argument(TraceError, help="The golden file; not with --library.")] = None
+    library: Path | None = option(
+        None, "Folder of *.golden files; the one for this machine is used.", make=input_option, reads=TraceError
+    )
+    local: int | None = option(
+        None,
+        "Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so many processes "
+        "side by side on the processor; 0: one.",
+        min=0,
+    )
+    repeats: Repeats = 3
+    minutes: Minutes = None
+    timeout_s: Timeout = 600.0
+    faults: Faults = None
+
+
 @golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
-def golden_verify(
-    file: Annotated[Path | None, input_argument(TraceError, help="The golden file; not with --library.")] = None,
-    library: Annotated[
-        Path | None,
-        input_option("--library", reads=TraceError, help="Folder of *.golden files; the one for this machine is used."),
-    ] = None,
-    local: Annotated[
-        int | None,
-        typer.Option(
-            "--local",
-            min=0,
-            help="Verify so many devices of this host, each alone; 0: all of them. Without an accelerator: so "
-            "many processes side by side on the processor; 0: one.",
-        ),
-    ] = None,
-    repeats: Repeats = 3,
-    minutes: Minutes = None,
-    timeout_s: Timeout = 600.0,
-    faults: Faults = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
+def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False) -> None:
     """Compute the workload of a golden file on this host and compare every result.
 
     Exit code 0: every rank healthy; 73: some rank computed a different result; rank and first mismatch are named;
@@ -107,30 +108,38 @@ def golden_verify(
 
     with stdout_kept_clean():
         from megasdc.golden.drill import load_drill
-        from megasdc.golden.library import choose_golden
         from megasdc.golden.result import render_result
         from megasdc.golden.verify import verify_here
         from megasdc.parallel.local_ranks import count_accelerators
         from megasdc.progress import runs_bar
         from megasdc.sdc.golden import load_header
 
-        devices = None if local is None else local or count_accelerators() or 1
-        if (file is None) == (library is None):
-            raise typer.BadParameter("give either a golden file or --library DIR")
-        if library is not None:
-            file = choose_golden(library, None if devices is None else 1)
-            typer.echo(f"{file} is for this machine", err=True)
-        assert file is not None, "checked above"
-        drill = None if faults is None else load_drill(faults, load_header(file))
-        with runs_bar(Console(stderr=True), "verifying", minutes) as on_progress:
+        devices = None if options.local is None else options.local or count_accelerators() or 1
+        file = _golden_file(options, devices)
+        drill = None if options.faults is None else load_drill(options.faults, load_header(file))
+        with runs_bar(Console(stderr=True), "verifying", options.minutes) as on_progress:
             result = verify_here(
                 file,
                 devices=devices,
-                repeats=repeats,
-                minutes=minutes,
-                timeout_s=timeout_s,
+                repeats=options.repeats,
+                minutes=options.minutes,
+                timeout_s=options.timeout_s,
                 drill=drill,
                 on_progress=on_progress,
             )
     print_result(result, render_result, out=out, as_json=as_json)
     raise typer.Exit(result.exit_code)
+
+
+def _golden_file(options: VerifyOptions, devices: int | None) -> Path:
+    """The file that was named, or the one of the library that is for this machine."""
+    from megasdc.golden.library import choose_golden
+
+    if (options.file is None) == (options.library is None):
+        raise typer.BadParameter("give either a golden file or --library DIR")
+    if options.file is not None:
+        return options.file
+    assert options.library is not None, "checked above"
+    file = choose_golden(options.library, None if devices is None else 1)
+    typer.echo(f"{file} is for this machine", err=True)
+    return file

@@ -99,7 +99,7 @@ def evaluate(
             "--samples", min=1, help="Maximum of samples, each used once; default: training.eval_samples of the file."
         ),
     ] = None,
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
     """Compute loss and perplexity of a model on one process, whatever layout it was trained at.
@@ -116,7 +116,7 @@ def evaluate(
             config_path=config,
             split=split,
             samples=samples,
-            overrides=overrides or (),
+            overrides=overrides,
             progress=not as_json,
         )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())

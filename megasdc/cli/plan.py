@@ -3,87 +3,68 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
+from megasdc.cli.options import option
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of ``megasdc plan-audit``."""
+
+    replicas: int = option(8, "Replicas N.", min=1)
+    micro_batches: int = option(16, "Micro-batches M of a step.", min=1)
+    interval: int | None = option(None, "Steps K between audits; default: 50.", min=1)
+    latency: float | None = option(
+        None,
+        "Instead of --interval: largest K whose audits find a bad rank in at most so many steps on average.",
+        min=1,
+    )
+    at_rate: float = option(0.01, "The rate for which --latency is wanted.")
+    rates: str = option("1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6", "Probabilities that a micro-batch of the bad rank is wrong.")
+    visible: float = option(
+        0.5,
+        "Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if errors do "
+        "not repeat, none of those that repeat.",
+        min=0,
+        max=1,
+    )
+    audit_share: float | None = option(None, "Checksums of all results of a micro-batch over its time.", min=0)
+    always_on_share: float | None = option(None, "Checksums of forward and recomputed results over its time.", min=0)
+    hidden: int = option(
+        8192, "Width for shares not given: cost model and accelerator of `bench trace`, with recompute.", min=128
+    )
+    trials: int = option(1000, "Bad ranks to simulate; 0: formulas only.", min=0)
+    seed: int = option(1, "Seed of all draws.", min=0)
 
 
 @app.command("plan-audit", epilog="Example: megasdc plan-audit --replicas 64 --micro-batches 16 --latency 1000")
-def plan_audit(
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Replicas N.")] = 8,
-    micro_batches: Annotated[int, typer.Option("--micro-batches", min=1, help="Micro-batches M of a step.")] = 16,
-    interval: Annotated[
-        int | None, typer.Option("--interval", min=1, help="Steps K between audits; default: 50.")
-    ] = None,
-    latency: Annotated[
-        float | None,
-        typer.Option(
-            "--latency",
-            min=1,
-            help="Instead of --interval: largest K whose audits find a bad rank in at most so many steps on average.",
-        ),
-    ] = None,
-    at_rate: Annotated[float, typer.Option("--at-rate", help="The rate for which --latency is wanted.")] = 0.01,
-    rates: Annotated[
-        str, typer.Option("--rates", help="Probabilities that a micro-batch of the bad rank is wrong.")
-    ] = "1,1e-1,1e-2,1e-3,1e-4,1e-5,1e-6",
-    visible: Annotated[
-        float,
-        typer.Option(
-            "--visible",
-            min=0,
-            max=1,
-            help="Share of wrong micro-batches found by comparing forward with recompute: half of the arithmetic if "
-            "errors do not repeat, none of those that repeat.",
-        ),
-    ] = 0.5,
-    audit_share: Annotated[
-        float | None,
-        typer.Option("--audit-share", min=0, help="Checksums of all results of a micro-batch over its time."),
-    ] = None,
-    always_on_share: Annotated[
-        float | None,
-        typer.Option("--always-on-share", min=0, help="Checksums of forward and recomputed results over its time."),
-    ] = None,
-    hidden: Annotated[
-        int,
-        typer.Option(
-            "--hidden",
-            min=128,
-            help="Width for shares not given: cost model and accelerator of `bench trace`, with recompute.",
-        ),
-    ] = 8192,
-    trials: Annotated[int, typer.Option("--trials", min=0, help="Bad ranks to simulate; 0: formulas only.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 1,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
+def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> None:
     """Predict detection latency of a bad rank in steps, by rate and tier, and the cost of the checks.
 
     A rate is the probability that the bad rank computes at least one wrong result in one micro-batch. Audits see one
     micro-batch of every K-th step on all replicas, the check of every step one of each step, or all.
     """
-    with_rates = [_rate(text, "--rates") for text in rates.split(",")]
-    if latency is not None:
-        if interval is not None:
-            raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
-        interval = _interval_for(latency, _rate(str(at_rate), "--at-rate"))
+    rates = [_rate(text, "--rates") for text in options.rates.split(",")]
+    interval = _interval(options)
 
     from megasdc.progress import progress_bars
     from megasdc.report.plan_page import plan_page
     from megasdc.report.result.terminal import printer
     from megasdc.sdc.plan import Plan, make_plan
 
+    audit_share, always_on_share = options.audit_share, options.always_on_share
     if audit_share is None or always_on_share is None:
-        shares = _predicted_shares(hidden)
-        audit_share = shares[0] if audit_share is None else audit_share
-        always_on_share = shares[1] if always_on_share is None else always_on_share
-    plan = Plan(replicas, interval or 50, micro_batches, visible, audit_share, always_on_share)
+        predicted = _predicted_shares(options.hidden)
+        audit_share = predicted[0] if audit_share is None else audit_share
+        always_on_share = predicted[1] if always_on_share is None else always_on_share
+    plan = Plan(options.replicas, interval, options.micro_batches, options.visible, audit_share, always_on_share)
     with progress_bars(quiet=as_json) as on_progress:
-        result = make_plan(plan, with_rates, trials, seed, on_progress)
+        result = make_plan(plan, rates, options.trials, options.seed, on_progress)
     print_result(result, printer(plan_page), out=out, as_json=as_json)
 
 
@@ -92,14 +73,14 @@ def coverage(
     config: ConfigOption,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks of the run.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="As a table of markdown.")] = False,
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
     """Show which faults a run of this configuration would detect, in which phase of a step, when, and which not."""
     from megasdc.config import check_layout, load_config
     from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage
 
-    loaded = load_config(config, overrides or ())
+    loaded = load_config(config, overrides)
     layout = check_layout(loaded, world_size)
     chosen = {"one": 1, "all": layout.accumulation_steps, "auto": None}[loaded.megasdc.sdc.always_on.coverage]
     shape = Shape(
@@ -127,9 +108,17 @@ def _rate(text: str, option: str) -> float:
     return rate
 
 
-def _interval_for(latency: float, rate: float) -> int:
+def _interval(options: PlanOptions) -> int:
+    """Steps between audits, as given or as chosen by --latency."""
+    latency = options.latency
+    if latency is None:
+        return options.interval or 50
+    if options.interval is not None:
+        raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
+
     from megasdc.sdc.plan import largest_interval
 
+    rate = _rate(str(options.at_rate), "--at-rate")
     interval = largest_interval(latency, rate)
     if interval is None:
         raise typer.BadParameter(

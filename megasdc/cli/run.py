@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
+from megasdc.cli.options import option
 from megasdc.errors import DataError, LaunchError
 
 
@@ -25,7 +26,7 @@ def prepare_data(
     force: Annotated[
         bool, typer.Option("--force", help="Prepare the data again even if the folder holds some.")
     ] = False,
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
     """Turn text into token files: corpus to tokenizer to Megatron's .bin/.idx and a manifest.
@@ -35,7 +36,7 @@ def prepare_data(
     from megasdc.config import load_config
     from megasdc.data.prepare import prepare
 
-    section = load_config(config, overrides or ()).megasdc.data
+    section = load_config(config, overrides).megasdc.data
     target = out if out is not None else Path(section.path)
     manifest = prepare(section, target, workers, progress=not as_json, force=force)
     if as_json:
@@ -89,53 +90,43 @@ def verify_data(
     raise typer.Exit(0 if all(report.ok for report in reports) else DataError.exit_code)
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of ``megasdc launch``; those of ``LaunchRequest``, where None is its default."""
+
+    config_path: ConfigOption
+    launcher_args: Annotated[
+        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
+    ] = ()
+    hostfile: Path | None = option(
+        None, "Lines `NAME slots=N`; without: this host.", make=input_option, reads=LaunchError
+    )
+    num_gpus: int | None = option(None, "Ranks on each host.", "--num-gpus", "--num-ranks", min=1)
+    include: str = option("", "Only these hosts: NAME[:SLOT,...][@NAME...].")
+    exclude: str = option("", "All hosts but these; same form.")
+    backend: str = option("pdsh", "pdsh, openmpi, slurm, ...: DeepSpeed's backend.", "--launcher")
+    script: Path | None = option(
+        None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
+    )
+    overrides: Overrides = ()
+    allow_changed: tuple[str, ...] = option(
+        (),
+        "Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
+        metavar="PATH",
+    )
+
+
 @app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")
 def launch(
-    config: ConfigOption,
-    launcher_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
-    ] = None,
-    hostfile: Annotated[
-        Path | None, input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`; without: this host.")
-    ] = None,
-    num_gpus: Annotated[
-        int | None, typer.Option("--num-gpus", "--num-ranks", min=1, help="Ranks on each host.")
-    ] = None,
-    include: Annotated[str, typer.Option("--include", help="Only these hosts: NAME[:SLOT,...][@NAME...].")] = "",
-    exclude: Annotated[str, typer.Option("--exclude", help="All hosts but these; same form.")] = "",
-    launcher: Annotated[
-        str, typer.Option("--launcher", help="pdsh, openmpi, slurm, ...: DeepSpeed's backend.")
-    ] = "pdsh",
-    script: Annotated[
-        Path | None, input_option("--script", reads=LaunchError, help="Training script; default: pretrain_gpt.py.")
-    ] = None,
-    overrides: Overrides = None,
-    allow_changed: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-changed",
-            metavar="PATH",
-            help="Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
-        ),
-    ] = None,
+    options: LaunchOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check all hosts, start DeepSpeed's launcher, and return the true exit code, with first failed rank and cause."""
-    from megasdc.launcher.front import DEFAULT_SCRIPT, LaunchRequest, launch_run
+    from megasdc.launcher.front import launch_run
+    from megasdc.launcher.request import LaunchRequest
 
-    request = LaunchRequest(
-        config_path=config,
-        hostfile=hostfile,
-        num_gpus=num_gpus,
-        include=include,
-        exclude=exclude,
-        backend=launcher,
-        launcher_args=tuple(launcher_args or ()),
-        overrides=tuple(overrides or ()),
-        allow_changed=tuple(allow_changed or ()),
-        script=script or DEFAULT_SCRIPT,
-    )
+    request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
     result = launch_run(request, dry_run=dry_run, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
@@ -150,7 +141,7 @@ def check_determinism(
         int | None, typer.Option("--ranks", min=1, help="Ranks on this machine; default: the fewest that fit.")
     ] = None,
     lint_only: Annotated[bool, typer.Option("--lint-only", help="List causes, run nothing.")] = False,
-    overrides: Overrides = None,
+    overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
     """List what could make two runs differ, then make two short runs here and compare every loss, gradient norm,
@@ -163,7 +154,7 @@ def check_determinism(
     from megasdc.progress import progress_bars
     from megasdc.repeat.check import check_determinism
 
-    loaded = load_config(config, overrides or ())
+    loaded = load_config(config, overrides)
     with progress_bars(quiet=as_json) as on_progress:
         report = check_determinism(loaded, ranks=ranks, steps=steps, lint_only=lint_only, on_progress=on_progress)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())

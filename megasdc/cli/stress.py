@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_kept_clean
 from megasdc.cli.golden import Timeout
+from megasdc.cli.options import option
 from megasdc.errors import LaunchError, TraceError
+
+if TYPE_CHECKING:
+    from megasdc.stress.run import StressPlan
+
+
+@dataclass(frozen=True)
+class StressOptions:
+    """Options of ``megasdc stress``."""
+
+    hostfile: Path | None = option(
+        None, "Lines `NAME slots=N`, N devices each; without: this host.", make=input_option, reads=LaunchError
+    )
+    rounds: int = option(3, "Rounds of all tests.", min=1)
+    minutes: float | None = option(None, "Instead of --rounds: so long.", min=0)
+    only: str = option("collectives,gemm,training", "Tests to run, of collectives,gemm,training.")
+    golden: Path | None = option(
+        None, "Folder of golden values; the files for each device are used.", make=input_option, reads=TraceError
+    )
+    record: bool = option(False, "Write what this host computes to the folder of --golden.")
+    drill: str | None = option(
+        None, "Inject the faults of a node profile on one host: a drill.", metavar="PROFILE[@HOST]"
+    )
+    timeout_s: Timeout = 300.0
+    ssh_port: int | None = option(None, "Port of the hosts' sshd.", min=1)
+    out: Out = None
+    resume: bool = option(False, "Resume after the complete rounds of an earlier call with the same --out.")
 
 
 @app.command("stress", epilog="Example: megasdc stress --hostfile hosts --minutes 30 --golden golden --out stress.json")
-def stress(
-    hostfile: Annotated[
-        Path | None,
-        input_option("--hostfile", reads=LaunchError, help="Lines `NAME slots=N`, N devices each; without: this host."),
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of all tests.")] = 3,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --rounds: so long.")] = None,
-    only: Annotated[
-        str, typer.Option("--only", help="Tests to run, of collectives,gemm,training.")
-    ] = "collectives,gemm,training",
-    golden: Annotated[
-        Path | None,
-        input_option("--golden", reads=TraceError, help="Folder of golden values; the files for each device are used."),
-    ] = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="Write what this host computes to the folder of --golden.")
-    ] = False,
-    drill: Annotated[
-        str | None,
-        typer.Option(
-            "--drill",
-            metavar="PROFILE[@HOST]",
-            help="Inject the faults of a node profile on one host: a drill.",
-        ),
-    ] = None,
-    timeout_s: Timeout = 300.0,
-    ssh_port: Annotated[int | None, typer.Option("--ssh-port", min=1, help="Port of the hosts' sshd.")] = None,
-    out: Out = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume after the complete rounds of an earlier call with the same --out.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+def stress(options: StressOptions, as_json: Json = False) -> None:
     """Repeat collectives, matrix products and a small training run on all hosts, and report which hosts are healthy.
 
     Exit code 0: all are; 73: one is unhealthy, or one of several is and none can be named; 78: a host could not be
@@ -54,48 +50,54 @@ def stress(
     """
     from rich.console import Console
 
-    tests = _tests(only)
-    if record and (golden is None or hostfile is not None or drill is not None or resume):
+    excluded = options.hostfile is not None or options.drill is not None or options.resume
+    if options.record and (options.golden is None or excluded):
         raise typer.BadParameter(
             "--record needs --golden DIR, and works on this host alone: leave out --hostfile, --drill and --resume"
         )
-    if resume and out is None:
+    if options.resume and options.out is None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
     with stdout_kept_clean():
-        from megasdc.launcher.hosts import LOCAL_HOST, read_hostfile
         from megasdc.progress import runs_bar
-        from megasdc.stress.drill import read_drill
-        from megasdc.stress.golden import GoldenFolder, load_folder
+        from megasdc.stress.record import record
         from megasdc.stress.result import render_result
-        from megasdc.stress.run import StressPlan
         from megasdc.stress.run import stress as run_stress
 
-        slots = {LOCAL_HOST: 0} if hostfile is None else read_hostfile(hostfile)
-        plan = StressPlan(
-            slots=slots,
-            remote=hostfile is not None,
-            rounds=rounds if minutes is None else None,
-            minutes=minutes,
-            only=tests,
-            timeout_s=timeout_s,
-            drill=None if drill is None else read_drill(drill, list(slots)),
-            golden=GoldenFolder() if golden is None or record else load_folder(golden),
-            folder=None if out is None else out.with_name(f"{out.name}.hosts"),
-            resume=resume,
-            ssh_port=ssh_port,
-        )
-        with runs_bar(Console(stderr=True, quiet=as_json), "stress test", minutes, unit="rounds") as on_progress:
-            if record:
-                from megasdc.stress.record import record as record_golden
-
-                assert golden is not None, "checked above"
-                result, files = record_golden(plan, golden, on_progress)
+        plan = _plan(options)
+        with runs_bar(
+            Console(stderr=True, quiet=as_json), "stress test", options.minutes, unit="rounds"
+        ) as on_progress:
+            if options.record:
+                assert options.golden is not None, "checked above"
+                result, files = record(plan, options.golden, on_progress)
             else:
                 result, files = run_stress(plan, on_progress), []
-    print_result(result, render_result, out=out, as_json=as_json)
+    print_result(result, render_result, out=options.out, as_json=as_json)
     for file in files:
         typer.echo(f"golden values: {file}", err=True)
     raise typer.Exit(result.exit_code)
+
+
+def _plan(options: StressOptions) -> StressPlan:
+    from megasdc.launcher.hosts import LOCAL_HOST, read_hostfile
+    from megasdc.stress.drill import read_drill
+    from megasdc.stress.golden import GoldenFolder, load_folder
+    from megasdc.stress.run import StressPlan
+
+    slots = {LOCAL_HOST: 0} if options.hostfile is None else read_hostfile(options.hostfile)
+    return StressPlan(
+        slots=slots,
+        remote=options.hostfile is not None,
+        rounds=options.rounds if options.minutes is None else None,
+        minutes=options.minutes,
+        only=_tests(options.only),
+        timeout_s=options.timeout_s,
+        drill=None if options.drill is None else read_drill(options.drill, list(slots)),
+        golden=GoldenFolder() if options.golden is None or options.record else load_folder(options.golden),
+        folder=None if options.out is None else options.out.with_name(f"{options.out.name}.hosts"),
+        resume=options.resume,
+        ssh_port=options.ssh_port,
+    )
 
 
 def _tests(text: str) -> tuple[str, ...]:

@@ -5,26 +5,23 @@ from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS
-from megasdc.config.problems.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.replica import replica_config, replica_folder
+from megasdc.config.sections.data import DataSection, SourceSection, TokenizerSection
 from megasdc.config.sections.delay import DelaySpec
 from megasdc.config.sections.detection import AlwaysOnSection, AuditSection, PolicySection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
 from megasdc.config.sections.megasdc import (
     CheckpointSection,
-    DataSection,
     DeterminismSection,
     GoldenSection,
     LoggingSection,
     MegasdcSection,
-    ModelSection,
     ParallelSection,
-    SourceSection,
-    TokenizerSection,
     TraceSection,
     TrainingSection,
 )
+from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.config.sections.study import StudySection
 

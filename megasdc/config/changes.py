@@ -18,9 +18,8 @@ from pydantic.fields import FieldInfo
 from megasdc.config.checks import batch_sizes
 from megasdc.config.fields import AtResume, at_resume_of
 from megasdc.config.load import RunConfig, WholeFile
-from megasdc.config.problems.contradictions import ffn_width, head_width, query_groups
 from megasdc.config.read import dotted, shown
-from megasdc.config.sections.megasdc import ModelSection
+from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.config.table import element_in, model_in
 from megasdc.errors import ConfigError
 

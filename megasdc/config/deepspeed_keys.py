@@ -1,76 +1,11 @@
-"""DeepSpeed's keys, and those that megasdc refuses with ZeRO-1 pipeline training.
+"""DeepSpeed's keys that megasdc refuses with ZeRO-1 pipeline training, and parameters of its schedules.
 
-DeepSpeed silently ignores unknown top-level keys (0.19.8), so the names are listed here; a test compares the list with
-the installed DeepSpeed. Keys below the top level are the fields of the classes in `deepspeed_part.py`.
+DeepSpeed silently ignores unknown top-level keys (0.19.8), so all that it reads are declared: those that megasdc
+supports as fields of the classes in `sections/deepspeed.py`, the others here. A test compares them with the installed
+DeepSpeed.
 """
 
 from __future__ import annotations
-
-KNOWN_KEYS = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "amp",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "compression_training",
-        "csv_monitor",
-        "curriculum_learning",
-        "data_efficiency",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "eigenvalue",
-        "elasticity",
-        "expert_parallel",
-        "flops_profiler",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "graph_harvesting",
-        "hybrid_engine",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "nebula",
-        "optimizer",
-        "pipeline",
-        "prescale_gradients",
-        "progressive_layer_drop",
-        "quantize_training",
-        "scheduler",
-        "seq_parallel_communication_data_type",
-        "sparse_attention",
-        "sparse_gradients",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    }
-)
-"""Top-level keys that DeepSpeed 0.19 reads, or rejects by name because it has removed the feature."""
 
 UNSUPPORTED_KEYS: dict[str, str] = {
     "amp": "use bf16 or fp16",
@@ -100,7 +35,8 @@ UNSUPPORTED_KEYS: dict[str, str] = {
     "use_data_before_expert_parallelism": "megasdc trains dense models",
     "weight_quantization": "megasdc trains the full model",
 }
-"""Known keys that megasdc refuses, with the remedy."""
+"""Top-level keys that DeepSpeed 0.19 reads, or rejects by name because it has removed the feature, and that megasdc
+refuses, with the remedy."""
 
 SCHEDULER_PARAMS: dict[str, frozenset[str]] = {
     "WarmupLR": frozenset({"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"}),

@@ -37,6 +37,30 @@ class Section(BaseModel):
     """Class of fields without one in ``json_schema_extra``; None: every field that is not a section needs one there."""
 
 
+def setting(
+    default: Any, description: str | None = None, at_resume: dict[str, Any] | None = None, **limits: Any
+) -> Any:
+    """A field of a section.
+
+    Args:
+        default: of the field; ``...``: it must be given.
+        description: meaning, unit, range, and what 0 or null means.
+        at_resume: effect of a change at a resume, such as ``REFUSED``; None: the one that its section states.
+        **limits: as of ``pydantic.Field``.
+    """
+    return Field(default, description=description, json_schema_extra=at_resume, **limits)
+
+
+def section(kind: type[Section], **settings: Any) -> Any:
+    """A field that is a section; where it is not given, that section with its defaults.
+
+    Args:
+        kind: class of the section, whose fields all have a default.
+        **settings: as of ``pydantic.Field``.
+    """
+    return Field(default_factory=lambda: kind.model_validate({}), **settings)
+
+
 def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
     """Effect of a field that is changed at a resume.
 

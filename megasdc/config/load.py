@@ -18,12 +18,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megasdc.config.deepspeed_keys import REFUSED
-from megasdc.config.deepspeed_part import DeepSpeedPart, fill_defaults, precision_of
+from megasdc.config.deepspeed_part import fill_defaults, precision_of
 from megasdc.config.fields import LARGEST_INTEGER, at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problems.contradictions import find_problems
 from megasdc.config.problems.problem import Problem
 from megasdc.config.read import apply_overrides, dotted, is_unusable, read_json, shown, unusable_values
+from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import element_in, field_text, model_in, type_text
 from megasdc.errors import ConfigError
@@ -164,10 +165,10 @@ def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
         return {}
     meant = nearest(name, PRESETS)
     hint = f"did you mean {meant!r}? " if meant else ""
-    text = f"megasdc.model.preset: got {shown(name)}; {hint}allowed: null, {', '.join(PRESETS)}."
+    what = f"got {shown(name)}; {hint}allowed: null, {', '.join(PRESETS)}."
     sizes = {key for preset in PRESETS.values() for key in preset} - set(model)
     paths = ("megasdc.model.preset", *(f"megasdc.model.{key}" for key in sorted(sizes)))
-    return {("megasdc", "model", "preset"): Problem(paths, text)}
+    return {("megasdc", "model", "preset"): Problem(paths, what)}
 
 
 def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
@@ -187,7 +188,7 @@ def _unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
     found: dict[Path_, Problem] = {}
     for path, reason in list(unusable_values(raw)):
         name = dotted(path)
-        found[path] = Problem((name,), f"{name}: {reason}, got {shown(_value_at(raw, path))}; write it without.")
+        found[path] = Problem((name,), f"{reason}, got {shown(_value_at(raw, path))}; write it without.")
     for path in found:  # pydantic would reject the whole object without naming the key
         if path and isinstance(path[-1], str) and is_unusable(path[-1]):
             _remove(raw, path)
@@ -201,14 +202,14 @@ def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annota
     meaning = f" ({info.description.rstrip('.')})" if info is not None and info.description else ""
     allowed = type_text(annotation) if info is None else field_text(info)
     if kind == "missing":
-        return Problem((name,), f"{name}: missing; needed: {allowed}{meaning}.")
+        return Problem((name,), f"missing; needed: {allowed}{meaning}.")
     value = _value_at(raw, path)
     if isinstance(value, int) and value > LARGEST_INTEGER:
         allowed += f", up to {LARGEST_INTEGER}"
     remedy = _default_remedy(info)
     if kind == "string_type" and isinstance(value, (int, float)):
         remedy += f"; on the command line write --set '{name}=\"{value}\"'"
-    return Problem((name,), f"{name}: got {shown(value)}; allowed: {allowed}{meaning}{remedy}.")
+    return Problem((name,), f"got {shown(value)}; allowed: {allowed}{meaning}{remedy}.")
 
 
 def _default_remedy(info: FieldInfo | None) -> str:
@@ -222,7 +223,7 @@ def _unknown_key(raw: Any, path: Path_) -> Problem:
     name, key = dotted(path), str(path[-1])
     value = shown(_value_at(raw, path))
     if name in REFUSED:
-        return Problem((name,), f"{name}: got {value}; not supported: {REFUSED[name]}. Remove the key.")
+        return Problem((name,), f"got {value}; not supported: {REFUSED[name]}. Remove the key.")
     _, _, annotation = _locate(path[:-1])
     model = (model_in(annotation) if path[:-1] else None) or WholeFile
     names = list(model.model_fields)
@@ -236,7 +237,7 @@ def _unknown_key(raw: Any, path: Path_) -> Problem:
     else:
         hint = "remove it."
     listed = f" Allowed in {where}: {', '.join(names)}." if where and len(names) <= 30 else ""
-    return Problem(tuple(paths), f"{name}: unknown key (value {value}); {hint}{listed}")
+    return Problem(tuple(paths), f"unknown key (value {value}); {hint}{listed}")
 
 
 def _homes(key: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megasdc.config.sections.megasdc import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.config.table import type_text
 
 _RECOMPUTE = "set pipeline.activation_checkpoint_interval instead"

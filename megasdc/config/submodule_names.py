@@ -17,7 +17,8 @@ from megasdc.addresses import (
     WEIGHT_GRAD,
 )
 from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
-from megasdc.config.sections.megasdc import ModelSection, ParallelSection
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 _BLOCK = (

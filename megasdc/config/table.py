@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megasdc.config.deepspeed_part import DeepSpeedPart
 from megasdc.config.fields import LARGEST_INTEGER, AtResume, at_resume_of
+from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.sections.megasdc import MegasdcSection
 
 _WORDS: dict[Any, str] = {

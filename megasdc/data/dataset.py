@@ -26,7 +26,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizerBase
 
-from megasdc.config.sections.megasdc import DataSection, TokenizerSection
+from megasdc.config.sections.data import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.blocks import BlockChecksums, CheckedReader
 from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, kept_index, tell_nobody

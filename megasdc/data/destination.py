@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.sections.megasdc import DataSection
+from megasdc.config.sections.data import DataSection
 from megasdc.data.manifest import MANIFEST_FILE, Manifest
 from megasdc.data.sources import fingerprint_source
 from megasdc.data.tokenizer import checksum_tokenizer

@@ -20,7 +20,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from megasdc.config.sections.megasdc import DataSection, SourceSection
+from megasdc.config.sections.data import DataSection, SourceSection
 from megasdc.data.blocks import BLOCK_BYTES, write_checksums
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
 from megasdc.data.manifest import (

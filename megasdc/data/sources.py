@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from megasdc.config.sections.megasdc import SourceSection
+from megasdc.config.sections.data import SourceSection
 from megasdc.errors import DataError
 
 BUILDERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}

@@ -6,17 +6,20 @@ the same folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megasdc.parallel.local_ranks import hold_store, rank_environment
-from megasdc.parallel.processes import leave_with_the_starter
+from megasdc.parallel.processes import Fork
 
 LOG_FOLDER = "logs"
+LAST_WORDS_S = 0.5
+"""Seconds that the others get to end by themselves once a rank has failed."""
 
 
 def warm_up(context: Any) -> None:
@@ -32,12 +35,10 @@ class RunningRanks:
 
     Args:
         processes: by rank.
-        lifelines: pipes; a rank ends when its pipe is closed.
         store: the rendezvous; hosted here, so that no port must be chosen in advance.
     """
 
-    processes: list[Any]
-    lifelines: list[Connection]
+    processes: Sequence[Fork]
     store: Any
 
     def __post_init__(self) -> None:
@@ -53,13 +54,14 @@ class RunningRanks:
 
         When one rank has failed, the others are killed: they would wait for it until their timeout.
         """
-        self._codes = [process.exitcode for process in self.processes]
+        self._codes = [process.poll() for process in self.processes]
         if any(self._codes):
             for process in self.processes:
-                process.join(0.5)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LAST_WORDS_S)
             self.end()
             self._codes = [
-                code if code is not None else process.exitcode
+                code if code is not None else process.poll()
                 for code, process in zip(self._codes, self.processes, strict=True)
             ]
         codes = [code for code in self._codes if code is not None]
@@ -68,12 +70,9 @@ class RunningRanks:
     def end(self) -> None:
         """Kill all processes and wait for them."""
         for process in self.processes:
-            if process.exitcode is None:
-                process.kill()
+            process.kill()
         for process in self.processes:
-            process.join()
-        for lifeline in self.lifelines:
-            lifeline.close()
+            process.wait()
 
 
 def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int) -> RunningRanks:
@@ -90,19 +89,15 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
     logs = folder / LOG_FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     devices = ",".join(str(slot * ranks + rank) for rank in range(ranks))
-    processes, lifelines = [], []
+    processes = []
     for rank in range(ranks):
-        settings = rank_environment(rank, ranks, 0, "127.0.0.1", store.port) | {
+        environment = rank_environment(rank, ranks, 0, "127.0.0.1", store.port) | {
             "CUDA_VISIBLE_DEVICES": _visible(devices),
         }
-        ours, theirs = context.Pipe()
-        arguments = (theirs, settings, str(config), str(logs / f"rank_{rank}.log"))
-        process = context.Process(target=_rank_main, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        lifelines.append(ours)
-    return RunningRanks(processes, lifelines, store)
+        with open(logs / f"rank_{rank}.log", "ab") as log:
+            streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
+            processes.append(Fork(context, "megasdc.experiments.rank", [str(config)], environment, streams))
+    return RunningRanks(processes, store)
 
 
 def _visible(devices: str) -> str:
@@ -112,20 +107,3 @@ def _visible(devices: str) -> str:
         return devices
     names = own.split(",")
     return ",".join(names[int(device)] for device in devices.split(",") if int(device) < len(names))
-
-
-def _rank_main(lifeline: Connection, settings: dict[str, str], config: str, log: str) -> None:
-    """Body of a rank: train as the entry script does, and end with its exit code."""
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(settings)
-    leave_with_the_starter(lifeline)
-    from megasdc.train.main import pretrain
-
-    code, _ = pretrain(config, [])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the interpreter's shutdown takes as long as some steps

@@ -34,9 +34,10 @@ with imports_kept():
     from megasdc.sdc.trace_file import TraceWriter
     from megasdc.sdc.verdict import find
     from megasdc.tensors.checksum import default_algorithm
-    from megasdc.train.build import prepare_cpu
     from megasdc.train.detection.golden_key import compare_key, golden_key, workload_of
-    from megasdc.train.main import as_known_error, set_up_logging
+    from megasdc.train.process.cpu import prepare_cpu
+    from megasdc.train.process.known_errors import as_known_error
+    from megasdc.train.process.logs import set_up_logging
     from megasdc.train.workload import Workload, workload_cases
 
 PULSE_S = 1.0

@@ -20,6 +20,7 @@ from megasdc.launcher.environment import SAFE_FOR_SHELL
 from megasdc.launcher.hosts import LOCAL_HOST, Placement
 from megasdc.launcher.own_lines import folder_option
 from megasdc.launcher.rank import RankCommand
+from megasdc.launcher.request import LaunchRequest
 
 NODE_MODULE = "megasdc.launcher.node"
 RANK_MODULE = "megasdc.launcher.rank"
@@ -158,14 +159,9 @@ def runner_command(
     placement: Placement,
     rank: RankCommand,
     launch_id: str,
+    request: LaunchRequest,
     *,
-    hostfile: Path | None,
-    include: str,
-    exclude: str,
-    num_gpus: int | None,
-    backend: str,
     master_addr: str | None,
-    launcher_args: Sequence[str],
     master_port: int | None = None,
 ) -> list[str]:
     """Return the command that starts all ranks.
@@ -174,33 +170,28 @@ def runner_command(
         placement: hosts and slots that take part.
         rank: what every rank runs.
         launch_id: identifies this launch on the command lines of all hosts.
-        hostfile: as given; None: this host only.
-        include: as given; empty means no filter.
-        exclude: as given; empty means no filter.
-        num_gpus: as given; None means all slots.
-        backend: name of the launcher backend.
+        request: filters, backend and further options, which are handed on as given.
         master_addr: address of rank 0's host; None leaves it to DeepSpeed or to ``launcher_args``.
-        launcher_args: further options of DeepSpeed's launcher.
         master_port: port of the rendezvous; None leaves it to DeepSpeed or to ``launcher_args``.
     """
     command = [sys.executable, "-u", "-m", "megasdc.launcher.runner"]
-    if hostfile is None:
-        slots = ",".join(map(str, placement.slots[LOCAL_HOST]))
-        consecutive = placement.slots[LOCAL_HOST] == list(range(len(placement.slots[LOCAL_HOST])))
+    if request.hostfile is None:
+        slots = placement.slots[LOCAL_HOST]
         # A path that cannot exist: the default, /job/hostfile, would silently be used if it exists.
         command += ["--hostfile", "/dev/null/none"]
-        command += (
-            ["--num_gpus", str(len(placement.host_of_rank))] if consecutive else ["--include", f"localhost:{slots}"]
-        )
+        if slots == list(range(len(slots))):
+            command += ["--num_gpus", str(len(slots))]
+        else:
+            command += ["--include", f"localhost:{','.join(map(str, slots))}"]
     else:
-        command += ["--hostfile", str(hostfile), "--launcher", backend]
-        command += ["--include", include] if include else []
-        command += ["--exclude", exclude] if exclude else []
-        command += ["--num_gpus", str(num_gpus)] if num_gpus is not None else []
+        command += ["--hostfile", str(request.hostfile), "--launcher", request.backend]
+        command += ["--include", request.include] if request.include else []
+        command += ["--exclude", request.exclude] if request.exclude else []
+        command += ["--num_gpus", str(request.num_gpus)] if request.num_gpus is not None else []
         # With one host DeepSpeed would not use SSH but start the ranks on this host.
         command += ["--force_multi"] if len(placement.hosts) == 1 else []
     command += ["--master_addr", master_addr] if master_addr else []
     command += ["--master_port", str(master_port)] if master_port else []
     # DeepSpeed's slurm backend has no --module; no shell reads its command, so a path is safe.
-    module = [str(Path(__file__).with_name("rank.py"))] if backend == "slurm" else ["--module", RANK_MODULE]
-    return [*command, *launcher_args, *module, launch_id, rank.encode()]
+    module = [str(Path(__file__).with_name("rank.py"))] if request.backend == "slurm" else ["--module", RANK_MODULE]
+    return [*command, *request.launcher_args, *module, launch_id, rank.encode()]

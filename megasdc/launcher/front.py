@@ -7,37 +7,26 @@ ranks unchanged, and the exit code is 0 only if every rank has written a done re
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher import environment, host_failed, own_lines, read_on_host, running_on_host
+from megasdc.launcher import environment, host_failed, own_lines
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.plan import DEFAULT_SCRIPT, LaunchPlan, LaunchRequest, make_plan
+from megasdc.launcher.plan import LaunchPlan, make_plan
 from megasdc.launcher.process import LauncherProcess
-from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
+from megasdc.launcher.records import records_dir
+from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
+from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.launcher.verdict import Verdict, judge, launcher_killed
 from megasdc.parallel.local_ranks import held_port
-
-__all__ = ["DEFAULT_SCRIPT", "LaunchRequest", "LaunchResult", "launch", "launch_run"]
-
-GATHER_TIMEOUT_S = 30.0
-ASK_HOSTS_S = 20.0
-MAX_ASK_HOSTS_S = 320.0
-# Added to limits: records of other hosts may appear shortly after the launcher's end.
-STOP_GRACE_S = 35.0
-WAIT_POLL_S = 0.5
-TELL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -129,11 +118,6 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     return result
 
 
-def say(line: str) -> None:
-    """Print a message of the front to standard error."""
-    print(f"megasdc launch: {line}", file=sys.stderr, flush=True)
-
-
 def _inspected(plan: LaunchPlan) -> Placement:
     """Hosts to probe; under SLURM, where hosts often refuse SSH, only this one, under the first host's name."""
     if plan.request.backend != "slurm" or not plan.placement.remote:
@@ -183,16 +167,16 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
         code = process.wait(FailureWatch(plan), plan.request.failure_grace_s)
-        records, unreachable = _gather(plan)
+        records, unreachable = gather_records(plan)
         incomplete = len(records.done) < len(plan.placement.host_of_rank)
         # Also if all have written their records, which they do before they end.
-        waited = (incomplete or launcher_killed(records, code)) and _wait_for_ranks(plan, set(unreachable))
+        waited = (incomplete or launcher_killed(records, code)) and wait_for_ranks(plan, set(unreachable))
         if waited:
-            records, unreachable = _gather(plan)
+            records, unreachable = gather_records(plan)
         end = time.monotonic() + STOP_GRACE_S
         while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
             time.sleep(1)
-            records, unreachable = _gather(plan)
+            records, unreachable = gather_records(plan)
     finally:
         process.close()
     hosts = plan.placement.host_of_rank
@@ -204,123 +188,6 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     outlived = incomplete and waited
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by, outlived=outlived)
     return verdict, code
-
-
-class FailureWatch:
-    """Checks periodically for a failed rank or host, and selects the signal to end the rest of the launch.
-
-    Records that this host does not see (node-local run folders) are read over SSH in a background thread, so that a
-    slow host does not block.
-
-    Args:
-        plan: plan of the launch.
-        interval_s: seconds between two reads over SSH; doubled while no host answers.
-    """
-
-    def __init__(self, plan: LaunchPlan, interval_s: float = ASK_HOSTS_S) -> None:
-        self._plan = plan
-        self._interval_s = interval_s
-        self._ask_at = time.monotonic() + interval_s
-        self._asking: threading.Thread | None = None
-        self._there: signal.Signals | None = None
-
-    def __call__(self) -> signal.Signals | None:
-        """Check the records here, and start reading those of other hosts when due."""
-        records = collect(self._plan.run_dir, self._plan.launch_id)
-        found = {self._there, _how_to_end(records)}
-        if signal.SIGINT in found:
-            return signal.SIGINT
-        waiting = self._asking is not None and self._asking.is_alive()
-        if self._plan.transport.remote and not waiting and time.monotonic() >= self._ask_at:
-            hosts = _hosts_without(self._plan, records.started)
-            if hosts:
-                self._asking = threading.Thread(target=self._ask, args=(hosts,), daemon=True)
-                self._asking.start()
-        return next(filter(None, found), None)
-
-    def _ask(self, hosts: list[str]) -> None:
-        records = LaunchRecords()
-        unreachable = _read_from(self._plan, hosts, records)
-        self._there = _how_to_end(records) or self._there
-        if len(unreachable) == len(hosts):
-            self._interval_s = min(2 * self._interval_s, MAX_ASK_HOSTS_S)
-        self._ask_at = time.monotonic() + self._interval_s
-
-
-def _how_to_end(records: LaunchRecords) -> signal.Signals | None:
-    """Signal for the other ranks: SIGINT if a rank failed, as they wait for it; SIGTERM, to save, if a launcher did."""
-    done = records.done.values()
-    if any(record.exit_code != 0 for record in done):
-        return signal.SIGINT
-    return signal.SIGTERM if records.failed_hosts or any(record.launcher_gone for record in done) else None
-
-
-def _hosts_without(plan: LaunchPlan, seen: Collection[int]) -> list[str]:
-    """Hosts with ranks that are not in ``seen``."""
-    missing = {host for rank, host in enumerate(plan.placement.host_of_rank) if rank not in seen}
-    return [host for host in plan.placement.hosts if host in missing]
-
-
-def _gather(plan: LaunchPlan) -> tuple[LaunchRecords, dict[str, str]]:
-    """Read the records here, and over SSH those of node-local run folders; also return hosts' read errors."""
-    records = collect(plan.run_dir, plan.launch_id)
-    hosts = _hosts_without(plan, records.done)
-    if not plan.transport.remote or not hosts:
-        return records, {}
-    return records, _read_from(plan, hosts, records)
-
-
-def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> dict[str, str]:
-    """Add the records of hosts to ``records``; return the problem of each host that gave none."""
-    request = {"folder": str(records_dir(plan.run_dir, plan.launch_id))}
-    unreachable = {}
-    for answer in plan.transport.run(hosts, Path(read_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
-        if answer.problem:
-            unreachable[answer.host] = answer.problem
-            continue
-        found = parse_records(answer.value)
-        records.started.update(found.started)
-        records.done.update(found.done)
-        records.failed_hosts.update(found.failed_hosts)
-        records.unreadable.extend(found.unreadable)
-    return unreachable
-
-
-def _wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
-    """Wait until no process of this launch is left; return whether there was one.
-
-    If their launcher was killed, ranks save and end by themselves, and hold the port and the run folder until then.
-    """
-    started = time.monotonic()
-    limit_s = environment.stop_grace_s(os.environ) + STOP_GRACE_S
-    said_at = -math.inf
-    while running := _running(plan, unreachable):
-        now = time.monotonic()
-        if now - started > limit_s:
-            say(f"still running after {limit_s:g} s, end them by hand: {_list(running)}")
-            return True
-        if now - said_at > TELL_S:
-            said_at = now
-            say(f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}")
-        time.sleep(WAIT_POLL_S)
-    return said_at > -math.inf
-
-
-def _running(plan: LaunchPlan, unreachable: set[str]) -> dict[str, list[int]]:
-    """Processes of this launch by host; without hosts that cannot be reached."""
-    hosts = [host for host in plan.placement.hosts if host not in unreachable]
-    request = {"launch_id": plan.launch_id}
-    if not plan.transport.remote:
-        found = {"this host": running_on_host.answer(request)}
-    else:
-        program = Path(running_on_host.__file__)
-        answers = plan.transport.run(hosts, program, request, timeout_s=GATHER_TIMEOUT_S) if hosts else []
-        found = {answer.host: answer.value for answer in answers if not answer.problem}
-    return {host: pids for host, pids in found.items() if pids}
-
-
-def _list(running: dict[str, list[int]]) -> str:
-    return "; ".join(f"{host}: process {', '.join(map(str, pids))}" for host, pids in running.items())
 
 
 def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:

@@ -20,43 +20,10 @@ from megasdc.launcher.own_lines import logs_folder
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
-
-DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
-FAILURE_GRACE_S = 60.0
+from megasdc.launcher.request import LaunchRequest
 
 Say = Callable[[str], None]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LaunchRequest:
-    """The user's request; the names are those of ``megasdc launch``.
-
-    Attributes:
-        config_path: the run's JSON file.
-        hostfile: DeepSpeed's hostfile; None runs on this host only.
-        num_gpus: ranks on each host; None means all slots of the hostfile.
-        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, use only these.
-        exclude: the same form, use all but these.
-        backend: launcher backend.
-        launcher_args: further options for DeepSpeed's launcher.
-        overrides: texts ``a.b.c=value``.
-        allow_changed: paths ``a.b.c`` of fields that may differ on resume.
-        script: the training script.
-        failure_grace_s: seconds that other ranks get after one has failed.
-    """
-
-    config_path: Path
-    hostfile: Path | None = None
-    num_gpus: int | None = None
-    include: str = ""
-    exclude: str = ""
-    backend: str = "pdsh"
-    launcher_args: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    allow_changed: tuple[str, ...] = ()
-    script: Path = DEFAULT_SCRIPT
-    failure_grace_s: float = FAILURE_GRACE_S
 
 
 @dataclass(frozen=True)
@@ -80,7 +47,6 @@ class LaunchPlan:
 
     def command(self) -> list[str]:
         """Return the command that starts all ranks."""
-        request = self.request
         port = self.master_port or self.needs.master_port
         if not self.through_runner and port is not None:
             return command.node_command(
@@ -95,14 +61,9 @@ class LaunchPlan:
             self.placement,
             self.rank,
             self.launch_id,
-            hostfile=request.hostfile,
-            include=request.include,
-            exclude=request.exclude,
-            num_gpus=request.num_gpus,
-            backend=request.backend,
+            self.request,
             master_addr=self.master_addr,
             master_port=self.master_port,
-            launcher_args=request.launcher_args,
         )
 
 

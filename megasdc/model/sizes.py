@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasdc.config.sections.megasdc import ModelSection, ParallelSection
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.errors import ConfigError
 
 

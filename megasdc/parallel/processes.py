@@ -134,7 +134,7 @@ class Fork:
     """A fork of the server that runs a module; it ends when the process that started it has gone.
 
     Args:
-        context: from ``fork_server``.
+        context: from ``fork_server``; a spawned process where that one spawns.
         module: see ``start_module``; the others likewise.
         arguments: of the command line.
         environment: of the process.
@@ -149,20 +149,27 @@ class Fork:
         environment: Mapping[str, str],
         streams: tuple[int, int, int],
     ) -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
+        # Copies: a spawned process refuses one file in two places.
+        files = [os.open(os.devnull, os.O_RDWR) if one == subprocess.DEVNULL else os.dup(one) for one in streams]
         self._lifeline, theirs = context.Pipe()
-        opened = [_Passed(nothing if one == subprocess.DEVNULL else one) for one in streams]
+        opened = [_Passed(number) for number in files]
         passed = [_Passed(one.number) if isinstance(one, Descriptor) else one for one in arguments]
         given = (theirs, module, passed, dict(environment), opened)
         self._process = context.Process(target=_run, args=given, daemon=True)
         self._process.start()
         theirs.close()
-        os.close(nothing)
+        for number in files:
+            os.close(number)
 
     @property
     def pid(self) -> int:
         """Process id."""
         return int(self._process.pid)
+
+    @property
+    def sentinel(self) -> int:
+        """Descriptor for ``multiprocessing.connection.wait``, ready once the process has ended."""
+        return int(self._process.sentinel)
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""

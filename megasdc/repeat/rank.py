@@ -21,7 +21,8 @@ from megasdc.config import RunConfig, TraceSection, check_layout, parse_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.parallel.run_ranks import Messages
 from megasdc.sdc.trace import Trace
-from megasdc.train.main import as_known_error, set_up_logging
+from megasdc.train.process.known_errors import as_known_error
+from megasdc.train.process.logs import set_up_logging
 
 logger = logging.getLogger("megasdc")
 
@@ -50,8 +51,8 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.determinism import set_deterministic
     from megasdc.parallel import groups
     from megasdc.sdc.trace_file import TraceWriter, trace_path
-    from megasdc.train.build import prepare_cpu
     from megasdc.train.build_engine import build_training_engine
+    from megasdc.train.process.cpu import prepare_cpu
     from megasdc.train.process.startup import StartClock
 
     sections = config.megasdc

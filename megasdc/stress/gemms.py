@@ -66,11 +66,6 @@ def case_name(linear: Linear, dtype: str, phase: str) -> str:
     return f"{linear.fqn} {linear.m}x{linear.k}x{linear.n} {dtype} {phase}"
 
 
-def case_names(on_accelerator: bool) -> list[str]:
-    """Names of all products with which a device is tested."""
-    return [case_name(one, dtype, phase) for one in linears(on_accelerator) for dtype in DTYPES for phase in SLOTS]
-
-
 def make_inputs(linear: Linear) -> dict[str, Tensor]:
     """Seeded inputs on the host, fp32: x [m, k], w [n, k] and the output's gradient d [m, n]."""
     generator = torch.Generator().manual_seed(mix(linear.m, linear.k, linear.n))

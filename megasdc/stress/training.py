@@ -18,8 +18,8 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.sdc.verdict import find
 from megasdc.stress.drill import ALONE
 from megasdc.tensors.checksum import algorithm, default_algorithm
-from megasdc.train.build import prepare_cpu
 from megasdc.train.detection.golden_key import golden_key, workload_of
+from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.workload import Workload, workload_cases, workload_config
 
 COMMON: dict[str, Any] = {

@@ -40,7 +40,7 @@ from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
-from megasdc.train.process.heap import keep_freed_memory
+from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.process.hold_folder import hold_folders
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
@@ -303,16 +303,3 @@ def _own_folders(config: RunConfig) -> list[Path]:
 
 def _write_resolved(folder: Path, config: RunConfig) -> None:
     write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
-
-
-def prepare_cpu(threads: int) -> None:
-    """On a machine without an accelerator, set this rank's CPU threads and keep freed memory in the process.
-
-    Args:
-        threads: 0 leaves PyTorch's choice.
-    """
-    if torch.cuda.is_available():
-        return
-    keep_freed_memory()
-    if threads:
-        torch.set_num_threads(threads)

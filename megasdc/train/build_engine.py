@@ -14,7 +14,7 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.initial import InitialWeights, check_fits, check_vocabulary
 from megasdc.checkpoint.views.logical import load_weights
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
-from megasdc.config.deepspeed_part import Bf16
+from megasdc.config.sections.deepspeed import Bf16
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.errors import ConfigError

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -14,43 +12,20 @@ from pathlib import Path
 
 from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, StorageError
+from megasdc.errors import LaunchError
 from megasdc.events import EventLog
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders, others_kept_out
+from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines
+from megasdc.train.process.logs import set_up_logging
 from megasdc.train.process.signals import Leave, StopSignals
 from megasdc.versions.installed import check_range, component_versions
 from megasdc.versions.private_names import names_checked
 
 logger = logging.getLogger("megasdc")
-
-HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
-"""Messages of a collective that timed out (gloo, NCCL; torch 2.13)."""
-PEER_SIGNS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "NCCL communicator was aborted",
-    "ncclRemoteError",
-)
-"""Messages of a collective when another rank has gone (gloo, NCCL; torch 2.13)."""
-MEMORY_SIGNS = (
-    "can't allocate memory",
-    "not enough memory",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-)
-"""Messages of an allocation that failed or whose size overflows (torch 2.13)."""
-STORAGE_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
-    | {errno.ENXIO}  # a pipe instead of a file
-)
 
 
 def pretrain(
@@ -151,45 +126,6 @@ def tell_failure(
         logger.warning("the event of the end could not be written into %s: %s", folder, problem)
 
 
-def as_known_error(error: Exception) -> MegasdcError | None:
-    """The documented error that corresponds to an exception; None if there is none."""
-    if isinstance(error, MegasdcError):
-        return error
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-        return StorageError(f"{error.filename or 'a file of the run'} cannot be written or read: {error.strerror}")
-    text = str(error)
-    first_line = text.splitlines()[0] if text else ""
-    if out_of_memory(error):
-        return ConfigError(
-            f"megasdc.model: this rank could not get the memory it asked for: {first_line or 'MemoryError'}; make the "
-            "model or the micro-batches smaller, divide it over more ranks (megasdc.parallel.tensor, pipeline) and "
-            "hosts, or see what else takes memory here, and which limits are set (ulimit, cgroups)."
-        )
-    if any(sign in text for sign in HANG_SIGNS):
-        return HangError(
-            f"a collective timed out after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
-        )
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "DistStoreError" in kinds and "timeout" in text:
-        return HangError(f"a rank did not respond within megasdc.parallel.timeout_s: {first_line}")
-    if "EADDRINUSE" in text:
-        address, port = os.environ.get("MASTER_ADDR", "this host"), os.environ.get("MASTER_PORT", "of the rendezvous")
-        return LaunchError(
-            f"port {port} on {address} is in use by another program, so the rendezvous cannot use it; choose another "
-            f"with --master_port: {first_line}"
-        )
-    if kinds & {"DistBackendError", "DistNetworkError"} or any(sign in text for sign in PEER_SIGNS):
-        return PeerError(f"a collective failed because another rank has ended: {first_line}")
-    return None
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that an allocation failed."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MEMORY_SIGNS)
-
-
 def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut | None:
     """Reduce this rank's world to its replica, for everything that reads the launcher's variables later.
 
@@ -233,23 +169,3 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
         run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
     run.events.close()
     groups.shutdown()
-
-
-def set_up_logging(rank: int, replica: int | None = None) -> None:
-    """Log our own lines to standard error with the rank as prefix, and only warnings of libraries."""
-    who = f"rank {rank}" if replica is None else f"replica {replica} rank {rank}"
-    for name in ("DeepSpeed", "megatron", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
-    # DeepSpeed's other lines go to a file, see LibraryLines.
-    errors = logging.StreamHandler(sys.stderr)
-    errors.name = "errors on the console"
-    errors.setLevel(logging.ERROR)
-    errors.setFormatter(handler.formatter)
-    library = logging.getLogger("DeepSpeed")
-    library.handlers[:] = [*(one for one in library.handlers if one.name != errors.name), errors]
-    root = logging.getLogger("megasdc")
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    root.propagate = False

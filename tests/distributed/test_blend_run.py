@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A blend of two folders of different text and one tokenizer; the second is smaller than an evaluation."""
-    from megasdc.config.sections.megasdc import DataSection
+    from megasdc.config.sections.data import DataSection
     from megasdc.data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("blend")

@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {"gpt": _GPT, "llama": {**_GPT, **LLAMA_STYL
 
 def prepare_text(folder: Path) -> Path:
     """Tokenize a few modules of the standard library into ``folder/data`` and return that folder."""
-    from megasdc.config.sections.megasdc import DataSection
+    from megasdc.config.sections.data import DataSection
     from megasdc.data.prepare import prepare
 
     texts = folder / "texts"

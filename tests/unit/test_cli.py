@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 
 from megasdc import __version__
 from megasdc.cli import app, main
-from megasdc.cli.app import print_result
+from megasdc.cli.app import Application, print_result
+from megasdc.cli.options import option
 from megasdc.config import load_config
 from megasdc.errors import StorageError
 
@@ -194,3 +197,28 @@ def test_thin_scripts_call_the_commands(name):
     assert done.returncode == 0
     assert f"Example: megasdc {name.replace('_', '-')}" in done.stdout
     assert f"python tools/{name}.py" in script.read_text()
+
+
+def test_fields_of_a_dataclass_are_options_in_their_order() -> None:
+    """A command gets them as one object: defaults, values, repeated ones as a tuple; a missing one is a usage error."""
+
+    @dataclass(frozen=True)
+    class Options:
+        file: Annotated[str, typer.Argument()]
+        number: int = option(3, "A number.", min=1)
+        names: tuple[str, ...] = option((), "Names.", "--name")
+
+    got = []
+    small = Application(add_completion=False)
+
+    @small.command("small")
+    def keep(first: int = 0, *, options: Options, flag: bool = False) -> None:
+        got.append((first, options, flag))
+
+    command = typer.main.get_command(small)
+    assert [one.name for one in command.params] == ["first", "file", "number", "names", "flag"]
+    assert CliRunner().invoke(small, ["a"]).exit_code == 0
+    assert CliRunner().invoke(small, ["b", "--name", "x", "--number", "4", "--name", "y", "--flag"]).exit_code == 0
+    assert got == [(0, Options("a"), False), (0, Options("b", 4, ("x", "y")), True)]
+    assert CliRunner().invoke(small, []).exit_code == 2
+    assert CliRunner().invoke(small, ["a", "--number", "0"]).exit_code == 2

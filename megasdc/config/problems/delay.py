@@ -22,7 +22,7 @@ def delay_problems(specs: Sequence[DelaySpec]) -> Iterator[Problem]:
     for index, spec in enumerate(specs):
         path = f"megasdc.delay.{index}"
         for field, text in (*step_problems(spec), *_parameter_problems(spec), *_value_problems(spec)):
-            yield Problem((f"{path}.{field}", f"{path}.kind"), f"{path}.{field}: {text}.")
+            yield Problem((f"{path}.{field}", f"{path}.kind"), f"{text}.")
 
 
 def _parameter_problems(spec: DelaySpec) -> Iterator[Fault]:

@@ -24,14 +24,14 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
         if not file.determinism.enabled:
             yield Problem(
                 (name, "megasdc.determinism.enabled"),
-                f"{name}: got true with megasdc.determinism.enabled false; results that need not repeat cannot be "
-                "compared bit by bit, and healthy ranks would be flagged; set megasdc.determinism.enabled true.",
+                "got true with megasdc.determinism.enabled false; results that need not repeat cannot be compared bit "
+                "by bit, and healthy ranks would be flagged; set megasdc.determinism.enabled true.",
             )
         if file.model.backend != "torch":
             yield Problem(
                 (name, "megasdc.model.backend"),
-                f'{name}: got true with megasdc.model.backend "{file.model.backend}", whose submodules cannot be '
-                'observed; set the backend to "torch".',
+                f'got true with megasdc.model.backend "{file.model.backend}", whose submodules cannot be observed; '
+                'set the backend to "torch".',
             )
     yield from _golden_problems(file)
     recomputes = bool(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
@@ -39,21 +39,21 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
     if always_on.enabled and always_on.recompute and not recomputes:
         yield Problem(
             ("megasdc.sdc.always_on.recompute", "pipeline.activation_checkpoint_interval"),
-            "megasdc.sdc.always_on.recompute: got true, but nothing is recomputed; set "
-            "pipeline.activation_checkpoint_interval to 1, or recompute to null.",
+            "got true, but nothing is recomputed; set pipeline.activation_checkpoint_interval to 1, or recompute to "
+            "null.",
         )
     checked = always_on.parameters or always_on.finite or always_on.toleranced
     if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),
-            "megasdc.sdc.always_on.enabled: got true, but nothing is checked: parameters, finite and toleranced are "
-            "false and no recomputation is compared; set sdc.always_on.parameters true, or enabled false.",
+            "got true, but nothing is checked: parameters, finite and toleranced are false and no recomputation is "
+            "compared; set sdc.always_on.parameters true, or enabled false.",
         )
     if always_on.enabled and always_on.toleranced and not deepspeed["optimizer"]["params"]["torch_adam"]:
         yield Problem(
             ("megasdc.sdc.always_on.toleranced", "optimizer.params.torch_adam"),
-            "megasdc.sdc.always_on.toleranced: got true with optimizer.params.torch_adam false; the update is "
-            "recomputed with the formula of PyTorch's optimizer; set torch_adam true, or toleranced false.",
+            "got true with optimizer.params.torch_adam false; the update is recomputed with the formula of PyTorch's "
+            "optimizer; set torch_adam true, or toleranced false.",
         )
 
 
@@ -62,14 +62,14 @@ def _golden_problems(file: MegasdcSection) -> Iterator[Problem]:
     if interval is not None and file.sdc.golden is None:
         yield Problem(
             ("megasdc.sdc.golden_interval", "megasdc.sdc.golden"),
-            f"megasdc.sdc.golden_interval: got {interval} without a golden trace; set megasdc.sdc.golden to a file "
-            "made by `megasdc golden record`, or golden_interval to null.",
+            f"got {interval} without a golden trace; set megasdc.sdc.golden to a file made by `megasdc golden "
+            "record`, or golden_interval to null.",
         )
     if interval is not None and not file.determinism.enabled:
         yield Problem(
             ("megasdc.sdc.golden_interval", "megasdc.determinism.enabled"),
-            f"megasdc.sdc.golden_interval: got {interval} with megasdc.determinism.enabled false; results that need "
-            "not repeat cannot be compared with a trace bit by bit; set megasdc.determinism.enabled true.",
+            f"got {interval} with megasdc.determinism.enabled false; results that need not repeat cannot be compared "
+            "with a trace bit by bit; set megasdc.determinism.enabled true.",
         )
 
 

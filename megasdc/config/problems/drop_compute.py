@@ -30,19 +30,19 @@ def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
     if compensation is not None and drop.samples != DISCARD:
         yield Problem(
             (f"{_D}.compensation", f"{_D}.samples"),
-            f'{_D}.compensation: got "{compensation}" with samples "{drop.samples}", which loses none; set samples '
-            f'"discard", or compensation null.',
+            f'got "{compensation}" with samples "{drop.samples}", which loses none; set samples "discard", or '
+            "compensation null.",
         )
     if compensation is not None and drop.threshold == INFINITE and drop.replay_decisions is None:
         yield Problem(
             (f"{_D}.compensation", f"{_D}.threshold"),
-            f'{_D}.compensation: got "{compensation}" with threshold "inf", which drops nothing; give another.',
+            f'got "{compensation}" with threshold "inf", which drops nothing; give another.',
         )
     if compensation == RESAMPLE and file.data.blend:
         yield Problem(
             (f"{_D}.compensation", "megasdc.data.blend"),
-            f'{_D}.compensation: got "resample" with megasdc.data.blend, whose parts end their epochs at different '
-            'times; set samples "defer", which loses none.',
+            'got "resample" with megasdc.data.blend, whose parts end their epochs at different times; set samples '
+            '"defer", which loses none.',
         )
     yield from _unread(drop)
 
@@ -53,19 +53,18 @@ def _unread(drop: DropComputeSection) -> Iterator[Problem]:
     if drop.sigmas != default.sigmas and drop.rule != PREDICTIVE:
         yield Problem(
             (f"{_D}.sigmas", f"{_D}.rule"),
-            f'{_D}.sigmas: got {drop.sigmas:g} with rule "{drop.rule}", which expects nothing; set rule "predictive".',
+            f'got {drop.sigmas:g} with rule "{drop.rule}", which expects nothing; set rule "predictive".',
         )
     if drop.retune_interval and drop.threshold != AUTO:
         yield Problem(
             (f"{_D}.retune_interval", f"{_D}.threshold"),
-            f"{_D}.retune_interval: got {drop.retune_interval} with a threshold that is given; set threshold "
-            '"auto", or retune_interval 0.',
+            f'got {drop.retune_interval} with a threshold that is given; set threshold "auto", or retune_interval 0.',
         )
     if drop.retune_interval and drop.retune_interval <= drop.window_steps:
         yield Problem(
             (f"{_D}.retune_interval", f"{_D}.window_steps"),
-            f"{_D}.retune_interval: got {drop.retune_interval}, needed more than window_steps {drop.window_steps}, in "
-            "which nothing is dropped.",
+            f"got {drop.retune_interval}, needed more than window_steps {drop.window_steps}, in which nothing is "
+            "dropped.",
         )
 
 

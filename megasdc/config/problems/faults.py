@@ -48,11 +48,11 @@ def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[
                 problems.append(("phase", "nothing is recomputed; set pipeline.activation_checkpoint_interval"))
         for field, text in dict.fromkeys(problems):
             place = f"{path}.profile" if entry.profile is not None and expanded else f"{path}.{field}"
-            yield Problem((place, *_MODEL_PATHS), f"{place}: {text}.")
+            yield Problem((place, *_MODEL_PATHS), f"{text}.")
     for index, process in enumerate(file.process_faults):
         for field, text in process_problems(process):
             place = f"megasdc.process_faults.{index}.{field}"
-            yield Problem((place,), f"{place}: {text}.")
+            yield Problem((place,), f"{text}.")
 
 
 def _backend_problems(spec: FaultSpec, backend: str) -> Iterator[tuple[str, str]]:

@@ -51,14 +51,14 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield Problem(
                     (f"{path}.parameters",),
-                    f"{path}.parameters: got {pattern!r}, which matches no parameter; names are such as "
-                    f"{', '.join(names[:2])} and {names[-1]}.",
+                    f"got {pattern!r}, which matches no parameter; names are such as {', '.join(names[:2])} and "
+                    f"{names[-1]}.",
                 )
     if file.optimizer_hooks and file.model.backend != "torch":
         yield Problem(
             ("megasdc.optimizer_hooks", "megasdc.model.backend"),
-            f'megasdc.optimizer_hooks: got entries with megasdc.model.backend "{file.model.backend}", whose parameters '
-            'have no full names; set the backend to "torch".',
+            f'got entries with megasdc.model.backend "{file.model.backend}", whose parameters have no full names; set '
+            'the backend to "torch".',
         )
     yield from _deepspeed_problems(deepspeed) if file.optimizer_hooks else ()
     yield from _idle_problems(file, names)
@@ -66,7 +66,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
     if len(resets) > 1:
         yield Problem(
             (f"megasdc.optimizer_hooks.{resets[1]}.hook",),
-            f"megasdc.optimizer_hooks.{resets[1]}.hook: got a second momentum_reset; keep one.",
+            "got a second momentum_reset; keep one.",
         )
 
 
@@ -86,7 +86,7 @@ def _deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
         if value and not (isinstance(value, dict) and value.get("device") in (None, "none")):
             yield Problem(
                 (f"{section}.{key}", "megasdc.optimizer_hooks"),
-                f"{section}.{key}: got {json.dumps(value)} with megasdc.optimizer_hooks; {reason}; remove one of them.",
+                f"got {json.dumps(value)} with megasdc.optimizer_hooks; {reason}; remove one of them.",
             )
 
 
@@ -105,8 +105,8 @@ def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
             if fitting and fitting <= taken:
                 yield Problem(
                     (f"{path}.parameters",),
-                    f"{path}.parameters: got {spec.parameters}, but earlier entries of hook {spec.hook} and the same "
-                    "place fit all of these parameters, and the first that fits counts; put this entry before them.",
+                    f"got {spec.parameters}, but earlier entries of hook {spec.hook} and the same place fit all of "
+                    "these parameters, and the first that fits counts; put this entry before them.",
                 )
             taken |= fitting
         if spec.hook == SPIKE_AWARE:
@@ -114,14 +114,14 @@ def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
             if spec.grace_steps >= most:
                 yield Problem(
                     (f"{path}.grace_steps",),
-                    f"{path}.grace_steps: got {spec.grace_steps}; with {most} steps to the end or the next reset it "
-                    "would never bound anything; set a smaller one.",
+                    f"got {spec.grace_steps}; with {most} steps to the end or the next reset it would never bound "
+                    "anything; set a smaller one.",
                 )
         if spec.hook == MOMENTUM_RESET and spec.warmup_steps >= spec.interval:
             yield Problem(
                 (f"{path}.warmup_steps", f"{path}.interval"),
-                f"{path}.warmup_steps: got {spec.warmup_steps} with interval {spec.interval}; the learning rate would "
-                "never reach its schedule; set fewer.",
+                f"got {spec.warmup_steps} with interval {spec.interval}; the learning rate would never reach its "
+                "schedule; set fewer.",
             )
         if (
             spec.hook == ABSOLUTE
@@ -131,8 +131,8 @@ def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
         ):
             yield Problem(
                 (f"{path}.where", "megasdc.sdc.always_on.toleranced"),
-                f'{path}.where: got "local" with megasdc.sdc.always_on.toleranced; the check of the reduction would '
-                'report bounded elements as an error; use "before_norm", or set toleranced false.',
+                'got "local" with megasdc.sdc.always_on.toleranced; the check of the reduction would report bounded '
+                'elements as an error; use "before_norm", or set toleranced false.',
             )
 
 
@@ -143,14 +143,13 @@ def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
         users = [hook for hook, fields in FIELDS_OF.items() if field in fields]
         yield Problem(
             (f"{path}.{field}", f"{path}.hook"),
-            f"{path}.{field}: got a value, but hook {spec.hook} does not read it (only {', '.join(users)} do); remove "
-            "it.",
+            f"got a value, but hook {spec.hook} does not read it (only {', '.join(users)} do); remove it.",
         )
     for field in NEEDED[spec.hook]:
         if getattr(spec, field) is None:
-            yield Problem((f"{path}.{field}", f"{path}.hook"), f"{path}.{field}: missing; {spec.hook} needs it.")
+            yield Problem((f"{path}.{field}", f"{path}.hook"), f"missing; {spec.hook} needs it.")
     if spec.hook == FILE and spec.path is not None and not Path(spec.path).is_file():
-        yield Problem((f"{path}.path",), f"{path}.path: got {spec.path!r}, which is not a file; give a Python file.")
+        yield Problem((f"{path}.path",), f"got {spec.path!r}, which is not a file; give a Python file.")
 
 
 def _theta_problems(theta: Theta, spec: HookSpec, path: str) -> Iterator[Problem]:
@@ -161,14 +160,13 @@ def _theta_problems(theta: Theta, spec: HookSpec, path: str) -> Iterator[Problem
             reason = "; at 1 and below, bounded elements would freeze" if spec.hook == SPIKE_AWARE else ""
             yield Problem(
                 (f"{path}.theta",),
-                f'{path}.theta: got {value:g}; a threshold of {spec.hook} is above {smallest:g}, or "inf"{reason}.',
+                f'got {value:g}; a threshold of {spec.hook} is above {smallest:g}, or "inf"{reason}.',
             )
     steps = [at for at, _ in points]
     if any(at < 1 or not at.is_integer() for at in steps) or steps != sorted(set(steps)):
         yield Problem(
             (f"{path}.theta",),
-            f"{path}.theta: got steps {steps}; steps of a schedule are whole numbers from 1 on, each larger than the "
-            "one before.",
+            f"got steps {steps}; steps of a schedule are whole numbers from 1 on, each larger than the one before.",
         )
 
 
@@ -176,28 +174,28 @@ def _bound_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Ite
     if spec.hook == SPIKE_AWARE and spec.where == LOCAL:
         yield Problem(
             (f"{path}.where", f"{path}.hook"),
-            f'{path}.where: got "local" with spike_aware; only the owner of a shard has the second moment; use '
-            'absolute, or "before_norm".',
+            'got "local" with spike_aware; only the owner of a shard has the second moment; use absolute, or '
+            '"before_norm".',
         )
     fp16 = deepspeed.get("fp16", {})
     if fp16.get("enabled") and not fp16.get("loss_scale") and spec.non_finite != SKIP_STEP:
         yield Problem(
             (f"{path}.non_finite", "fp16.loss_scale"),
-            f'{path}.non_finite: got "{spec.non_finite}" with a dynamic loss scale, which finds its value by '
-            'overflows; use "skip_step", or a constant fp16.loss_scale.',
+            f'got "{spec.non_finite}" with a dynamic loss scale, which finds its value by overflows; use "skip_step", '
+            "or a constant fp16.loss_scale.",
         )
     if spec.where == AFTER_NORM and spec.non_finite != SKIP_STEP:
         yield Problem(
             (f"{path}.non_finite", f"{path}.where"),
-            f'{path}.non_finite: got "{spec.non_finite}" with where "after_norm", where gradients are finite already; '
-            'remove it, or use "before_norm".',
+            f'got "{spec.non_finite}" with where "after_norm", where gradients are finite already; remove it, or use '
+            '"before_norm".',
         )
     clipping = deepspeed.get("gradient_clipping", 0.0)
     if spec.where == AFTER_NORM and spec.hook == ABSOLUTE and clipping and _never_reached(spec, clipping):
         yield Problem(
             (f"{path}.theta", "gradient_clipping"),
-            f"{path}.theta: got {spec.theta} after the norm was clipped to {clipping:g}; no element is ever larger "
-            "than that; set a smaller one.",
+            f"got {spec.theta} after the norm was clipped to {clipping:g}; no element is ever larger than that; set a "
+            "smaller one.",
         )
 
 

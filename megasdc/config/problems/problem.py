@@ -12,8 +12,13 @@ class Problem:
     Attributes:
         paths: dotted paths of the fields that it concerns, the one at fault first. A contradiction is not reported
             while one of its fields is wrong by itself.
-        text: the message.
+        what: what is wrong there: value got, value needed, remedy.
     """
 
     paths: tuple[str, ...]
-    text: str
+    what: str
+
+    @property
+    def text(self) -> str:
+        """The message."""
+        return f"{self.paths[0]}: {self.what}"

@@ -57,16 +57,15 @@ def _submodule_problems(file: MegasdcSection) -> Iterator[Problem]:
     if study.mode == COMPUTATION_SYNC and file.model.backend != "torch":
         yield Problem(
             (f"{_S}.mode", "megasdc.model.backend"),
-            f'{_S}.mode: got "{study.mode}" with megasdc.model.backend "{file.model.backend}", whose submodules cannot '
-            'be observed; set the backend to "torch".',
+            f'got "{study.mode}" with megasdc.model.backend "{file.model.backend}", whose submodules cannot be '
+            'observed; set the backend to "torch".',
         )
     names = list(submodule_slots(file.model, file.parallel))
     for index, pattern in enumerate(study.submodules or ()):
         if not any(fnmatchcase(name, pattern) for name in names):
             path = f"{_S}.submodules.{index}"
             near = ", ".join(near_names(pattern, names))
-            text = f"{path}: got {pattern!r}, which matches no submodule; nearest: {near}."
-            yield Problem((path, "megasdc.model"), text)
+            yield Problem((path, "megasdc.model"), f"got {pattern!r}, which matches no submodule; nearest: {near}.")
 
 
 def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
@@ -112,7 +111,7 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
 
 
 def _against(study: StudySection, other: str, text: str) -> Problem:
-    return Problem((f"{_S}.mode", other), f'{_S}.mode: got "{study.mode}" with {other} {text}.')
+    return Problem((f"{_S}.mode", other), f'got "{study.mode}" with {other} {text}.')
 
 
 def _is_default(study: StudySection, field: str) -> bool:
@@ -121,4 +120,4 @@ def _is_default(study: StudySection, field: str) -> bool:
 
 
 def _problem(field: str, other: str, text: str) -> Problem:
-    return Problem((f"{_S}.{field}", f"{_S}.{other}"), f"{_S}.{field}: {text}.")
+    return Problem((f"{_S}.{field}", f"{_S}.{other}"), f"{text}.")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, setting
 from megasdc.config.sections.faults import FaultPlace, Share
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -27,49 +27,45 @@ class DelaySpec(FaultPlace):
         "slow_periods",
         "trace",
         "resampled",
-    ] = Field(
+    ] = setting(
         ...,
-        description="How long, for each micro-batch and stage: drawn anew (bounded_lognormal is the environment of "
-        "DropCompute's paper, normal, gamma, exponential); `delay_s` while a burst of a replica lasts, always on one "
-        "`replica` (slow_rank), or in a part of each period; as recorded in a file (trace), or a recorded step drawn "
-        "at random (resampled).",
+        "How long, for each micro-batch and stage: drawn anew (bounded_lognormal is the environment of DropCompute's "
+        "paper, normal, gamma, exponential); `delay_s` while a burst of a replica lasts, always on one `replica` "
+        "(slow_rank), or in a part of each period; as recorded in a file (trace), or a recorded step drawn at random "
+        "(resampled).",
     )
-    mean_s: Seconds | None = Field(
-        None, description="bounded_lognormal, normal, gamma, exponential: mean; needed there."
+    mean_s: Seconds | None = setting(None, "bounded_lognormal, normal, gamma, exponential: mean; needed there.")
+    std_s: Seconds | None = setting(None, "normal, gamma: standard deviation; needed there.")
+    delay_s: Seconds | None = setting(
+        None, "bursts, slow_rank, slow_periods: of a micro-batch while slow; needed there."
     )
-    std_s: Seconds | None = Field(None, description="normal, gamma: standard deviation; needed there.")
-    delay_s: Seconds | None = Field(
-        None, description="bursts, slow_rank, slow_periods: of a micro-batch while slow; needed there."
+    probability: Share | None = setting(
+        None, "bursts: that one of a replica begins in a step, in [0, 1]; needed there."
     )
-    probability: Share | None = Field(
-        None, description="bursts: that one of a replica begins in a step, in [0, 1]; needed there."
-    )
-    num_steps: PositiveInt | None = Field(None, description="bursts: steps that one lasts; needed there.")
-    period_steps: PositiveInt | None = Field(
+    num_steps: PositiveInt | None = setting(None, "bursts: steps that one lasts; needed there.")
+    period_steps: PositiveInt | None = setting(
         None,
-        description="slow_periods: from the begin of one slow time of a replica to the next, each replica at its own "
-        "time; needed there.",
+        "slow_periods: from the begin of one slow time of a replica to the next, each replica at its own time; needed "
+        "there.",
     )
-    slow_steps: PositiveInt | None = Field(
-        None, description="slow_periods: slow ones of each period, at most all; needed there."
-    )
-    path: str | None = Field(
+    slow_steps: PositiveInt | None = setting(None, "slow_periods: slow ones of each period, at most all; needed there.")
+    path: str | None = setting(
         None,
+        "trace, resampled: .npy file of seconds [replica, step, micro-batch], or with a fourth axis of stages; needed "
+        "there. In a trace each axis starts again at its end.",
         min_length=1,
-        description="trace, resampled: .npy file of seconds [replica, step, micro-batch], or with a fourth axis of "
-        "stages; needed there. In a trace each axis starts again at its end.",
     )
-    micro_batch_latency_s: PositiveFloat | None = Field(
+    micro_batch_latency_s: PositiveFloat | None = setting(
         None,
-        description="What mean, deviation, delay and file are multiples of, as in the paper, where the mean is 0.5 of "
-        "a micro-batch's latency; null: they are seconds.",
+        "What mean, deviation, delay and file are multiples of, as in the paper, where the mean is 0.5 of a "
+        "micro-batch's latency; null: they are seconds.",
     )
-    preemptible: bool = Field(
+    preemptible: bool = setting(
         False,
-        description="The delay ends when the time of the replica is up. So it is on the rank that decides whether a "
-        "micro-batch is started, tensor rank 0 of the first stage; on other ranks a delay always lasts to its end.",
+        "The delay ends when the time of the replica is up. So it is on the rank that decides whether a micro-batch "
+        "is started, tensor rank 0 of the first stage; on other ranks a delay always lasts to its end.",
     )
-    seed: NonNegativeInt = Field(1, description="Seed of every draw, with the place of the entry in the list.")
+    seed: NonNegativeInt = setting(1, "Seed of every draw, with the place of the entry in the list.")
 
 
 PARAMETERS_OF = {

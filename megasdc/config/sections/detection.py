@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from megasdc.config.fields import PositiveInt, Section
+from megasdc.config.fields import PositiveInt, Section, section, setting
 
 Policy = Literal["halt", "repair", "warn"]
 Granularity = Literal["layer", "submodule", "gemm"]
@@ -22,10 +20,10 @@ class PolicySection(Section):
 
     at_resume = "applied"
 
-    persistent: Policy = Field("halt", description="The rank computes the same wrong value each time.")
-    intermittent: Policy = Field("halt", description="The rank is wrong again, but not always or not equally.")
-    not_reproduced: Policy = Field("repair", description="The rank was right in all repeats.")
-    inconclusive: Policy = Field("halt", description="Ranks differ, but none can be named.")
+    persistent: Policy = setting("halt", "The rank computes the same wrong value each time.")
+    intermittent: Policy = setting("halt", "The rank is wrong again, but not always or not equally.")
+    not_reproduced: Policy = setting("repair", "The rank was right in all repeats.")
+    inconclusive: Policy = setting("halt", "Ranks differ, but none can be named.")
 
 
 class AlwaysOnSection(Section):
@@ -33,31 +31,29 @@ class AlwaysOnSection(Section):
 
     at_resume = "applied"
 
-    enabled: bool = Field(False, description="Check every step; off: no hook is attached anywhere.")
-    recompute: bool | None = Field(
+    enabled: bool = setting(False, "Check every step; off: no hook is attached anywhere.")
+    recompute: bool | None = setting(
         None,
-        description="Compare forward results with those of the activation recompute on the same rank; null: where "
+        "Compare forward results with those of the activation recompute on the same rank; null: where "
         "`pipeline.activation_checkpoint_interval` is set.",
     )
-    parameters: bool = Field(
-        True, description="Compare the parameters of all replicas after each step, before the next step is committed."
+    parameters: bool = setting(
+        True, "Compare the parameters of all replicas after each step, before the next step is committed."
     )
-    finite: bool = Field(
-        True,
-        description="Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared "
-        "first.",
+    finite: bool = setting(
+        True, "Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared first."
     )
-    toleranced: bool = Field(
+    toleranced: bool = setting(
         False,
-        description="Check gradient reduction, updates and gradient features within tolerances that are measured in "
-        "the run; warns and may request an audit, never flags a rank.",
+        "Check gradient reduction, updates and gradient features within tolerances that are measured in the run; "
+        "warns and may request an audit, never flags a rank.",
     )
-    coverage: Literal["auto", "one", "all"] = Field(
+    coverage: Literal["auto", "one", "all"] = setting(
         "auto",
-        description="Micro-batches of a step whose results are checked: one, another each step; all; auto: all where "
-        "that is expected to cost at most 1 % of a step on every rank, else one; reported at the start.",
+        "Micro-batches of a step whose results are checked: one, another each step; all; auto: all where that is "
+        "expected to cost at most 1 % of a step on every rank, else one; reported at the start.",
     )
-    granularity: Granularity = Field("submodule", description="Which submodules are checked; see `trace.granularity`.")
+    granularity: Granularity = setting("submodule", "Which submodules are checked; see `trace.granularity`.")
 
 
 class SdcSection(Section):
@@ -65,28 +61,27 @@ class SdcSection(Section):
 
     at_resume = "applied"
 
-    always_on: AlwaysOnSection = Field(default_factory=lambda: AlwaysOnSection.model_validate({}))
-    repeats: PositiveInt = Field(
-        5, description="How often a disputed micro-batch is recomputed to tell persistent from other faults."
+    always_on: AlwaysOnSection = section(AlwaysOnSection)
+    repeats: PositiveInt = setting(
+        5, "How often a disputed micro-batch is recomputed to tell persistent from other faults."
     )
-    golden: str | None = Field(
+    golden: str | None = setting(
         None,
+        "Golden trace file that settles disputes and overrides the majority; null: verdicts are relative to the "
+        "majority.",
         min_length=1,
-        description="Golden trace file that settles disputes and overrides the majority; null: verdicts are relative "
-        "to the majority.",
     )
-    golden_at_start: bool = Field(
+    golden_at_start: bool = setting(
         True,
-        description="With `golden`: all ranks compute its workload before the first step of each start, so that a "
-        "fault that all of them have in common is found; needs memory for a second model with its optimizer, for that "
-        "time.",
+        "With `golden`: all ranks compute its workload before the first step of each start, so that a fault that all "
+        "of them have in common is found; needs memory for a second model with its optimizer, for that time.",
     )
-    golden_interval: PositiveInt | None = Field(
+    golden_interval: PositiveInt | None = setting(
         None,
-        description="With `golden`: steps from one such check to the next while training; null: none. The second model "
-        "is then kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
+        "With `golden`: steps from one such check to the next while training; null: none. The second model is then "
+        "kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
     )
-    policy: PolicySection = Field(default_factory=lambda: PolicySection.model_validate({}))
+    policy: PolicySection = section(PolicySection)
 
 
 class AuditSection(Section):
@@ -94,9 +89,9 @@ class AuditSection(Section):
 
     at_resume = "applied"
 
-    enabled: bool = Field(False, description="Audit every `interval` steps, on SIGUSR2 and on alarms.")
-    interval: PositiveInt = Field(50, description="Steps K from one audit to the next.")
-    granularity: Granularity = Field("gemm", description="Which submodules are compared; see `trace.granularity`.")
-    verify_checkpoints: bool = Field(
-        False, description="Also audit the step after each checkpoint, so that it is verified at once."
+    enabled: bool = setting(False, "Audit every `interval` steps, on SIGUSR2 and on alarms.")
+    interval: PositiveInt = setting(50, "Steps K from one audit to the next.")
+    granularity: Granularity = setting("gemm", "Which submodules are compared; see `trace.granularity`.")
+    verify_checkpoints: bool = setting(
+        False, "Also audit the step after each checkpoint, so that it is verified at once."
     )

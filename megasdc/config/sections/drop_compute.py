@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveInt, Section
+from megasdc.config.fields import NonNegativeInt, PositiveInt, Section, setting
 
 AUTO, INFINITE = "auto", "inf"
 ELAPSED, PREDICTIVE = "elapsed", "predictive"
@@ -21,63 +21,56 @@ class DropComputeSection(Section):
 
     at_resume = "applied"
 
-    enabled: bool = Field(False, description="Measure micro-batches and drop late ones; off: no hook is attached.")
-    threshold: Seconds | Literal["auto", "inf"] = Field(
+    enabled: bool = setting(False, "Measure micro-batches and drop late ones; off: no hook is attached.")
+    threshold: Seconds | Literal["auto", "inf"] = setting(
         "auto",
-        description="tau: seconds of a step after which a replica starts no further micro-batch; auto: the one of the "
-        'largest effective speed-up on measured steps; "inf": measure only.',
+        "tau: seconds of a step after which a replica starts no further micro-batch; auto: the one of the largest "
+        'effective speed-up on measured steps; "inf": measure only.',
     )
-    rule: Literal["elapsed", "predictive"] = Field(
+    rule: Literal["elapsed", "predictive"] = setting(
         "elapsed",
-        description="elapsed: a micro-batch is started before tau; predictive: where it is expected to have gone "
-        "through the whole pipeline and back by tau.",
+        "elapsed: a micro-batch is started before tau; predictive: where it is expected to have gone through the "
+        "whole pipeline and back by tau.",
     )
-    sigmas: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="predictive: standard deviations above the mean that a micro-batch is expected to take."
+    sigmas: Annotated[float, Field(ge=0)] = setting(
+        1.0, "predictive: standard deviations above the mean that a micro-batch is expected to take."
     )
-    min_micro_batches: PositiveInt = Field(1, description="Micro-batches that every replica starts in every step.")
-    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+    min_micro_batches: PositiveInt = setting(1, "Micro-batches that every replica starts in every step.")
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = setting(
         0.1,
-        description="Largest drop rate: auto chooses no tau beyond it, and while the last "
-        "`window_steps` steps are above it nothing is dropped.",
+        "Largest drop rate: auto chooses no tau beyond it, and while the last `window_steps` steps are above it "
+        "nothing is dropped.",
     )
-    warmup_steps: NonNegativeInt = Field(
-        5, description="Steps after each start of the run in which nothing is dropped or measured."
+    warmup_steps: NonNegativeInt = setting(
+        5, "Steps after each start of the run in which nothing is dropped or measured."
     )
-    window_steps: PositiveInt = Field(
-        45, description="Steps that are measured for auto and larger_batch, and that warnings and the limit look back."
+    window_steps: PositiveInt = setting(
+        45, "Steps that are measured for auto and larger_batch, and that warnings and the limit look back."
     )
-    retune_interval: NonNegativeInt = Field(
-        0, description="auto: steps after which tau is measured and chosen again; 0: never."
-    )
-    gradients: Literal["planned", "computed"] = Field(
+    retune_interval: NonNegativeInt = setting(0, "auto: steps after which tau is measured and chosen again; 0: never.")
+    gradients: Literal["planned", "computed"] = setting(
         "planned",
-        description="planned: divide the sum of gradients by the planned number of micro-batches, as the paper does; "
-        "computed: by what was really used, over all replicas.",
+        "planned: divide the sum of gradients by the planned number of micro-batches, as the paper does; computed: by "
+        "what was really used, over all replicas.",
     )
-    samples: Literal["defer", "discard"] = Field(
+    samples: Literal["defer", "discard"] = setting(
         "defer",
-        description="What happens to samples that were not started: defer: the replica takes them first in its next "
-        "step; discard: they are lost.",
+        "What happens to samples that were not started: defer: the replica takes them first in its next step; "
+        "discard: they are lost.",
     )
-    compensation: Literal["extra_steps", "larger_batch", "resample"] | None = Field(
+    compensation: Literal["extra_steps", "larger_batch", "resample"] | None = setting(
         None,
-        description="With discard: extra_steps: as many more steps as were lost; larger_batch: so many more "
-        "micro-batches a step that about the planned number is completed; resample: lost samples are used before "
-        "their epoch ends; null: none.",
+        "With discard: extra_steps: as many more steps as were lost; larger_batch: so many more micro-batches a step "
+        "that about the planned number is completed; resample: lost samples are used before their epoch ends; null: "
+        "none.",
     )
-    replay_decisions: str | None = Field(
+    replay_decisions: str | None = setting(
         None,
+        "`decisions.jsonl` of a run: start the same micro-batches as it did, whatever the time; null: decide anew.",
         min_length=1,
-        description="`decisions.jsonl` of a run: start the same micro-batches as it did, whatever the time; null: "
-        "decide anew.",
     )
-    record_times: bool = Field(
-        True, description="Write the times of every micro-batch to `step_times` in the run folder."
+    record_times: bool = setting(True, "Write the times of every micro-batch to `step_times` in the run folder.")
+    check_agreement: bool = setting(
+        False, "Compare in each step whether all ranks of a replica completed the same micro-batches."
     )
-    check_agreement: bool = Field(
-        False, description="Compare in each step whether all ranks of a replica completed the same micro-batches."
-    )
-    device_lag: NonNegativeInt = Field(
-        1, description="On GPUs: micro-batches that the deciding host may be ahead of its device."
-    )
+    device_lag: NonNegativeInt = setting(1, "On GPUs: micro-batches that the deciding host may be ahead of its device.")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megasdc.addresses import ACCUMULATED_GRAD, PHASES
-from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section, setting
 
 OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"
 _OBSERVED = tuple(phase for phase in PHASES if phase != ACCUMULATED_GRAD)  # faults in it: collective
@@ -33,8 +33,8 @@ class BurstSection(Section):
 
     at_resume = "applied"
 
-    length: PositiveInt = Field(..., description="Steps of one burst.")
-    probability: Share = Field(..., description="Probability that a burst starts at a step, in [0, 1].")
+    length: PositiveInt = setting(..., "Steps of one burst.")
+    probability: Share = setting(..., "Probability that a burst starts at a step, in [0, 1].")
 
 
 class FaultPlace(Section):
@@ -42,113 +42,105 @@ class FaultPlace(Section):
 
     at_resume = "applied"
 
-    rank: NonNegativeInt | None = Field(None, description="Global rank; in a study: rank of its replica; null: any.")
-    replica: NonNegativeInt | None = Field(
-        None, description="Place along the data dimension; in a study: which of its replicas; null: any."
+    rank: NonNegativeInt | None = setting(None, "Global rank; in a study: rank of its replica; null: any.")
+    replica: NonNegativeInt | None = setting(
+        None, "Place along the data dimension; in a study: which of its replicas; null: any."
     )
-    stage: NonNegativeInt | None = Field(None, description="Pipeline stage; null: any.")
-    tensor_rank: NonNegativeInt | None = Field(None, description="Place along the tensor dimension; null: any.")
-    host: str | None = Field(None, description="Pattern of host names, such as `node7*`; null: any.")
-    steps: list[PositiveInt | None] = Field(
-        [1, None], min_length=2, max_length=2, description="First and last step; null as last: to the end."
+    stage: NonNegativeInt | None = setting(None, "Pipeline stage; null: any.")
+    tensor_rank: NonNegativeInt | None = setting(None, "Place along the tensor dimension; null: any.")
+    host: str | None = setting(None, "Pattern of host names, such as `node7*`; null: any.")
+    steps: list[PositiveInt | None] = setting(
+        [1, None], "First and last step; null as last: to the end.", min_length=2, max_length=2
     )
-    micro_batches: list[NonNegativeInt] | None = Field(
-        None, description="Micro-batches of a step, the first is 0; null: all."
-    )
+    micro_batches: list[NonNegativeInt] | None = setting(None, "Micro-batches of a step, the first is 0; null: all.")
 
 
 class FaultSpec(FaultPlace):
     """One fault in what a run computes or stores, or with `profile` the bundle of a whole node."""
 
-    profile: str | None = Field(
+    profile: str | None = setting(
         None,
-        description="Name of a node profile, or a JSON file like them, whose faults replace this entry; "
-        "ranks, host, steps, micro-batches, `min_hidden_size` and `seed` of this entry apply to all of them.",
+        "Name of a node profile, or a JSON file like them, whose faults replace this entry; ranks, host, steps, "
+        "micro-batches, `min_hidden_size` and `seed` of this entry apply to all of them.",
     )
-    submodule: str = Field(
-        "*", min_length=1, description="Pattern of full names of submodules, such as `*.mlp.linear_fc1`."
-    )
-    phase: Literal[FAULT_PHASES] = Field(  # type: ignore[valid-type]
+    submodule: str = setting("*", "Pattern of full names of submodules, such as `*.mlp.linear_fc1`.", min_length=1)
+    phase: Literal[FAULT_PHASES] = setting(  # type: ignore[valid-type]
         "forward",
-        description="Where the fault is injected: forward, recompute: the output; backward: the input's gradient; "
-        "weight_grad: one "
-        "micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; parameter: after the "
-        "all-gather; optimizer_state: masters and moments before the step; collective: the accumulated gradient before "
-        "the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a micro-batch before the model.",
+        "Where the fault is injected: forward, recompute: the output; backward: the input's gradient; "
+        "weight_grad: one micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; "
+        "parameter: after the all-gather; optimizer_state: masters and moments before the step; collective: the "
+        "accumulated gradient before the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a "
+        "micro-batch before the model.",
     )
-    slot: str | None = Field(
+    slot: str | None = setting(
         None,
-        description="Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`, "
-        "with phase tokens `tokens` or `labels`; null: any.",
+        "Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`, with phase "
+        "tokens `tokens` or `labels`; null: any.",
     )
-    file: str | None = Field(None, description="Phase checkpoint: pattern of file names; null: any file of the rank.")
-    kind: Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "scale", "noise"] = Field(
-        "bit_flip", description="What happens to an element."
+    file: str | None = setting(None, "Phase checkpoint: pattern of file names; null: any file of the rank.")
+    kind: Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "scale", "noise"] = setting(
+        "bit_flip", "What happens to an element."
     )
-    bits: Literal["sign", "exponent", "mantissa", "any"] | list[Annotated[int, Field(ge=0, le=63)]] = Field(
-        "any",
-        description="bit_flip, stuck_at: all bits of a list of numbers (0 is the lowest), or random ones of a part.",
+    bits: Literal["sign", "exponent", "mantissa", "any"] | list[Annotated[int, Field(ge=0, le=63)]] = setting(
+        "any", "bit_flip, stuck_at: all bits of a list of numbers (0 is the lowest), or random ones of a part."
     )
-    num_bits: PositiveInt = Field(1, description="How many different bits of the named part in each element.")
-    value: Literal["nan", "inf", "-inf"] | float | None = Field(None, description="Kind value: what is put there.")
-    factor: float | None = Field(None, description="Kind scale: what elements are multiplied by.")
-    deviation: PositiveFloat | None = Field(
-        None, description="Kind noise: standard deviation d; x becomes x (1 + d z), z standard normal."
+    num_bits: PositiveInt = setting(1, "How many different bits of the named part in each element.")
+    value: Literal["nan", "inf", "-inf"] | float | None = setting(None, "Kind value: what is put there.")
+    factor: float | None = setting(None, "Kind scale: what elements are multiplied by.")
+    deviation: PositiveFloat | None = setting(
+        None, "Kind noise: standard deviation d; x becomes x (1 + d z), z standard normal."
     )
-    elements: PositiveInt = Field(
-        1, description="How many elements of the tensor, at most all; with pattern column, how many columns."
+    elements: PositiveInt = setting(
+        1, "How many elements of the tensor, at most all; with pattern column, how many columns."
     )
-    element_probability: Share | None = Field(
-        None, description="Instead of `elements`: each element is changed with this probability, in [0, 1]."
+    element_probability: Share | None = setting(
+        None, "Instead of `elements`: each element is changed with this probability, in [0, 1]."
     )
-    pattern: Literal["random", "adjacent", "periodic", "column", "indices"] = Field(
+    pattern: Literal["random", "adjacent", "periodic", "column", "indices"] = setting(
         "random",
-        description="Which elements, in row-major order: random; adjacent: one run; periodic: a run in every `period`; "
-        "column: whole columns of the last dimension; indices: those given.",
+        "Which elements, in row-major order: random; adjacent: one run; periodic: a run in every `period`; column: "
+        "whole columns of the last dimension; indices: those given.",
     )
-    period: PositiveInt | None = Field(None, description="Pattern periodic: elements from one run to the next.")
-    run: PositiveInt = Field(1, description="Pattern periodic: adjacent elements of each run; at most `period`.")
-    indices: list[NonNegativeInt] | None = Field(
-        None, description="Pattern indices: row-major places; those outside a tensor are ignored."
+    period: PositiveInt | None = setting(None, "Pattern periodic: elements from one run to the next.")
+    run: PositiveInt = setting(1, "Pattern periodic: adjacent elements of each run; at most `period`.")
+    indices: list[NonNegativeInt] | None = setting(
+        None, "Pattern indices: row-major places; those outside a tensor are ignored."
     )
-    only_above: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Only elements of at least this magnitude; pattern random picks among them."
+    only_above: Annotated[float, Field(ge=0)] | None = setting(
+        None, "Only elements of at least this magnitude; pattern random picks among them."
     )
-    only_below: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Only elements of at most this magnitude."
-    )
-    same_elements: bool = Field(
+    only_below: Annotated[float, Field(ge=0)] | None = setting(None, "Only elements of at most this magnitude.")
+    same_elements: bool = setting(
         False,
-        description="Change the same elements and bits of a tensor each time, and the same as other specs with this "
-        "setting, seed and pattern: a persistent fault.",
+        "Change the same elements and bits of a tensor each time, and the same as other specs with this setting, seed "
+        "and pattern: a persistent fault.",
     )
-    min_hidden_size: PositiveInt | None = Field(None, description="Only in models at least so wide; null: in all.")
-    probability: Share = Field(1.0, description="Probability of firing at each result that fits, in [0, 1].")
-    burst: BurstSection | None = Field(None, description="Fire only within bursts; null: in all steps.")
-    once: bool = Field(
-        False,
-        description="Fire until bits were changed once on a rank; a run that resumes from before that repeats it.",
+    min_hidden_size: PositiveInt | None = setting(None, "Only in models at least so wide; null: in all.")
+    probability: Share = setting(1.0, "Probability of firing at each result that fits, in [0, 1].")
+    burst: BurstSection | None = setting(None, "Fire only within bursts; null: in all steps.")
+    once: bool = setting(
+        False, "Fire until bits were changed once on a rank; a run that resumes from before that repeats it."
     )
-    seed: NonNegativeInt = Field(0, description="Seed of every draw.")
+    seed: NonNegativeInt = setting(0, "Seed of every draw.")
 
 
 class ProcessFaultSpec(FaultPlace):
     """One fault of a whole process: it ends, stops, or is slow."""
 
-    kind: Literal["exit", "sigkill", "sigstop", "hang", "slow"] = Field(
+    kind: Literal["exit", "sigkill", "sigstop", "hang", "slow"] = setting(
         ...,
-        description="exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never join "
-        "the collectives that follow; slow: after each pass sleep `factor` - 1 times what the pass took.",
+        "exit: end at once with `exit_code`; sigkill, sigstop: the signal to itself; hang: never join the collectives "
+        "that follow; slow: after each pass sleep `factor` - 1 times what the pass took.",
     )
-    phase: Literal["forward", "backward", "collective", "update"] = Field(
+    phase: Literal["forward", "backward", "collective", "update"] = setting(
         "forward",
-        description="When: before a micro-batch's forward or backward pass, before the gradients are summed over "
-        "replicas, before the optimizer steps; with slow, after the pass.",
+        "When: before a micro-batch's forward or backward pass, before the gradients are summed over replicas, before "
+        "the optimizer steps; with slow, after the pass.",
     )
-    exit_code: Annotated[int, Field(ge=0, le=255)] = Field(1, description="Kind exit: the code.")
-    factor: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="Kind slow: time of a pass with the fault over time without, at least 1."
+    exit_code: Annotated[int, Field(ge=0, le=255)] = setting(1, "Kind exit: the code.")
+    factor: Annotated[float, Field(ge=1)] | None = setting(
+        None, "Kind slow: time of a pass with the fault over time without, at least 1."
     )
-    after_restart: bool = Field(
-        False, description="Fire again in a run that was restarted after it had fired, as a bad machine would."
+    after_restart: bool = setting(
+        False, "Fire again in a run that was restarted after it had fired, as a bad machine would."
     )

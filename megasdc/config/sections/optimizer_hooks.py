@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveInt, Section
+from megasdc.config.fields import NonNegativeInt, PositiveInt, Section, setting
 
 ABSOLUTE, SPIKE_AWARE, MOMENTUM_RESET, FILE = "absolute", "spike_aware", "momentum_reset", "file"
 BOUNDS = (ABSOLUTE, SPIKE_AWARE)
@@ -24,63 +24,62 @@ class HookSpec(Section):
 
     at_resume = "applied"
 
-    hook: Literal["absolute", "spike_aware", "momentum_reset", "file"] = Field(
+    hook: Literal["absolute", "spike_aware", "momentum_reset", "file"] = setting(
         ...,
-        description="absolute: |g| <= theta. spike_aware: |g| <= sqrt(theta V) where g^2 / V > theta, V the second "
-        "moment before this step. momentum_reset: both moments become 0 every `interval` steps. file: a class of "
-        "your own.",
+        "absolute: |g| <= theta. spike_aware: |g| <= sqrt(theta V) where g^2 / V > theta, V the second moment before "
+        "this step. momentum_reset: both moments become 0 every `interval` steps. file: a class of your own.",
     )
-    theta: Theta | None = Field(
+    theta: Theta | None = setting(
         None,
-        description='Bounds: threshold, "inf" for none, or a schedule of points [step, theta] with straight lines '
-        "between them; needed there.",
+        'Bounds: threshold, "inf" for none, or a schedule of points [step, theta] with straight lines between them; '
+        "needed there.",
     )
-    parameters: list[str] = Field(
+    parameters: list[str] = setting(
         ["*"],
+        "Bounds and file: patterns of full names of parameters, such as `*.mlp.*`; of several bounds of one kind and "
+        "place, the first that fits a parameter bounds it.",
         min_length=1,
-        description="Bounds and file: patterns of full names of parameters, such as `*.mlp.*`; of several bounds of "
-        "one kind and place, the first that fits a parameter bounds it.",
     )
-    where: Literal["before_norm", "after_norm", "local"] = Field(
+    where: Literal["before_norm", "after_norm", "local"] = setting(
         "before_norm",
-        description="Bounds: the reduced gradient before its norm is taken; or after it was clipped; or, absolute "
-        "only, each rank's own before it is averaged over replicas.",
+        "Bounds: the reduced gradient before its norm is taken; or after it was clipped; or, absolute only, each "
+        "rank's own before it is averaged over replicas.",
     )
-    non_finite: Literal["skip_step", "zero", "bound", "halt"] = Field(
+    non_finite: Literal["skip_step", "zero", "bound", "halt"] = setting(
         "skip_step",
-        description="Bounds: NaN and Inf: all ranks skip the step; or they become 0; or Inf becomes the threshold with "
-        "its sign and NaN 0; or all ranks end. Of several bounds that fit a parameter, the first's.",
+        "Bounds: NaN and Inf: all ranks skip the step; or they become 0; or Inf becomes the threshold with its sign "
+        "and NaN 0; or all ranks end. Of several bounds that fit a parameter, the first's.",
     )
-    warn_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Bounds: warn when more than this share of a submodule's elements was bounded; null: never."
+    warn_share: Annotated[float, Field(gt=0, le=1)] | None = setting(
+        None, "Bounds: warn when more than this share of a submodule's elements was bounded; null: never."
     )
-    grace_steps: NonNegativeInt = Field(
-        20, description="spike_aware: no bound in so many first steps, nor after a reset of the moments."
+    grace_steps: NonNegativeInt = setting(
+        20, "spike_aware: no bound in so many first steps, nor after a reset of the moments."
     )
-    bias_corrected: bool = Field(False, description="spike_aware: V / (1 - beta2^t) instead of V.")
-    floor: Annotated[float, Field(ge=0)] | None = Field(
+    bias_corrected: bool = setting(False, "spike_aware: V / (1 - beta2^t) instead of V.")
+    floor: Annotated[float, Field(ge=0)] | None = setting(
         None,
-        description="spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare "
-        "its gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
+        "spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare its "
+        "gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
         "whose V decays in between, is bounded more and more.",
     )
-    interval: PositiveInt = Field(500, description="momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")
-    warmup_steps: NonNegativeInt = Field(
-        150, description="momentum_reset: steps in which the learning rate rises again along a cosine."
+    interval: PositiveInt = setting(500, "momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")
+    warmup_steps: NonNegativeInt = setting(
+        150, "momentum_reset: steps in which the learning rate rises again along a cosine."
     )
-    warmup_start: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.01, description="momentum_reset: share of the scheduled learning rate right after a reset."
+    warmup_start: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.01, "momentum_reset: share of the scheduled learning rate right after a reset."
     )
-    restart_bias_correction: bool = Field(
-        False, description="momentum_reset: restart the optimizer's step count; SPAM does not, Stable-SPAM does."
+    restart_bias_correction: bool = setting(
+        False, "momentum_reset: restart the optimizer's step count; SPAM does not, Stable-SPAM does."
     )
-    path: str | None = Field(
-        None, min_length=1, description="file: Python file; it runs with all rights of the training process."
+    path: str | None = setting(
+        None, "file: Python file; it runs with all rights of the training process.", min_length=1
     )
-    name: str | None = Field(
-        None, min_length=1, description="file: class in it, a subclass of `megasdc.optim.hooks.GradientHook`."
+    name: str | None = setting(
+        None, "file: class in it, a subclass of `megasdc.optim.hooks.GradientHook`.", min_length=1
     )
-    settings: dict[str, Any] = Field({}, description="file: keyword arguments of the class.")
+    settings: dict[str, Any] = setting({}, "file: keyword arguments of the class.")
 
 
 FIELDS_OF = {

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import FLAG, NonNegativeInt, PositiveInt, Section
+from megasdc.config.fields import FLAG, NonNegativeInt, PositiveInt, Section, setting
 
 COMPUTATION_SYNC, PARAMETER_SYNC, FREE_RUN = "computation_sync", "parameter_sync", "free_run"
 PAPER_FORWARD = ("*.word_embeddings", "*.self_attention.linear_proj", "*.mlp.linear_fc2", "*.output")
@@ -19,31 +19,31 @@ class StudySection(Section):
 
     at_resume = "applied"
 
-    mode: Literal["computation_sync", "parameter_sync", "free_run"] | None = Field(
+    mode: Literal["computation_sync", "parameter_sync", "free_run"] | None = setting(
         None,
-        description="computation_sync: every result is compared with the trusted replica's and overwritten by it; "
-        "parameter_sync: gradients are compared, and after each step parameters and optimizer state are overwritten; "
-        "free_run: nothing is overwritten, parameters are compared; null: no study.",
-        json_schema_extra=FLAG,
+        "computation_sync: every result is compared with the trusted replica's and overwritten by it; parameter_sync: "
+        "gradients are compared, and after each step parameters and optimizer state are overwritten; free_run: "
+        "nothing is overwritten, parameters are compared; null: no study.",
+        FLAG,
     )
-    replicas: Annotated[int, Field(ge=2)] | None = Field(
+    replicas: Annotated[int, Field(ge=2)] | None = setting(
         None,
-        description="Replicas of the study, each a whole run of (ranks of the launch / replicas) ranks with a folder "
-        "`replica_K` in `logging.run_dir`; needed with a mode.",
-        json_schema_extra=FLAG,
+        "Replicas of the study, each a whole run of (ranks of the launch / replicas) ranks with a folder `replica_K` "
+        "in `logging.run_dir`; needed with a mode.",
+        FLAG,
     )
-    trusted: NonNegativeInt = Field(0, description="The replica that counts as healthy.", json_schema_extra=FLAG)
-    submodules: Annotated[list[str], Field(min_length=1)] | None = Field(
+    trusted: NonNegativeInt = setting(0, "The replica that counts as healthy.", FLAG)
+    submodules: Annotated[list[str], Field(min_length=1)] | None = setting(
         None,
-        description="computation_sync: patterns of full names whose forward and backward results are compared; null: "
-        "attention and FFN before the sum over tensor ranks, embedding and head. Weight gradients, optimizer and "
-        "parameters are always compared.",
+        "computation_sync: patterns of full names whose forward and backward results are compared; null: attention "
+        "and FFN before the sum over tensor ranks, embedding and head. Weight gradients, optimizer and parameters are "
+        "always compared.",
     )
-    interval: PositiveInt = Field(
+    interval: PositiveInt = setting(
         10,
-        description="computation_sync: steps between lines that count what was compared; free_run: steps between "
-        "comparisons of parameters.",
+        "computation_sync: steps between lines that count what was compared; free_run: steps between comparisons of "
+        "parameters.",
     )
-    sampled_elements: NonNegativeInt = Field(
-        8, description="computation_sync: wrong elements of a result that are written one by one, evenly chosen."
+    sampled_elements: NonNegativeInt = setting(
+        8, "computation_sync: wrong elements of a result that are written one by one, evenly chosen."
     )

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megasdc.config import PRESETS, MegasdcSection, load_config, parse_config
-from megasdc.config.deepspeed_part import DeepSpeedPart
 from megasdc.config.load import nearest
+from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.table import element_in, model_in
 from megasdc.errors import ConfigError
 

@@ -98,10 +98,10 @@ def test_causes_are_named(given, expected):
 
 def test_transformer_engine_is_named_where_it_is_used(monkeypatch):
     """Its variable counts only with its backend, and its overlapped sums do."""
-    import megasdc.config.problems.contradictions as contradictions
+    import megasdc.config.problems.model as model_rules
 
-    monkeypatch.setattr(contradictions.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(contradictions, "megatron_problems", lambda model: {})
+    monkeypatch.setattr(model_rules.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(model_rules, "megatron_problems", lambda model: {})
     model = {"backend": "transformer_engine", "megatron": {"tp_comm_overlap": True}}
     environ = {**FIXED, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
     assert causes(environ, cuda=True, model=model) == [

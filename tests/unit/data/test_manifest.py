@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import DType
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.config.sections.megasdc import DataSection
+from megasdc.config.sections.data import DataSection
 from megasdc.data import blocks
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import SHORT_TOKENS, Manifest, digest_settings

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megasdc.config.sections.megasdc import SourceSection
+from megasdc.config.sections.data import SourceSection
 from megasdc.data.sources import LeftOut, describe_source, fingerprint_source, iterate_documents, sample_documents
 from megasdc.errors import DataError
 

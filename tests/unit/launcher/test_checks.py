@@ -10,8 +10,9 @@ import pytest
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import probe, read_on_host
 from megasdc.launcher.checks import DISTRIBUTIONS, master_address, version_problems
-from megasdc.launcher.front import LaunchRequest, launch_run
+from megasdc.launcher.front import launch_run
 from megasdc.launcher.remote import Transport
+from megasdc.launcher.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"

@@ -19,6 +19,7 @@ from megasdc.launcher.environment import (
 )
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.rank import RankCommand, main, rank_environment
+from megasdc.launcher.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
@@ -137,8 +138,8 @@ def test_launcher_options_that_the_front_needs_too() -> None:
 
 def command_for(slots: dict[str, list[int]], hostfile: Path | None, backend: str = "pdsh") -> list[str]:
     placement = Placement(slots, remote=hostfile is not None)
-    options = {"include": "", "exclude": "", "num_gpus": None, "backend": backend, "master_addr": None}
-    return runner_command(placement, COMMAND, "id", hostfile=hostfile, launcher_args=["--quiet"], **options)
+    request = LaunchRequest(Path("run.json"), hostfile, backend=backend, launcher_args=("--quiet",))
+    return runner_command(placement, COMMAND, "id", request, master_addr=None)
 
 
 def test_command_is_explicit() -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from megasdc.launcher import host_failed
-from megasdc.launcher.front import FailureWatch
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, records_dir, write_done, write_started
 from megasdc.launcher.remote import Answer, Transport
+from megasdc.launcher.supervision import FailureWatch
 
 
 @dataclass(frozen=True)

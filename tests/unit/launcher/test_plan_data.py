@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megasdc.errors import ConfigError
-from megasdc.launcher.plan import LaunchRequest, make_plan
+from megasdc.launcher.plan import make_plan
+from megasdc.launcher.request import LaunchRequest
 
 BLEND = Path(__file__).parents[3] / "configs" / "blend.json"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.stress.gemms import DTYPES, SLOTS, Linear, case_names, deviation, factors, linears, make_inputs
+from megasdc.stress.gemms import DTYPES, SLOTS, Linear, case_name, deviation, factors, linears, make_inputs
 from megasdc.tensors.bits import as_bits, bit_layout
 
 LAYER = Linear("odd.33x1025x17", 33, 1025, 17)
@@ -73,6 +73,7 @@ def test_inputs_and_names_are_fixed() -> None:
     again = make_inputs(LAYER)
     assert all(torch.equal(tensor, again[name]) for name, tensor in make_inputs(LAYER).items())
     for on_accelerator in (False, True):
-        names = case_names(on_accelerator)
-        assert len(names) == len(set(names)) == 3 * 3 * len(linears(on_accelerator))
+        layers = linears(on_accelerator)
+        names = [case_name(one, dtype, phase) for one in layers for dtype in DTYPES for phase in SLOTS]
+        assert len(names) == len(set(names)) == 3 * 3 * len(layers)
     assert {one.hidden for one in linears(False) if one.fqn.startswith("h")} == {256, 768}

@@ -11,7 +11,7 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 from megasdc.train.process.library_lines import LibraryLines
-from megasdc.train.main import set_up_logging
+from megasdc.train.process.logs import set_up_logging
 
 set_up_logging(3)
 library = LibraryLines()

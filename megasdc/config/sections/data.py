@@ -1,0 +1,110 @@
+"""Sections of the data: sources, tokenizer, and how tokens become samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megasdc.config.fields import (
+    APPLIED,
+    FLAG,
+    NO_MATTER,
+    UNIVERSAL,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    section,
+    setting,
+)
+
+
+class SourceSection(Section):
+    """One source of text for `prepare-data`."""
+
+    at_resume = "-"
+
+    kind: Literal["stdlib", "files", "hub"] = setting(
+        "stdlib",
+        "stdlib: text of the running Python's standard library; files: local files or folders; hub: a dataset by its "
+        "Hugging Face name.",
+    )
+    path: str | None = setting(
+        None, "files: a file, a folder or a glob of .txt, .jsonl, .parquet (.gz and .zst too); hub: its name."
+    )
+    name: str | None = setting(None, "hub: configuration name, such as `en` of allenai/c4.")
+    split: str = setting("train", "hub: which split to read.")
+    revision: str | None = setting(None, "hub: commit, tag or branch to read; null: the newest.")
+    text_field: str = setting("text", "Column or JSON key that holds the text.")
+    text_unit: Literal["file", "paragraph", "line"] = setting(
+        "file", "files: what one document of a .txt file is; paragraphs are divided by empty lines."
+    )
+    streaming: bool = setting(False, "hub: read without downloading the whole dataset first.")
+    max_documents: PositiveInt | None = setting(None, "Stop after so many documents; null: all.")
+    pattern: str | None = setting(
+        None,
+        "stdlib: only files that match this glob below the library's folder, such as `json/*.py` or `*/**/*.py` "
+        "(`**`: any number of folders); null: all.",
+    )
+
+
+class TokenizerSection(Section):
+    """The tokenizer that `prepare-data` trains or loads."""
+
+    at_resume = "-"
+
+    kind: Literal["sentencepiece", "huggingface"] = setting("sentencepiece", "Tokenizer library.")
+    path: str | None = setting(
+        None, "sentencepiece: a .model file, null: train one on the sources; huggingface: a folder or hub name."
+    )
+    vocab_size: PositiveInt = setting(8192, "Pieces of a SentencePiece model trained here.")
+    model_type: Literal["bpe", "unigram"] = setting("bpe", "Algorithm of a SentencePiece model trained here.")
+    train_characters: PositiveInt = setting(
+        20_000_000, "Characters of text, evenly sampled, that a SentencePiece model is trained on."
+    )
+
+
+class BlendSection(Section):
+    """One folder of prepared data in a blend."""
+
+    at_resume = "universal"
+
+    path: str = setting(..., "Folder of prepared data.", APPLIED)
+    weight: PositiveFloat = setting(..., "Its share of the samples, relative to the other weights.")
+
+
+class DataSection(Section):
+    """Where the tokens are and how they are cut into samples."""
+
+    path: str = setting(..., "Folder of prepared data (the output of `megasdc prepare-data`).", APPLIED)
+    blend: list[BlendSection] = Field(
+        default_factory=list,
+        description="Folders to draw samples from, each with its weight; `path` must be one of them, and all must have "
+        "been prepared with one tokenizer. Empty: `path` alone.",
+        json_schema_extra=UNIVERSAL,
+    )
+    sequence_length: PositiveInt = setting(512, "Tokens s of one sample.", UNIVERSAL)
+    split: list[NonNegativeInt] = setting(
+        [98, 1, 1],
+        "Shares of the documents for train, validation and test; fixed when the data are prepared.",
+        FLAG,
+        min_length=3,
+        max_length=3,
+    )
+    seed: NonNegativeInt = setting(1234, "Seed of the order of documents and samples.", UNIVERSAL)
+    mask_end_of_document: bool = setting(
+        False, "Exclude the loss at end-of-document tokens from every sum and average.", FLAG
+    )
+    sources: list[SourceSection] = Field(
+        default_factory=lambda: [SourceSection.model_validate({})],
+        min_length=1,
+        description="What `prepare-data` reads, in this order.",
+        json_schema_extra=NO_MATTER,
+    )
+    tokenizer: TokenizerSection = section(TokenizerSection, description="What `prepare-data` tokenizes with.")
+
+    @property
+    def folders(self) -> list[str]:
+        """All folders of the samples, in the order of the blend."""
+        return [part.path for part in self.blend] or [self.path]
