@@ -33,6 +33,10 @@ PRELOAD = (
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.comm.torch",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
     "megatron.core",
     "megasdc.train.build",
     "megasdc.train.main",
@@ -241,7 +245,7 @@ def run_module(module: str, arguments: Sequence[str], environment: Mapping[str, 
     """Run a module in this process as ``python -m`` does, on its standard streams, and end with its exit code.
 
     Args:
-        module: see ``start_module``.
+        module: see ``start_module``; or the path of a script.
         arguments: of the command line.
         environment: what is left of this process's own is removed.
     """
@@ -253,7 +257,10 @@ def run_module(module: str, arguments: Sequence[str], environment: Mapping[str, 
     sys.argv = [module, *arguments]
     code: Any = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         code = ended.code
         if isinstance(code, str):

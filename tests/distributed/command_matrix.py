@@ -167,7 +167,9 @@ def build_base(base: Path) -> None:
     data = prepare_text(base)
     settings = {"trace__enabled": True, "drop_compute__enabled": True, "drop_compute__threshold": "inf"}
     for name in ("run", "again"):
-        config = write_config(base / f"{name}.json", data, base / name, training__steps=4, **settings)
+        config = write_config(
+            base / f"{name}.json", data, base / name, training__steps=4, checkpoint__interval=2, **settings
+        )
         assert [code for code, _ in train_run(config, 2)] == [0, 0]
     study = {"study__mode": "free_run", "study__replicas": 2, "determinism__enabled": True, "checkpoint": {}}
     config = write_config(base / "study.json", data, base / "study", training__steps=4, **study)

@@ -6,8 +6,16 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from fused_switch import apply_fused_switch
+from harness import fork_fresh_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "config"))  # field_values
 apply_fused_switch()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that this process starts are forks of the server, also those that would be fresh processes."""
+    fork_fresh_ranks(monkeypatch.setattr)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -138,21 +142,122 @@ def run_command(
     Raises:
         AssertionError: it hung, with what it had printed.
     """
+    return StartedCommand("megasdc", arguments, env).wait(timeout_s)
+
+
+class StartedCommand:
+    """A program that runs as a fork of the server.
+
+    Args:
+        program: a module, or the path of a script.
+        arguments: of the command line.
+        env: changes of the environment; None removes a variable.
+        forked_ranks: also ranks that the program wants as fresh processes are forks of the server.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str | None] | None = None,
+        forked_ranks: bool = False,
+    ) -> None:
+        settings = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+        self._words = [program, *arguments]
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed in wait
+        out, err = (file.fileno() for file in self._files)
+        body = _Command(out, err, self._words, settings, os.getcwd(), forked_ranks)
+        self._process = _fork_server().Process(target=body)
+        self._process.start()
+
+    def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it printed.
+
+        Raises:
+            AssertionError: it hung, with what it had printed.
+        """
+        self._process.join(timeout_s)
+        if hung := self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        texts = []
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read())
+        ended = subprocess.CompletedProcess(self._words, self._process.exitcode, *texts)
+        if hung:
+            raise AssertionError(f"{ended.args} hangs after {timeout_s} s\n{ended.stdout}\n{ended.stderr}")
+        return ended
+
+
+def fork_fresh_ranks(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Make ranks that this process would start as fresh processes forks of its server.
+
+    Args:
+        replace: sets an attribute of a module.
+    """
+
+    def start_fork(*arguments: Any) -> Any:
+        """As ``start_module``, whose last argument asks for a fresh process."""
+        return processes.start_module(*arguments[:6])
+
+    for module in ("megasdc.parallel.run_ranks", "megasdc.golden.cells"):
+        replace(importlib.import_module(module), "start_module", start_fork)
+
+
+_PROGRAM = """#!{python} -IS
+import os, pickle, socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({address!r})
+    socket.send_fds(asked, [b"c"], [1, 2])
+    asked.sendall(pickle.dumps((sys.argv[1:], dict(os.environ), os.getcwd())))
+    asked.shutdown(socket.SHUT_WR)
+    code = int(asked.recv(16) or 1)
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+@contextlib.contextmanager
+def forked_program(folder: Path) -> Iterator[Path]:
+    """A folder for ``PATH`` whose ``megasdc`` runs as a fork of the server, with the caller's outputs and environment.
+
+    For scripts that call the program by its name, see ``run_command``. It reads nothing and gets no signals.
+
+    Args:
+        folder: for the program and a socket; a short path, as sockets' names must be.
+    """
     context = _fork_server()
-    settings = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = context.Process(target=_Command(out.fileno(), err.fileno(), list(arguments), settings, os.getcwd()))
-        command.start()
-        command.join(timeout_s)
-        if hung := command.exitcode is None:
-            command.kill()
+    address = str(folder / "socket")
+    program = folder / "megasdc"
+    program.write_text(_PROGRAM.format(python=sys.executable, address=address), encoding="utf-8")
+    program.chmod(0o755)
+
+    def answer(caller: socket.socket) -> None:
+        with caller:
+            _, (out, err), _, _ = socket.recv_fds(caller, 1, 2)
+            with caller.makefile("rb") as words:
+                arguments, environment, cwd = pickle.load(words)
+            command = context.Process(target=_Command(out, err, ["megasdc", *arguments], environment, cwd))
+            command.start()
+            os.close(out)
+            os.close(err)
             command.join()
-        out.seek(0)
-        err.seek(0)
-        said = subprocess.CompletedProcess(["megasdc", *arguments], command.exitcode, out.read(), err.read())
-    if hung:
-        raise AssertionError(f"{said.args} hangs after {timeout_s} s\n{said.stdout}\n{said.stderr}")
-    return said
+            caller.sendall(str(command.exitcode).encode())
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed below
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        try:
+            yield folder
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass
@@ -161,9 +266,10 @@ class _Command:
 
     out: int
     err: int
-    arguments: list[str]
+    words: list[str]
     settings: dict[str, str]
     folder: str
+    forked_ranks: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "out": DupFd(self.out), "err": DupFd(self.err)}
@@ -179,7 +285,10 @@ class _Command:
         # A fork knows its server's address, but would start another one, since it is not the server's parent.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
         apply_fused_switch()
-        processes.run_module("megasdc", self.arguments, self.settings)
+        if self.forked_ranks:
+            fork_fresh_ranks()
+        program, *arguments = self.words
+        processes.run_module(program, arguments, self.settings)
 
 
 def _collect(

@@ -15,6 +15,7 @@ from megasdc.errors import ConfigError, MegasdcError
 from megasdc.parallel.run_ranks import run_ranks
 from tools.bench.commands import app
 from tools.bench.render import render
+from tools.bench.training import launch_time
 from tools.bench.training.launch_time import COLD, COMMANDS, WARM, measure_launches
 from tools.bench.training.options import TrainBenchOptions
 from tools.bench.training.steps import _Turns, bar_of, bench_train
@@ -22,10 +23,11 @@ from tools.bench.training.steps import _Turns, bar_of, bench_train
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 SMALL = {"blocks": 2, "steps_per_block": 2, "micro_batch": 1, "hidden": 64, "layers": 1, "sequence": 32, "vocab": 500}
+PARTS = ["launcher", "imports", "checks", "groups", "model", "engine", "data", "resume", "first_step"]
 
 
 @pytest.mark.parametrize("against", ["plain", "hf", "determinism", "bounds"])
-def test_comparison(against):
+def test_comparison(forked_ranks, against):
     """Both loops take the same steps; ratios, rates and verdict follow from the blocks; our own have equal bits."""
     told = []
     result = bench_train(TrainBenchOptions(**SMALL), (against,), on_progress=lambda *call: told.append(call))
@@ -85,7 +87,7 @@ def test_a_failed_rank_is_reported(tmp_path):
         run_ranks("tools.bench.training.steps_rank", request, 2, 1, tmp_path, lambda message: None)
 
 
-def test_a_loop_that_fails_ends_the_loop_that_waits_for_it(monkeypatch):
+def test_a_loop_that_fails_ends_the_loop_that_waits_for_it(forked_ranks, monkeypatch):
     """Loops in ranks of their own: the error is that of the side that failed, and the other side is ended."""
     monkeypatch.setattr("tools.bench.training.steps.asdict", lambda options: {"no_such_option": 1})
     with pytest.raises(MegasdcError, match="no_such_option"):
@@ -126,17 +128,34 @@ def test_wrong_options_are_refused():
 
 
 @pytest.mark.end_to_end
-def test_time_to_first_step(tmp_path):
-    """Both launchers are run, and every part from the command to the first step is there."""
-    told = []
-    found = measure_launches(COMMANDS, 1, 2, 1, tmp_path, told.append)
-    parts = ["launcher", "imports", "checks", "groups", "model", "engine", "data", "resume", "first_step"]
-    assert list(found) == ["megasdc launch", "deepspeed"] and told == [1, 2, 3, 4]
-    for launch in found.values():
-        assert list(launch["phases"]) == parts
-        assert all(value.median >= 0 for value in launch["phases"].values())
-        assert launch["total"].median == pytest.approx(sum(value.median for value in launch["phases"].values()))
-        assert launch["dominates"] in parts
+@pytest.mark.parametrize("command", COMMANDS)
+def test_time_to_first_step(tmp_path, command):
+    """Either launcher is run, and every part from the command to the first step is there."""
+    found = launch_time._launch_once(tmp_path, "run", command, launch_time.prepare_text(tmp_path), 1, 1)
+    assert list(found) == PARTS
+    assert all(seconds >= 0 for seconds in found.values())
+
+
+def test_launches_take_turns_and_the_first_do_not_count(monkeypatch, tmp_path):
+    """Each command in turn, several times; medians are those of the launches after the first ones."""
+    launched, told = [], []
+
+    def launch(folder, name, command, data, ranks, threads):
+        launched.append((name, command))
+        return {part: float(len(launched) * (part == "model") + 1) for part in PARTS}
+
+    monkeypatch.setattr(launch_time, "_launch_once", launch)
+    monkeypatch.setattr(launch_time, "prepare_text", lambda folder: folder)
+    found = measure_launches(COMMANDS, 2, 2, 1, tmp_path, told.append)
+    ours, other = COMMANDS
+    names = [(f"run_{repeat}_{place}", command) for repeat in range(3) for place, command in enumerate(COMMANDS)]
+    assert launched == names and told == [1, 2, 3, 4, 5, 6]
+    assert list(found) == [ours, other]
+    for launch, first, medians in ((found[ours], 1, 4), (found[other], 2, 5)):
+        assert list(launch["phases"]) == PARTS and launch["dominates"] == "model"
+        assert launch["phases"]["model"].median == medians + 1
+        assert launch["total"].median == sum(value.median for value in launch["phases"].values())
+        assert launch["first_launch_s"] == len(PARTS) + first and len(launch["samples"]) == 2
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import StartedCommand, run_distributed
 from whole_runs import MODELS, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.config import load_config
@@ -76,8 +77,6 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_on_and_off_are_bit_identical(tmp_path: Path, data: Path, name: str) -> None:
     """On a CPU the mode changes no bit of a run, nor does NaN in all fresh memory; the ranks really are in the mode."""
-    from harness import run_distributed
-
     ends = []
     for label, overrides in {"off": [], "on": [ON], "fill": [ON, FILL]}.items():
         config = write_config(tmp_path / f"{label}.json", data, tmp_path / label, **CASES[name])
@@ -100,9 +99,14 @@ def test_a_contrary_environment_is_refused(tmp_path: Path, data: Path) -> None:
         assert code == 70 and "environment variable NCCL_ALGO: got 'Tree'" in message
 
 
-def _command(config: Path, *arguments: str, **environ: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "megasdc", "check-determinism", "--config", str(config), "--json", *arguments]
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+def _command(config: Path, *arguments: str, fresh: bool = False, **environ: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and report; of a program of its own where the interpreter's start matters."""
+    words = ["check-determinism", "--config", str(config), "--json", *arguments]
+    if fresh:
+        command = [sys.executable, "-m", "megasdc", *words]
+        done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    else:
+        done = StartedCommand("megasdc", words, environ, forked_ranks=True).wait(200)
     assert done.returncode in (0, 1, 3), done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -147,7 +151,7 @@ def test_a_module_that_perturbs_one_rank_is_found(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(step=2))
     config = write_config(tmp_path / "c.json", tmp_path / "no_data", tmp_path / "run")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    code, report = _command(config, "--ranks", "2", PYTHONPATH=path)
+    code, report = _command(config, "--ranks", "2", fresh=True, PYTHONPATH=path)
     assert code == 1
     assert [cause["place"] for cause in report["causes"]] == ["module sitecustomize"]
     assert "random tokens" in report["data"]
@@ -168,6 +172,7 @@ def test_a_contrary_environment_is_refused_before_a_rank_starts(
     assert check_determinism(config, lint_only=True).exit_code == 0  # NCCL has no part in a run on a CPU
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_failed_rank_gives_its_own_exit_code(tmp_path: Path, data: Path) -> None:
     """Damaged data end the check as damaged data, not as runs that differ."""
     copy = tmp_path / "data"
@@ -196,8 +201,6 @@ def _steps_of_a_hidden_model(config: str, folder: str, seed: int) -> None:
 
 def test_what_cannot_be_observed_is_compared_by_its_states(tmp_path: Path) -> None:
     """Without results of submodules, losses, norms, states and parameters tell equal runs from unequal ones."""
-    from harness import run_distributed
-
     config = write_config(tmp_path / "c.json", tmp_path / "none", tmp_path / "run", deepspeed__bf16={"enabled": True})
     traces = []
     for name, seed in (("one", 1), ("two", 1), ("other", 2)):

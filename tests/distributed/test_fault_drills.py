@@ -29,6 +29,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The folder of a run on two ranks without faults."""
+    folder = tmp_path_factory.mktemp("clean")
+    _train(write_config(folder / "clean.json", data, folder / "run"), 2)
+    return folder / "run"
+
+
 def _train(config: Path, ranks: int, *overrides: str) -> None:
     results = train_run(config, ranks, *overrides)
     assert [code for code, _ in results if code] == [], results
@@ -84,7 +92,7 @@ def test_a_harmed_run_repeats_and_resumes(tmp_path: Path, data: Path, tensor: in
     assert events_of(tmp_path / "whole", "fault", "never_fired") == []
 
 
-def test_faults_that_never_fire_change_nothing_and_are_told(tmp_path: Path, data: Path) -> None:
+def test_faults_that_never_fire_change_nothing_and_are_told(tmp_path: Path, data: Path, clean: Path) -> None:
     """The run is bit-identical to one without faults, says that they were armed, and why each did nothing."""
     reasons = {
         "steps and micro-batches": {"steps": [50, None]},
@@ -101,8 +109,6 @@ def test_faults_that_never_fire_change_nothing_and_are_told(tmp_path: Path, data
         },
         "bits 0 to 31": {"bits": [40]},
     }
-    plain = write_config(tmp_path / "plain.json", data, tmp_path / "plain")
-    _train(plain, 2)
     armed = write_config(
         tmp_path / "armed.json",
         data,
@@ -111,7 +117,7 @@ def test_faults_that_never_fire_change_nothing_and_are_told(tmp_path: Path, data
         process_faults=[{"kind": "sigkill", "steps": [50, None]}],
     )
     _train(armed, 2)
-    assert _final(tmp_path / "plain") == _final(tmp_path / "armed")
+    assert _final(clean) == _final(tmp_path / "armed")
     assert events_of(tmp_path / "armed", "fault", "armed") == [
         {"rank": 0, "step": 0, "faults": len(reasons), "process_ranks": 2}
     ]
@@ -122,16 +128,14 @@ def test_faults_that_never_fire_change_nothing_and_are_told(tmp_path: Path, data
     assert [e["ranks"] for e in events_of(tmp_path / "armed", "fault", "process_never_fired")] == [[0, 1]]
 
 
-def test_a_damaged_checkpoint(tmp_path: Path, data: Path) -> None:
+def test_a_damaged_checkpoint(tmp_path: Path, data: Path, clean: Path) -> None:
     """One byte of the stated file is flipped after the save; a resume finds it and takes the step before."""
     fault = {"phase": "checkpoint", "file": "*optim_states.pt", "steps": [6, 6], "rank": 1}
-    config = write_config(tmp_path / "c.json", data, tmp_path / "run", faults=[fault])
-    clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean")
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run", faults=[fault], checkpoint__interval=2)
     _train(config, 2)
-    _train(clean, 2)
     (told,) = events_of(tmp_path / "run", "fault", "injected")
     assert (told["rank"], told["step"], told["elements"], told["changed"]) == (1, 6, 1, 1)
-    harmed, sound = (tmp_path / name / "checkpoints" / "step_00000006" / told["fqn"] for name in ("run", "clean"))
+    harmed, sound = (run / "checkpoints" / "step_00000006" / told["fqn"] for run in (tmp_path / "run", clean))
     content = harmed.read_bytes()
     assert f"{content[told['indices'][0]]:x}" == told["bits_after"][0]
     assert len(content) == sound.stat().st_size
@@ -149,33 +153,32 @@ def test_a_damaged_checkpoint(tmp_path: Path, data: Path) -> None:
     ],
     ids=["exit", "sigkill", "sigstop", "hang"],
 )
-def test_a_process_fault_and_the_restart(tmp_path: Path, data: Path, fault: Any, ends: dict[int, int]) -> None:
+def test_a_process_fault_and_the_restart(
+    tmp_path: Path, data: Path, clean: Path, fault: Any, ends: dict[int, int]
+) -> None:
     """Rank 1 fails as stated (a peer of one that stands still gives up with the exit code of a hang); the restarted run
     does not fail again and ends as one that never did; with after_restart it does fail again.
     """
     fault = {"rank": 1, "steps": [3, 3], **fault}
-    config = write_config(tmp_path / "c.json", data, tmp_path / "run", process_faults=[fault], parallel__timeout_s=8.0)
+    options = {"parallel__timeout_s": 8.0, "checkpoint__interval": 2}
+    config = write_config(tmp_path / "c.json", data, tmp_path / "run", process_faults=[fault], **options)
     run_distributed(leave_with_the_code, 2, str(config), init=False, expect_exit=ends)
     (told,) = events_of(tmp_path / "run", "fault", "process")
     assert (told["rank"], told["step"], told["fault"]) == (1, 3, fault["kind"])
     if fault["kind"] == "exit":
         always = [{**fault, "after_restart": True}]
-        bad = write_config(tmp_path / "bad.json", data, tmp_path / "run", process_faults=always)
+        bad = write_config(tmp_path / "bad.json", data, tmp_path / "run", process_faults=always, checkpoint__interval=2)
         for _ in (1, 2):
             run_distributed(leave_with_the_code, 2, str(bad), init=False, expect_exit=ends)
     _train(config, 2)
-    whole = write_config(tmp_path / "whole.json", data, tmp_path / "whole")
-    _train(whole, 2)
-    assert _final(tmp_path / "run") == _final(tmp_path / "whole")
+    assert _final(tmp_path / "run") == _final(clean)
 
 
-def test_a_slow_rank(tmp_path: Path, data: Path) -> None:
+def test_a_slow_rank(tmp_path: Path, data: Path, clean: Path) -> None:
     """A slow rank says so once and changes nothing but time."""
     slow = {"kind": "slow", "rank": 1, "factor": 1.5, "steps": [2, 3]}
     config = write_config(tmp_path / "slow.json", data, tmp_path / "slow", process_faults=[slow])
-    plain = write_config(tmp_path / "plain.json", data, tmp_path / "plain")
     _train(config, 2)
-    _train(plain, 2)
-    assert _final(tmp_path / "slow") == _final(tmp_path / "plain")
+    assert _final(tmp_path / "slow") == _final(clean)
     (told,) = events_of(tmp_path / "slow", "fault", "process")
     assert (told["rank"], told["step"], told["fault"]) == (1, 2, "slow")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import StartedCommand, fork_fresh_ranks
 
 from megasdc.config import parse_config
 from megasdc.golden.board import Board
@@ -35,7 +35,9 @@ def _record(file: Path, replicas: int) -> Path:
             "logging": {"run_dir": str(file.parent / "run")},
         },
     }
-    record(parse_config(config), file, replicas=replicas, repeats=1)
+    with pytest.MonkeyPatch.context() as patch:
+        fork_fresh_ranks(patch.setattr)
+        record(parse_config(config), file, replicas=replicas, repeats=1)
     return file
 
 
@@ -53,19 +55,18 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _launch(*of_ranks: list[str]) -> list[tuple[int, str, str]]:
     """Exit code, standard output and error of each rank, given its own arguments as if it were on its own host."""
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments, "--repeats", "1", "--json", f"--local_rank={rank}"],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(of_ranks))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    commands = [
+        StartedCommand(
+            str(SCRIPT),
+            [*arguments, "--repeats", "1", "--json", f"--local_rank={rank}"],
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(of_ranks))},
+            forked_ranks=True,
         )
         for rank, arguments in enumerate(of_ranks)
     ]
-    said = [process.communicate(timeout=250) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+    ended = [command.wait(250) for command in commands]
+    return [(one.returncode, one.stdout, one.stderr) for one in ended]
 
 
 def _ranks(ended: list[tuple[int, str, str]], code: int) -> list[dict[str, Any]]:

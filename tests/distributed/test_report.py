@@ -28,7 +28,7 @@ def test_trained_runs_are_shown(tmp_path: Path) -> None:
     folders = [tmp_path / "healthy", tmp_path / "harmed"]
     harm = [{"submodule": "*.mlp.linear_fc1", "phase": "forward", "rank": 1, "kind": "scale", "factor": 30.0}]
     for folder, faults in zip(folders, ([], harm), strict=True):
-        config = write_config(tmp_path / f"{folder.name}.json", data, folder, faults=faults)
+        config = write_config(tmp_path / f"{folder.name}.json", data, folder, faults=faults, checkpoint__interval=2)
         assert [code for code, _ in train_run(config, 2)] == [0, 0]
     found = report(folders[1])
     rows = [[row["train/loss"] for row in metrics_of(folder) if "train/loss" in row] for folder in folders]

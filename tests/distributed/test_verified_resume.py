@@ -235,8 +235,8 @@ def test_retention_keeps_the_newest_verified_checkpoint_on_every_node(tmp_path: 
 def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) -> None:
     """Exit code 72 while nothing is verified; then from the verified step on, bit for bit as without the corruption."""
     data = prepare_text(tmp_path)
-    clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean")
-    config = write_config(tmp_path / "run.json", data, tmp_path / "run")
+    clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean", checkpoint__interval=2)
+    config = write_config(tmp_path / "run.json", data, tmp_path / "run", checkpoint__interval=2)
     leader = Place(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
     folder = tmp_path / "run" / "checkpoints"
     assert [code for code, _ in train_run(clean, 2)] == [0, 0]
@@ -289,7 +289,8 @@ def _watch_passed_over(config: str) -> list[tuple[int, list[int]]]:
 
 def test_a_run_knows_which_checkpoints_are_not_of_its_past(tmp_path: Path) -> None:
     """Damaged ones that the resume left out count as such until the run has saved their step again."""
-    config = write_config(tmp_path / "run.json", prepare_text(tmp_path), tmp_path / "run")
+    data = prepare_text(tmp_path)
+    config = write_config(tmp_path / "run.json", data, tmp_path / "run", checkpoint__interval=2)
     assert [code for code, _ in train_run(config, 1, "megasdc.training.stop_step=5")] == [0]
     for step in (4, 5):
         (tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "manifest.json").unlink()

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import click
 import numpy as np
 import pytest
 import typer.main
+from harness import forked_program
 
 from megasdc.cli import app
 from megasdc.report import checkpoint_command, trace_command
@@ -212,12 +214,16 @@ def make_sandbox(folder: Path) -> Path:
     return folder
 
 
-def run(folder: Path, command: str) -> str:
-    """Run a command of a page in the sandbox and return what it printed; it must end with 0."""
+def run(folder: Path, command: str, programs: Path | None = None) -> str:
+    """Run a command of a page in the sandbox and return what it printed; it must end with 0.
+
+    ``programs`` is a folder of programs that are found before all others.
+    """
+    path = os.pathsep.join([*([str(programs)] if programs else []), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-ec", command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -265,12 +271,16 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", ["first-run", "drill", "moving-layouts", "dropcompute"])
 def test_a_tutorial_runs(tmp_path: Path, page: str) -> None:
-    """Its blocks, as printed, in order, in what looks like a fresh clone: each ends with 0."""
+    """Its blocks, as printed, in order, in what looks like a fresh clone: each ends with 0.
+
+    ``megasdc`` is a fork of a server that has imported what it needs; the ranks that it launches are fresh processes.
+    """
     sandbox = make_sandbox(tmp_path)
     blocks = read_blocks(DOCS / "tutorials" / f"{page}.md")
     assert len(blocks) > 3
-    for block in blocks:
-        run(sandbox, block.text)
+    with tempfile.TemporaryDirectory() as folder, forked_program(Path(folder)) as programs:
+        for block in blocks:
+            run(sandbox, block.text, programs)
 
 
 USED = [block for page in (README, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)) for block in read_blocks(page)]

@@ -88,16 +88,6 @@ def test_two_hosts_are_healthy(cluster: Cluster, golden: Path) -> None:
     ]
 
 
-def test_the_wrong_host_is_named(cluster: Cluster, golden: Path) -> None:
-    """A fault on one host: 73 through the launcher, that host divergent, the other healthy."""
-    fault = {"host": "node2", "submodule": "2.layer.mlp.linear_fc2", "phase": "weight_grad", "steps": [1, 1]}
-    code, said = _verify(cluster, golden, faults={"faults": [fault]})
-    assert code == 73
-    first, second = said["ranks"]
-    assert (first["status"], second["status"], second["wrong_runs"]) == ("healthy", "divergent", 2)
-    assert (second["first"]["phase"], second["first"]["fqn"]) == ("weight_grad", "2.layer.mlp.linear_fc2")
-
-
 def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path) -> None:
     """A rank killed on one host is a result, told by its host; the other cell is verified to its end."""
     fault = {"host": "node2", "kind": "sigkill", "phase": "forward", "steps": [2, 2]}
@@ -108,12 +98,18 @@ def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path) -
     assert "SIGKILL" in second["detail"] and second["host"] == "node2"
 
 
-def test_two_ranks_a_host(cluster: Cluster, golden: Path) -> None:
-    """The launcher ends a host's ranks when one ends with a code: the result is there before that, of all ranks."""
-    fault = {"host": "node2", "submodule": "2.layer.mlp.linear_fc2", "phase": "forward"}
+def test_the_wrong_host_is_named(cluster: Cluster, golden: Path) -> None:
+    """A fault on one of two hosts with two ranks each: 73, that host's ranks divergent, the others healthy.
+
+    The launcher ends a host's ranks when one ends with a code: the result is there before that, of all ranks.
+    """
+    fault = {"host": "node2", "submodule": "2.layer.mlp.linear_fc2", "phase": "weight_grad", "steps": [1, 1]}
     code, said = _verify(cluster, golden, faults={"faults": [fault]}, slots=2)
     assert code == 73
     assert [rank["status"] for rank in said["ranks"]] == ["healthy", "healthy", "divergent", "divergent"]
+    for wrong in said["ranks"][2:]:
+        assert wrong["wrong_runs"] == 2
+        assert (wrong["first"]["phase"], wrong["first"]["fqn"]) == ("weight_grad", "2.layer.mlp.linear_fc2")
 
 
 def test_a_host_that_falls_silent(cluster: Cluster, golden: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +26,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return bench_compare(CompareBenchOptions(blocks=2, size_mib=192, jobs=2, folder=folder))
+    """Of processes that fork from one that has imported what they need, which else is most of the time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.bench.checkpoints.compare"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.bench.checkpoints.compare.multiprocessing", SimpleNamespace(get_context=lambda _: context))
+        return bench_compare(CompareBenchOptions(blocks=2, size_mib=192, jobs=2, folder=folder))
 
 
 def rendered(result):

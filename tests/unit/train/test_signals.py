@@ -15,7 +15,7 @@ def leave(code, error):
     print("left", type(error).__name__, flush=True)
     os._exit(code)
 stop = signals.StopSignals(leave)
-signals.STUCK_S, signals.POLL_S = 1.5, 0.5
+signals.STUCK_S, signals.POLL_S = 0.8, 0.2
 mutex = ctypes.create_string_buffer(64)
 if {met}:
     stop.start.met()
@@ -25,7 +25,7 @@ print("ready", flush=True)
 while {stuck}:  # the second lock never returns, whatever signal comes
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
 began = time.monotonic()
-while not stop.received or time.monotonic() - began < 3:
+while not stop.received or time.monotonic() - began < 1.6:
     time.sleep(0.01)
 print("received", stop.received, flush=True)
 """
