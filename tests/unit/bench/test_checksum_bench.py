@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from megasdc.errors import ConfigError
-from tools.bench.detection.checksum import BAR, SLACK, ChecksumBenchOptions, bench_checksum
-from tools.bench.render import render_checksum
-from tools.bench.statistics import estimate_median
+from tools.bench.detection.checksum import BAR, bench_checksum
+from tools.bench.detection.options import ChecksumBenchOptions
+from tools.bench.statistics import SLACK, estimate_median
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def result():
 
 def rendered(result):
     out = io.StringIO()
-    render_checksum(result, Console(file=out, width=200))
+    result.render(Console(file=out, width=200))
     return out.getvalue()
 
 
