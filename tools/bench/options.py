@@ -197,7 +197,8 @@ def _given(one: Field[Any], described: Option, hint: Any, default: Any, path: tu
 def add_command(app: Application, name: str, example: str, options: type | None = None) -> Callable[[Any], Any]:
     """Make a command of a function that measures.
 
-    Its docstring is the command's help; its result is printed, or written as JSON, and a missed bar is exit code 1.
+    Its docstring is the command's help; its result is printed, or written as JSON, and a missed bar is exit code 1. It
+    returns the result, or the result and what is called once that is printed.
 
     Args:
         app: gets the command.
@@ -225,8 +226,11 @@ def add_command(app: Application, name: str, example: str, options: type | None 
             if options is not None:
                 values["options"] = _build(options, given, values)
             with stdout_kept_clean(), progress_bars() as on_progress:
-                result = function(on_progress, **values)
+                found = function(on_progress, **values)
+            result, finish = found if isinstance(found, tuple) else (found, None)
             print_result(result, type(result).render, out=out, as_json=as_json)
+            if finish is not None:
+                finish()
             raise typer.Exit(int(not result.passed))
 
         command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]

@@ -96,6 +96,4 @@ def bench_overheads(
     from tools.bench.detection.overhead_figure import write_figure
 
     result = bench_overhead(options, on_progress)
-    if figure is not None:
-        write_figure(result, figure)
-    return result
+    return result if figure is None else (result, lambda: write_figure(result, figure))
