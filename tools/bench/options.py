@@ -162,23 +162,24 @@ class _Given:
     read: Callable[[Any], Any]
 
 
-def _options_of(kind: type, default: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _options_of(kind: type) -> Iterator[_Given]:
+    """Those of a dataclass, in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
         if _OPTION in one.metadata:
-            yield _given(one, one.metadata[_OPTION], hints[one.name], getattr(default, one.name, one.default), path)
+            yield _given(one, one.metadata[_OPTION], hints[one.name], one.default)
         elif _PART in one.metadata:
             inner, names, changed = one.metadata[_PART]
             inner_fields, inner_hints = {each.name: each for each in fields(inner)}, get_type_hints(type(inner))
             for name in dict.fromkeys((*names, *changed)):
                 each, described = inner_fields[name], changed.get(name)
                 own = each.metadata.get(_OPTION)
-                if described is None or isinstance(described, str):
-                    described = replace(own or Option(""), help=described or own.help)
-                yield _given(each, described, inner_hints[name], getattr(inner, name), (*path, one.name))
+                if not isinstance(described, Option):
+                    described = replace(own or Option(""), **({"help": described} if described else {}))
+                yield _given(each, described, inner_hints[name], getattr(inner, name), one.name)
 
 
-def _given(one: Field[Any], described: Option, hint: Any, default: Any, path: tuple[str, ...]) -> Any:
+def _given(one: Field[Any], described: Option, hint: Any, default: Any, *parts: str) -> _Given:
     name = _name_of(one, described)
     kind = hint if described.kind is None else described.kind
     shown = default if described.shown is ... else described.shown
@@ -191,7 +192,7 @@ def _given(one: Field[Any], described: Option, hint: Any, default: Any, path: tu
         default=shown,
         annotation=Annotated[kind, make(name, help=described.help, **rest)],
     )
-    return _Given((*path, one.name), parameter, described.read)
+    return _Given((*parts, one.name), parameter, described.read)
 
 
 def add_command(app: Application, name: str, example: str, options: type | None = None) -> Callable[[Any], Any]:
@@ -208,7 +209,7 @@ def add_command(app: Application, name: str, example: str, options: type | None 
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        given = [] if options is None else list(_options_of(options, None))
+        given = [] if options is None else list(_options_of(options))
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]  # without on_progress
         parameters: list[inspect.Parameter] = []
         for one in own:

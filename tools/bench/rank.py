@@ -27,14 +27,14 @@ TIMEOUT_S = 600.0
 class Messages(local.Messages):
     """Sends objects of a rank to the process that started it; those of all ranks but the first go nowhere."""
 
-    def send(self, *, waits: bool = False, **fields: Any) -> None:
+    def send(self, **fields: Any) -> None:
         """Send one message.
 
         Args:
-            waits: the receiver is to answer, see ``ask``.
-            **fields: any objects that can be pickled.
+            **fields: any objects that can be pickled; ``waits`` is for ``ask`` alone.
         """
         if self._file is not None:
+            waits = fields.pop("waits", False)
             super().send(waits=waits, pickled=_encode(fields))
 
 

@@ -74,8 +74,10 @@ class LayoutCost:
         steps: that count.
     """
 
-    also = ("passed", "layout", "bar", "share", "parts", "step_s", "micro_batch_s", "messages_per_micro_batch")
-    also += ("bytes_per_micro_batch", "bytes_reduced_per_step")
+    also = (
+        *("passed", "bar", "share", "parts", "step_s", "micro_batch_s"),
+        *("messages_per_micro_batch", "bytes_per_micro_batch", "bytes_reduced_per_step"),
+    )
 
     layout: tuple[int, int, int]
     micro_batches: int

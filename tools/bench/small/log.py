@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -40,7 +39,7 @@ class RunLog(Generic[R]):
                 found, *lines = [json.loads(line) for line in whole]
                 if found != head:
                     raise ConfigError(f"--log: {path} has runs of other options, {found}; name another, or remove it")
-            self.runs = list(TypeAdapter(Sequence[kind]).validate_python(lines))  # type: ignore[valid-type]
+            self.runs = [TypeAdapter(kind).validate_python(line) for line in lines]
             kept = "".join(json.dumps(line) + "\n" for line in (head, *lines))
             path.write_text(kept, encoding="utf-8")  # without a line that was not written whole
         except (OSError, ValueError) as error:
