@@ -155,5 +155,5 @@ def test_threads_are_given_back():
 
 def test_bad_options_are_refused_together():
     """All problems are in one message, each with its option and value."""
-    with pytest.raises(ConfigError, match=r"(?s)--blocks: 0 .* 1.*--threads: 0 .*--sizes: 0"):
+    with pytest.raises(ConfigError, match=r"(?s)--blocks: 0 .* 1.*--sizes: 0 .*--threads: 0"):
         BoundsBenchOptions(blocks=0, threads=0, sizes_million=(4, 0))
