@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
 from typing import Any, Protocol
 
 from megasdc.parallel.local_ranks import base_environment
@@ -161,6 +162,7 @@ class Fork:
         given = (theirs, module, passed, dict(environment), opened)
         self._process = context.Process(target=_run, args=given, daemon=True)
         self._process.start()
+        self._one_reads = threading.Lock()  # the code comes once through a pipe: of two readers one would get 255
         theirs.close()
         for number in files:
             os.close(number)
@@ -177,7 +179,8 @@ class Fork:
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
-        return self._process.exitcode  # type: ignore[no-any-return]
+        with self._one_reads:
+            return self._process.exitcode  # type: ignore[no-any-return]
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code.
@@ -185,10 +188,11 @@ class Fork:
         Raises:
             subprocess.TimeoutExpired: it runs on.
         """
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        wait_for_any([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
             raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-        return int(self._process.exitcode)
+        return code
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, if it still runs."""

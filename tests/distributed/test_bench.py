@@ -12,13 +12,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megasdc.errors import ConfigError, MegasdcError
-from megasdc.parallel.run_ranks import run_ranks
 from tools.bench.commands import app
-from tools.bench.render import render
+from tools.bench.rank import run_in_ranks
+from tools.bench.statistics import Cost
 from tools.bench.training import launch_time
 from tools.bench.training.launch_time import COLD, COMMANDS, WARM, measure_launches
 from tools.bench.training.options import TrainBenchOptions
 from tools.bench.training.steps import _Turns, bar_of, bench_train
+from tools.bench.training.steps_rank import compare
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -53,7 +54,7 @@ def test_comparison(forked_ranks, against):
     else:
         assert found.first_losses == pytest.approx([np.log(500)] * 2, abs=0.2)
     printed = Console(record=True, width=160)
-    render(result, printed)
+    result.render(printed)
     text = printed.export_text()
     assert f"{found.ratios['wall'].median:.4f}" in text and f"{found.parameters:,} parameters" in text
     assert f"{ours_in:.1%} : {other_in:.1%} of a step" in text
@@ -65,13 +66,13 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
     """The exit code is the verdict: 1 when bits differ, whatever the times; the file holds every block."""
     from tools.bench.training import steps as train
 
-    def answer(module, request, ranks, threads, folder, on_message, fresh):
+    def answer(function, arguments, ranks, folder, on_message, threads, fresh):
         side = {"parameters": 5, "library_share": 0.5, "first_loss": 1.0, "last_loss": 1.0}
-        side["costs"] = [{"wall_s": 1.0, "cpu_s": 1.0}]
-        on_message({"kind": "progress", "done": 1, "total": 1})
-        on_message({"kind": "result", "sides": [side, side], "difference": difference})
+        side["costs"] = [Cost(1.0, 1.0)]
+        on_message({"done": 1})
+        on_message({"sides": [side, side], "difference": difference})
 
-    monkeypatch.setattr(train, "run_ranks", answer)
+    monkeypatch.setattr(train, "run_in_ranks", answer)
     out = tmp_path / "result.json"
     done = CliRunner().invoke(app, ["train", "--against", "plain", "--blocks", "1", "--json", "--out", str(out)])
     assert done.exit_code == code, done.output
@@ -80,18 +81,24 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
     assert {"date", "cpu", "cores", "versions"} <= written["machine"].keys()
 
 
+def wrong_options():
+    """Options that only a rank finds wrong, when it makes its configuration."""
+    options = TrainBenchOptions(**SMALL)
+    object.__setattr__(options, "sequence", "no such length")
+    return options
+
+
 def test_a_failed_rank_is_reported(tmp_path):
     """A rank that fails ends the benchmark with the end of its output, and leaves no process waiting."""
-    request = {"options": {"no_such_option": 1}, "against": "plain", "folder": str(tmp_path)}
-    with pytest.raises(MegasdcError, match="no_such_option"):
-        run_ranks("tools.bench.training.steps_rank", request, 2, 1, tmp_path, lambda message: None)
+    arguments = {"options": wrong_options(), "against": "plain", "folder": tmp_path}
+    with pytest.raises(MegasdcError, match="no such length"):
+        run_in_ranks(compare, arguments, 2, tmp_path, lambda message: None)
 
 
-def test_a_loop_that_fails_ends_the_loop_that_waits_for_it(forked_ranks, monkeypatch):
+def test_a_loop_that_fails_ends_the_loop_that_waits_for_it(forked_ranks):
     """Loops in ranks of their own: the error is that of the side that failed, and the other side is ended."""
-    monkeypatch.setattr("tools.bench.training.steps.asdict", lambda options: {"no_such_option": 1})
-    with pytest.raises(MegasdcError, match="no_such_option"):
-        bench_train(TrainBenchOptions(**SMALL), ("hf",))
+    with pytest.raises(MegasdcError, match="no such length"):
+        bench_train(wrong_options(), ("hf",))
 
 
 def test_turns_change_from_pair_to_pair():

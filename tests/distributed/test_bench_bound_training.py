@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 from whole_runs import prepare_text
 
+from tools.bench.bounds.options import SHARES, BoundTrainOptions, Setting
 from tools.bench.bounds.training import bench_bound_training
-from tools.bench.bounds.training_render import render_bound_training
-from tools.bench.bounds.training_setup import SHARES, BoundTrainOptions, Setting
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -31,7 +30,7 @@ def test_a_sample(tmp_path: Path) -> None:
         learning_rate=5e-3,
         fault_probability=0.2,
         eval_samples=16,
-        data=str(prepare_text(tmp_path)),
+        data=prepare_text(tmp_path),
         absolute=(THETA,),
         spike_aware=(),
     )
@@ -49,18 +48,18 @@ def test_a_sample(tmp_path: Path) -> None:
     assert bounded.share is not None and bounded_harmed.share is not None
     assert bounded_harmed.share > 2 * bounded.share, "it is the faults that are bounded"
     assert bounded.loss == pytest.approx(healthy.loss, rel=1e-2)
-    assert healthy.loss < result.entropy, "something was learned"
+    assert healthy.loss < result.diverged_above, "something was learned"
     assert harmed.loss - healthy.loss > 3 * abs(bounded_harmed.loss - healthy.loss)
-    for sizes in result.sizes.values():
+    for sizes in result.healthy_sizes.values():
         assert list(sizes) == list(SHARES)
         assert 0 < sizes["tight"] < sizes["moderate"] < sizes["loose"]
-    assert result.sizes["absolute"]["loose"] < THETA
+    assert result.healthy_sizes["absolute"]["loose"] < THETA
     assert told[-1] == ("runs", 4, 4) and options.num_runs == 4
 
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert [one["loss"] for one in found["runs"]] == [run.loss for run in result.runs]
     printed = Console(record=True, width=200)
-    render_bound_training(result, printed)
+    result.render(printed)
     text = printed.export_text()
     assert all(f"{run.loss:.4f}" in text for run in (healthy, bounded, bounded_harmed))
     assert result.verdict in text

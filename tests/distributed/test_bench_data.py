@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from megasdc.errors import ConfigError, MegasdcError
 from tools.bench.commands import app
-from tools.bench.render import render_data
 from tools.bench.statistics import Cost
 from tools.bench.training import data as bench
 
@@ -42,7 +41,7 @@ def test_both_sides_write_the_same_bytes(monkeypatch, kind):
     assert result.num_characters / 8 < one.num_tokens < result.num_characters
     assert told[-1] == (kind, 1, 1)
     printed = Console(record=True, width=160)
-    render_data(result, printed)
+    result.render(printed)
     assert printed.export_text().count("bytes of .bin and .idx: equal") == 1
     assert json.loads(json.dumps(result.as_dict()))["passed"] == result.passed
 

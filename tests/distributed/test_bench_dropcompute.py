@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tools.bench.commands import app
-from tools.bench.drops.setup import SmallGpt
-from tools.bench.drops.training_setup import DropTrainOptions, Setting, draw
+from tools.bench.drops.options import DropTrainOptions, Setting
+from tools.bench.drops.training_setup import draw
+from tools.bench.small.gpt import SmallGpt
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -63,7 +64,7 @@ def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     gpt = SmallGpt(32, 1, 16, 1024, micro_batches=4)
-    options = DropTrainOptions(6, 1, (0.3,), 2, evaluations=2, eval_samples=4, gpt=gpt)
+    options = DropTrainOptions(6, 1, (0.3,), 2, gpt, evaluations=2, eval_samples=4)
     runs = {Setting(**run["setting"]): run for run in found["runs"]}
     assert list(runs) == options.settings
     for setting, run in runs.items():
@@ -75,10 +76,10 @@ def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert losses[Setting(0.0)] != losses[Setting(0.3)]
     assert found["verdict"] in " ".join(done.output.split())
 
-    def run_ranks(*_: object) -> None:
+    def run_in_ranks(*_: object) -> None:
         raise AssertionError("nothing is left to run")
 
-    monkeypatch.setattr("tools.bench.drops.training.run_ranks", run_ranks)
+    monkeypatch.setattr("tools.bench.drops.training.run_in_ranks", run_in_ranks)
     again = CliRunner().invoke(app, ["drop-training", *small])
     assert again.exit_code == 0, again.output
     assert json.loads(out.read_text())["runs"] == found["runs"]

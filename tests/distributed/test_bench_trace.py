@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -46,11 +46,11 @@ def test_the_rank_is_one_whatever_was_asked_for(monkeypatch: pytest.MonkeyPatch)
     """A block is one step of each kind on one rank, so that ratios are of neighbouring steps."""
     seen = {}
 
-    def run_ranks(module: str, request: dict, ranks: int, threads: int, folder: Path, *_: object, **__: object) -> None:
-        seen.update(request["options"], ranks_started=ranks)
+    def run_in_ranks(function: object, arguments: dict, ranks: int, *_: object, **__: object) -> None:
+        seen.update(asdict(arguments["options"]), ranks_started=ranks)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr("tools.bench.detection.trace.run_ranks", run_ranks)
+    monkeypatch.setattr("tools.bench.detection.trace.run_in_ranks", run_in_ranks)
     with pytest.raises(RuntimeError, match="enough"):
         bench_trace(TrainBenchOptions(ranks=2, steps_per_block=10), Accelerator(), lambda *_: None)
     assert (seen["ranks"], seen["steps_per_block"], seen["ranks_started"]) == (1, 1, 1)

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from megasdc.train.detection.toleranced import REDUCTION, UNITS, UPDATE
 from tools.bench.commands import app
-from tools.bench.detection.live import LiveOptions, bench_live
+from tools.bench.detection.live import bench_live
 from tools.bench.detection.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM
 from tools.bench.detection.live_tolerance_trial import ANY, COVERED
 from tools.bench.detection.live_trial import UNSEEN
+from tools.bench.detection.options import LiveOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,26 @@ def test_a_fork_ends_with_its_starter(tmp_path: Path) -> None:
     finally:
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
+
+
+def test_all_who_wait_for_a_fork_get_its_exit_code() -> None:
+    """The code comes through a pipe once; a thread that watches, and one that waits, both get it each time."""
+    for _ in range(5):
+        process = start_module(
+            "this",
+            [],
+            os.environ | {"OMP_NUM_THREADS": "1"},
+            subprocess.DEVNULL,
+            subprocess.DEVNULL,
+            subprocess.DEVNULL,
+        )
+        assert isinstance(process, Fork)
+        with ThreadPoolExecutor(3) as pool:
+            codes = [pool.submit(_watch, process), pool.submit(_watch, process), pool.submit(process.wait)]
+        assert [one.result() for one in codes] == [0, 0, 0]
+
+
+def _watch(process: Fork) -> int:
+    while (code := process.poll()) is None:
+        pass
+    return code

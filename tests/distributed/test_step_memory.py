@@ -23,7 +23,7 @@ SHORT = {
 
 
 def _peak(case: MemoryCase) -> tuple[int, float]:
-    from tools.bench.training.memory_rank import measure_peak
+    from tools.bench.training.memory import measure_peak
 
     return measure_peak(case.config(), case.vocab)
 

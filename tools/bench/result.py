@@ -1,18 +1,69 @@
-"""Result of a benchmark against another program: ratios under a bar, and a verdict."""
+"""Results of benchmarks: what was measured, verdicts, the same as JSON and as text for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-from tools.bench.statistics import Cost, Estimate
+from rich.console import Console
+from rich.table import Table
 
-SLACK = 0.01
-"""How far the interval's upper end may lie above the bar."""
+from tools.bench.statistics import SLACK, Cost, Estimate
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured, how much is done, and of how much."""
+Report = Iterator[str | Table]
+"""Lines and tables, in the order in which they are printed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that was measured; a benchmark adds its own fields.
+
+    Args:
+        machine: date, processor, versions.
+        options: what was asked for, a dataclass.
+    """
+
+    also: ClassVar[tuple[str, ...]] = ("passed",)
+    """Properties that JSON holds beside the fields."""
+
+    machine: dict[str, Any]
+    options: Any
+
+    @property
+    def passed(self) -> bool:
+        """Whether every bar is met; of a benchmark without one, true."""
+        return True
+
+    def report(self) -> Report:
+        """What was measured, for people."""
+        yield from ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON holds it, with verdicts."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+    def render(self, console: Console) -> None:
+        """Print machine, lines and tables, and the verdict where there is a bar.
+
+        Args:
+            console: where.
+        """
+        machine = self.machine
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        console.print(
+            f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before"
+        )
+        console.print(f"Python {machine['python']}, {versions}")
+        for part in self.report():
+            console.print(part, soft_wrap=isinstance(part, str))
+        if "passed" in self.also:
+            console.print("pass" if self.passed else "FAIL")
 
 
 @dataclass(frozen=True)
@@ -26,6 +77,8 @@ class Comparison:
         costs: (ours, the other's) of each pair of blocks.
     """
 
+    also: ClassVar[tuple[str, ...]] = ("passed",)
+
     bar: float | None
     ratios: dict[str, Estimate]
     difference: str | None
@@ -33,23 +86,40 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether both ratios are within the bar, and nothing differs that has to be equal."""
+        """Whether all ratios are within the bar, and nothing differs that has to be equal."""
         bar = self.bar
         return self.difference is None and (bar is None or all(one.passes(bar, SLACK) for one in self.ratios.values()))
 
+    @property
+    def verdict(self) -> str:
+        """As tables show it."""
+        return "FAIL" if not self.passed else "-" if self.bar is None else "pass"
+
+    def ratio_table(self, title: str) -> Table:
+        """A row for each quantity, with its interval, bar and verdict."""
+        bar, rows = self.bar, []
+        for name, ratio in self.ratios.items():
+            interval, told, verdict = f"{ratio.low:.4f} - {ratio.high:.4f}", "none", "-"
+            if bar is not None:
+                told = f"median <= {bar}, upper end <= {bar + SLACK:.2f}"
+                verdict = "pass" if ratio.passes(bar, SLACK) else "FAIL"
+            coverage = f"{100 * ratio.coverage:.1f} %"
+            rows.append([name, f"{ratio.median:.4f}", interval, coverage, str(ratio.count), told, verdict])
+        columns = ("time, ours / theirs", "median", "interval of the median", "coverage", "pairs", "bar", "verdict")
+        return table(title, columns, rows)
+
 
 @dataclass(frozen=True)
-class BenchResult:
-    """Everything that was measured.
+class ComparisonResult(Result):
+    """A result made of comparisons with other programs.
 
     Args:
-        machine: date, processor, versions.
-        options: sizes, a dataclass.
         comparisons: those that were asked for.
     """
 
-    machine: dict[str, Any]
-    options: Any
+    also = ("passed", "slack")
+    slack: ClassVar[float] = SLACK
+
     comparisons: Sequence[Comparison]
 
     @property
@@ -57,7 +127,51 @@ class BenchResult:
         """Whether every comparison passed."""
         return all(comparison.passed for comparison in self.comparisons)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with verdicts."""
-        comparisons = [{"passed": one.passed, **asdict(one)} for one in self.comparisons]
-        return {"passed": self.passed, "slack": SLACK, **asdict(self), "comparisons": comparisons}
+
+def plain(value: Any) -> Any:
+    """Dataclasses, with the properties that they name in ``also``, as what JSON has; NaN and infinity as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (*getattr(value, "also", ()), *(one.name for one in fields(value)))
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False, tight: bool = False
+) -> Table:
+    """A table whose first column names the row.
+
+    Args:
+        title: above it.
+        columns: headings.
+        rows: cells.
+        total: the last row is the sum of the others.
+        tight: no space between columns, and long headings are folded.
+    """
+    found = Table(title=title, padding=0) if tight else Table(title=title)
+    for number, column in enumerate(columns):
+        overflow: Any = "fold" if tight else "ellipsis"
+        found.add_column(column, justify="right" if number else "left", overflow=overflow)
+    listed = list(rows)
+    for number, row in enumerate(listed, 1):
+        found.add_row(*row, style="bold" if total and number == len(listed) else None)
+    return found
+
+
+def interval(estimate: Estimate, digits: int = 3, scale: float = 1.0, link: str = " to ") -> str:
+    """A median with its interval.
+
+    Args:
+        estimate: of what was measured.
+        digits: after the point.
+        scale: what values are multiplied by, 100 for per cent.
+        link: between the ends of the interval.
+    """
+    middle, low, high = (f"{scale * one:.{digits}f}" for one in (estimate.median, estimate.low, estimate.high))
+    return f"{middle} ({low}{link}{high})"

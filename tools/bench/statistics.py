@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Block = Callable[[], None]
+SLACK = 0.01
+"""How far the upper end of a ratio's interval may lie above its bar."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Estimate:
     coverage: float
     count: int
 
-    def passes(self, bar: float, slack: float) -> bool:
+    def passes(self, bar: float, slack: float = SLACK) -> bool:
         """Whether the median is within the bar, and the upper end within the bar and some slack."""
         return self.median <= bar and self.high <= bar + slack
 
@@ -119,6 +121,40 @@ def run_alternating(
         costs.append((ours, other))
         after_pair(pair + 1)
     return costs
+
+
+def run_pairs(
+    what: str,
+    sides: tuple[Block, Block],
+    pairs: int,
+    measure: Callable[[Block], Cost],
+    on_progress: Callable[[str, int, int], None],
+    after_pair: Callable[[], None] = lambda: None,
+) -> list[tuple[Cost, Cost]]:
+    """Run two blocks in turn after one pair that does not count: it fills caches and compiles what is compiled.
+
+    Args:
+        what: is measured.
+        sides: one block of each.
+        pairs: how many count.
+        measure: see ``run_alternating``.
+        on_progress: told what is measured, how many pairs are done, and of how many.
+        after_pair: called after each that counts.
+    """
+
+    def tell(done: int) -> None:
+        after_pair()
+        on_progress(what, done, pairs)
+
+    on_progress(what, 0, pairs)
+    run_alternating(*sides, 1, measure)
+    return run_alternating(*sides, pairs, measure, tell)
+
+
+def median_walls(costs: Sequence[tuple[Cost, Cost]]) -> tuple[float, float]:
+    """Median seconds of a block, of the first and of the second."""
+    ours, other = (estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1))
+    return ours, other
 
 
 def ratios(costs: Sequence[tuple[Cost, Cost]]) -> dict[str, Estimate]:

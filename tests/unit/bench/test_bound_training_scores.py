@@ -11,9 +11,11 @@ import torch
 
 from megasdc.errors import ConfigError
 from tools.bench.bounds.gradient_sizes import SizeHistogram
+from tools.bench.bounds.options import BoundTrainOptions, Setting
 from tools.bench.bounds.training_scores import BoundRun, score
-from tools.bench.bounds.training_setup import BoundTrainOptions, Setting, fault_specs, parse_thetas
+from tools.bench.bounds.training_setup import fault_specs
 from tools.bench.bounds.training_verdict import verdict
+from tools.bench.options import parse_numbers
 
 ENTROPY = 5.0
 NONE, TIGHT, LOOSE = Setting(), Setting("absolute", 1e-3, "tight"), Setting("spike_aware", 1e4, "loose")
@@ -112,10 +114,10 @@ def test_options_are_checked_together():
     with pytest.raises(ConfigError) as caught:
         BoundTrainOptions(steps=20, hidden=40, fault_probability=0.0, absolute=(-1.0,))
     assert len(caught.value.problems) == 4
-    assert parse_thetas("--absolute", "2e-4, 1") == (2e-4, 1.0)
-    assert (parse_thetas("--absolute", ""), parse_thetas("--absolute", None)) == ((), None)
+    assert parse_numbers("--absolute", "2e-4, 1", "1") == (2e-4, 1.0)
+    assert parse_numbers("--absolute", "", "1") == ()
     with pytest.raises(ConfigError, match="--absolute: '1;2' must be numbers"):
-        parse_thetas("--absolute", "1;2")
+        parse_numbers("--absolute", "1;2", "1")
 
 
 def test_faults_are_heavy_tailed_and_seeded():

@@ -15,11 +15,11 @@ from megasdc.tensors import bound
 from megasdc.tensors.bound import COMPILED
 from tools.bench.bounds import cost as bounds
 from tools.bench.bounds import cost_others as bounds_others
-from tools.bench.bounds.cost import BAR, MILLION, BoundsBenchOptions, Shard, bench_bounds
+from tools.bench.bounds.cost import BAR, MILLION, Shard, bench_bounds
 from tools.bench.bounds.cost_others import LIMITS, others
-from tools.bench.bounds.cost_render import render_bounds
-from tools.bench.result import SLACK
-from tools.bench.statistics import estimate_median
+from tools.bench.bounds.options import BoundsBenchOptions
+from tools.bench.clocks import cpu_threads
+from tools.bench.statistics import SLACK, estimate_median
 
 ADAM = "compiled elsewhere"
 
@@ -34,7 +34,7 @@ def result():
 
 def rendered(result):
     out = io.StringIO()
-    render_bounds(result, Console(file=out, width=200))
+    result.render(Console(file=out, width=200))
     return out.getvalue()
 
 
@@ -148,12 +148,12 @@ def test_verdicts_follow_the_bars(result):
 def test_threads_are_given_back():
     """The process has as many threads after a measurement as before, also after one that fails."""
     before = torch.get_num_threads()
-    with pytest.raises(RuntimeError), bounds._threads(before + 1):
+    with pytest.raises(RuntimeError), cpu_threads(before + 1):
         raise RuntimeError
     assert torch.get_num_threads() == before
 
 
 def test_bad_options_are_refused_together():
     """All problems are in one message, each with its option and value."""
-    with pytest.raises(ConfigError, match=r"(?s)--blocks: 0 .* 1.*--threads: 0 .*--sizes: 0"):
+    with pytest.raises(ConfigError, match=r"(?s)--blocks: 0 .* 1.*--sizes: 0 .*--threads: 0"):
         BoundsBenchOptions(blocks=0, threads=0, sizes_million=(4, 0))

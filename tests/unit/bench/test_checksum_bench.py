@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from megasdc.errors import ConfigError
-from tools.bench.detection.checksum import BAR, SLACK, ChecksumBenchOptions, bench_checksum
-from tools.bench.render import render_checksum
-from tools.bench.statistics import estimate_median
+from tools.bench.detection.checksum import BAR, bench_checksum
+from tools.bench.detection.options import ChecksumBenchOptions
+from tools.bench.statistics import SLACK, estimate_median
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def result():
 
 def rendered(result):
     out = io.StringIO()
-    render_checksum(result, Console(file=out, width=200))
+    result.render(Console(file=out, width=200))
     return out.getvalue()
 
 
@@ -80,5 +80,5 @@ def test_threads_are_given_back(result):
 
 def test_bad_options_are_refused_together():
     """All problems are in one message, each with its option, value and least value."""
-    with pytest.raises(ConfigError, match=r"(?s)--blocks: 0 .* 1.*--trials: 5 must be at least 100.*--sizes: 0"):
+    with pytest.raises(ConfigError, match=r"(?s)--blocks: 0 .* 1.*--sizes: 0 .*--trials: 5 must be at least 100"):
         ChecksumBenchOptions(blocks=0, sizes_mib=(4, 0), trials=5)

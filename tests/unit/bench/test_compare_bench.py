@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from megasdc.errors import ConfigError
-from tools.bench.checkpoints.compare import BAR, MEMORY_SLACK_MIB, CompareBenchOptions, bench_compare, write_checkpoint
-from tools.bench.checkpoints.compare_render import render_compare
+from tools.bench.checkpoints.compare import BAR, MEMORY_SLACK_MIB, bench_compare, write_checkpoint
+from tools.bench.checkpoints.options import CompareBenchOptions
 from tools.bench.statistics import estimate_median
 
 
@@ -36,7 +36,7 @@ def result(folder):
 
 def rendered(result):
     out = io.StringIO()
-    render_compare(result, Console(file=out, width=200))
+    result.render(Console(file=out, width=200))
     return out.getvalue()
 
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.errors import ConfigError
 from tools.bench.checkpoints import compare_manifests
-from tools.bench.checkpoints.compare_manifests import CompareManifestsOptions, made_up_digest
+from tools.bench.checkpoints.compare_manifests import made_up_digest
+from tools.bench.checkpoints.options import CompareManifestsOptions
 from tools.bench.commands import app
 
 

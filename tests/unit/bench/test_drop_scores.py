@@ -14,21 +14,14 @@ from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.decisions import StepDecisions, read_decisions
 from megasdc.errors import ConfigError, StorageError
 from megasdc.parallel.dims import ParallelDims
-from tools.bench.drops.cost import BAR, LayoutCost, StepCost
-from tools.bench.drops.cost_rank import TimedGate
-from tools.bench.drops.setup import SmallGpt
-from tools.bench.drops.speedup import DropSpeedupOptions
-from tools.bench.drops.speedup_scores import Segment, choose_thresholds, compare, recorded_steps, sleep_share
-from tools.bench.drops.training import DropTrainResult, RunLog
+from tools.bench.drops.cost import BAR, LayoutCost, StepCost, TimedGate
+from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions, Segment, Setting
+from tools.bench.drops.speedup_scores import choose_thresholds, compare, recorded_steps, sleep_share
+from tools.bench.drops.training import DropTrainResult
 from tools.bench.drops.training_scores import DropRun
-from tools.bench.drops.training_setup import (
-    COMMUNICATION_S,
-    LATENCY_S,
-    MEAN_DELAY_S,
-    DropTrainOptions,
-    Setting,
-    draw,
-)
+from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw
+from tools.bench.small.gpt import SmallGpt
+from tools.bench.small.log import RunLog
 
 FIRST, SECOND = Segment(1, 41), Segment(41, 81)
 FAST_S, SLOW_S, REST_S = 1.0, 3.0, 0.5
@@ -41,7 +34,7 @@ def _step_cost(share: float, micro_batch_s: float = 0.6) -> StepCost:
 def test_cost_of_a_layout() -> None:
     """Parts add up to the share, messages are of one replica and micro-batch, and the bar needs long micro-batches."""
     cheap = LayoutCost((2, 2, 1), 4, [_step_cost(BAR / 2)] * 20)
-    assert cheap.own.median == pytest.approx(BAR / 2) and cheap.messages == 3
+    assert cheap.share.median == pytest.approx(BAR / 2) and cheap.messages_per_micro_batch == 3
     assert cheap.parts == {"a": pytest.approx(BAR / 4), "b": pytest.approx(BAR / 4)}
     assert cheap.passed and cheap.bar == BAR
     assert not LayoutCost((2, 2, 1), 4, [_step_cost(1.01 * BAR)] * 20).passed
@@ -182,20 +175,20 @@ def test_a_log_of_runs_goes_on_and_is_of_one_campaign(tmp_path: Path) -> None:
     """Finished runs are read back, a torn line is none, and a log of other options or of something else is refused."""
     path = tmp_path / "runs.jsonl"
     run = _run(Setting(0.1, "defer"), 2, 5.0)
-    RunLog(path, SMALL).add(run)
+    RunLog(path, SMALL, DropRun).add(run)
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"setting"')
-    again = RunLog(path, SMALL)
+    again = RunLog(path, SMALL, DropRun)
     again.add(_run(Setting(0.1), 2, 6.0))
-    assert [(one.setting, one.seed, one.loss) for one in RunLog(path, SMALL).runs] == [
+    assert [(one.setting, one.seed, one.loss) for one in RunLog(path, SMALL, DropRun).runs] == [
         (run.setting, 2, 5.0),
         (Setting(0.1), 2, 6.0),
     ]
     with pytest.raises(ConfigError, match="other options"):
-        RunLog(path, DropTrainOptions())
+        RunLog(path, DropTrainOptions(), DropRun)
     path.write_text("nothing\n")
     with pytest.raises(StorageError, match="name another file"):
-        RunLog(path, SMALL)
+        RunLog(path, SMALL, DropRun)
 
 
 def test_options_out_of_range_are_refused() -> None:

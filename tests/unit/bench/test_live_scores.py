@@ -19,7 +19,6 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.replay import MAJORITY as RELATIVE
 from megasdc.sdc.trace import Trace
 from tools.bench.detection.golden_rank import KINDS, campaign_config
-from tools.bench.detection.live import LiveOptions
 from tools.bench.detection.live_cases import (
     ALONE,
     CLEAN,
@@ -40,6 +39,7 @@ from tools.bench.detection.live_rank import differs_from_repeat, is_read
 from tools.bench.detection.live_setup import detecting, live_config
 from tools.bench.detection.live_today import compare_with_today
 from tools.bench.detection.live_trial import LiveTrial, Named
+from tools.bench.detection.options import LiveOptions
 
 PLACE = "step 4, micro-batch 0, forward of 2.layer.mlp (output)"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import io
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from rich.console import Console
 from typer.testing import CliRunner
 
 from megasdc.config import check_layout
@@ -18,19 +18,26 @@ from megasdc.errors import ConfigError
 from megasdc.parallel import groups, local_ranks
 from megasdc.train.memory_step import predict_step_memory
 from tools.bench.commands import app
-from tools.bench.training import memory, memory_rank
+from tools.bench.rank import Messages
+from tools.bench.training import memory
 from tools.bench.training.memory import CASES, FOUR, MemoryCase, MemoryResult, bench_memory, default_cases
 
 TWO_STAGES = MemoryCase(2, deepspeed=FOUR, parallel={"pipeline": 2})
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, case: MemoryCase, peaks: list[tuple[int, float]]) -> MemoryResult:
-    def answer(module: str, request: dict[str, Any], ranks: int, threads: int, folder: Any, on_message: Any) -> None:
-        assert (module, ranks, request["vocab"]) == ("tools.bench.training.memory_rank", case.ranks, case.vocab)
+    def answer(function: Any, arguments: dict[str, Any], ranks: int, folder: Any, on_message: Any) -> None:
+        assert (function, ranks, arguments["vocab"]) == (memory.measure_rank, case.ranks, case.vocab)
         on_message({"peaks": peaks, "on_gpu": False})
 
-    monkeypatch.setattr(memory, "run_ranks", answer)
+    monkeypatch.setattr(memory, "run_in_ranks", answer)
     return bench_memory({"case": (case.config(), case.ranks, case.vocab)})
+
+
+def _rendered(result: MemoryResult) -> str:
+    out = io.StringIO()
+    result.render(Console(file=out, width=200))
+    return out.getvalue()
 
 
 @pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.09, True), (1.12, False), (0.88, False)])
@@ -42,14 +49,14 @@ def test_each_stage_is_held_to_a_tenth(monkeypatch: pytest.MonkeyPatch, factor: 
     assert [stage.measured for stage in result.stages] == [first, last * factor]
     assert result.passed is result.as_dict()["passed"] is passed
     assert result.as_dict()["stages"][1]["error"] == pytest.approx(1 / factor - 1)
-    assert ("pass" in result.render()) is passed
+    assert (_rendered(result).splitlines()[-1] == "pass") is passed
 
 
 def test_what_is_not_predicted_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting is named, and a bench that predicted nothing does not pass."""
     result = _bench(monkeypatch, MemoryCase(1, {"hidden_dropout": 0.1}), [(0, 2.0**20)])
     assert (result.stages[0].predicted, result.stages[0].error, result.passed) == (None, None, False)
-    assert "not predicted: megasdc.model.hidden_dropout" in result.render()
+    assert "not predicted: megasdc.model.hidden_dropout" in _rendered(result)
 
 
 def test_all_built_in_configurations_are_predicted() -> None:
@@ -85,14 +92,10 @@ def test_ranks_share_the_gpus_where_there_are_too_few(monkeypatch: pytest.Monkey
         raise Reached
 
     monkeypatch.setattr(groups, "init_process_group", stop)
-    monkeypatch.setattr(memory_rank, "set_up_logging", lambda rank: None)
-    monkeypatch.setattr(memory_rank, "prepare_cpu", lambda threads: None)  # it would change this process
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(memory, "prepare_cpu", lambda threads: None)  # it would change this process
     for config, ranks, vocab in default_cases(devices).values():
-        request = {"config": config.resolved(), "source": config.source, "vocab": vocab}
-        monkeypatch.setattr(sys, "argv", ["memory_rank", json.dumps(request)])
         with pytest.raises(Reached):
-            memory_rank.main()
+            memory.measure_rank(Messages(None), config.resolved(), config.source, vocab)
         assert asked == {"share_devices": 0 < devices < ranks}
 
 
@@ -101,7 +104,7 @@ def test_the_peak_is_of_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("cpu", "cuda"):
         monkeypatch.setattr(get_accelerator(), "device_name", lambda index=None, name=name: name)
-        assert memory_rank._trains_on_gpu() is (name == "cuda")
+        assert memory._trains_on_gpu() is (name == "cuda")
 
 
 def test_the_command_takes_vocabulary_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from megasdc.config import ffn_width
 from megasdc.sdc.check_cost import Rates, median_rates
-from tools.bench.detection.overhead import ModelCost, OverheadOptions, OverheadResult, extrapolate, judge, work_of
+from tools.bench.detection.options import OverheadOptions
+from tools.bench.detection.overhead import ModelCost, OverheadResult, extrapolate, judge, work_of
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
     ALWAYS_ON_ALL,
@@ -64,7 +65,7 @@ def test_bars(always_on_s: float, audit_s: float, passed: bool) -> None:
     options = OverheadOptions(SIZES)
     limited = judged(always_on_s, audit_s)
     free = judged(1.0, 10.0, bars={})
-    result = OverheadResult(options, {}, [limited, free], {})
+    result = OverheadResult({}, options, [limited, free], {})
     assert result.passed is passed
     assert result.as_dict()["models"][1]["tiers"][ALWAYS_ON]["passed"] is True
 

@@ -19,11 +19,11 @@ from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.simulate import Simulation, SimulationResults, simulate
 from megasdc.errors import DataError
-from tools.bench.drops.speedup import DropSpeedupOptions, DropSpeedupResult
+from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions
+from tools.bench.drops.speedup import DropSpeedupResult
 from tools.bench.drops.speedup_scores import Comparison
 from tools.bench.drops.training import DropTrainResult
 from tools.bench.drops.training_scores import DropRun
-from tools.bench.drops.training_setup import DropTrainOptions
 
 REPLICAS, MICRO_BATCHES, REST_S = (2, 16), 6, 0.5
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from megasdc.errors import ConfigError
 from megasdc.tensors.bound import bound_, implementation
 from megasdc.tensors.bound_limits import SUMS
 from tools.bench.bounds.cost_others import LIMITS, Other, others
+from tools.bench.bounds.options import BoundsBenchOptions
+from tools.bench.clocks import cpu_threads, wait_for_device
 from tools.bench.machine import describe_machine
-from tools.bench.result import BenchResult, Comparison, Progress
-from tools.bench.statistics import Block, Cost, estimate_median, ratios, run_alternating
+from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table
+from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
 
 BAR = 1.25
 """Largest median of the pass's time over that of reading g and V once."""
@@ -34,27 +33,6 @@ SHARE = 1e-4
 """Of elements to bound in the case that has some."""
 _BLOCK_MILLION = {"cpu": 16, "cuda": 1024}
 MILLION = 1 << 20
-
-
-@dataclass(frozen=True)
-class BoundsBenchOptions:
-    """Sizes of a measurement.
-
-    Args:
-        blocks: blocks of each side, that is pairs; one pair before them does not count.
-        sizes_million: elements of a shard, in units of 2^20.
-        threads: CPU threads of torch's operations and of optimizers; the pass itself has one.
-    """
-
-    blocks: int = 30
-    sizes_million: tuple[int, ...] = (1, 4, 16, 64)
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        values = [("blocks", self.blocks), ("threads", self.threads), *(("sizes", size) for size in self.sizes_million)]
-        problems = [f"--{name}: {value} must be at least 1" for name, value in values if value < 1]
-        if problems:
-            raise ConfigError(problems, source="the benchmark's options")
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,7 @@ class BoundsComparison(Comparison):
 
 
 @dataclass(frozen=True)
-class BoundsBenchResult(BenchResult):
+class BoundsBenchResult(ComparisonResult):
     """Everything that was measured.
 
     Args:
@@ -89,6 +67,35 @@ class BoundsBenchResult(BenchResult):
     comparisons: Sequence[BoundsComparison]
     implementations: dict[str, str]
     not_run: list[str]
+
+    def report(self) -> Report:
+        """A table for each device and size."""
+        options = self.options
+        yield (
+            f"GPU: {self.machine.get('gpu', 'none')}; g and V in fp32; torch's operations in {options.threads} "
+            f"thread(s), the pass on the host in 1; bar: median <= {BAR}, upper end <= {BAR + SLACK:.2f}, wall and CPU "
+            "time"
+        )
+        for device, name in self.implementations.items():
+            yield f"gradient bounds on {device}: {name}"
+        for device, size in dict.fromkeys((one.device, one.size_million) for one in self.comparisons):
+            found = [one for one in self.comparisons if (one.device, one.size_million) == (device, size)]
+            title = f"bound + norm, {device}, {size} M elements, {options.blocks} pairs of blocks"
+            yield table(title, ("pass / other", "to bound", "wall", "CPU", "ms", "verdict"), map(_row, found))
+        for one in self.comparisons:
+            if one.difference is not None:
+                yield f"FAIL: {one.device}, {one.size_million} M, against {one.against}: {one.difference}"
+        for reason in self.not_run:
+            yield f"NOT RUN: {reason}"
+
+
+def _row(one: BoundsComparison) -> list[str]:
+    wall, cpu = (
+        "-" if ratio is None else interval(ratio, link=" - ")
+        for ratio in (one.ratios.get("wall"), one.ratios.get("cpu"))
+    )
+    ours, theirs = (1e3 * seconds for seconds in one.pass_s)
+    return [one.against, f"{one.bounded:,}", wall, cpu, f"{ours:.3f} : {theirs:.3f}", one.verdict]
 
 
 class Shard:
@@ -142,10 +149,10 @@ class _Clock:
         def block() -> None:
             for _ in range(repeats):
                 before()
-                _wait()
+                wait_for_device()
                 wall, cpu = time.perf_counter(), time.process_time()
                 run()
-                _wait()
+                wait_for_device()
                 self.cpu_s += time.process_time() - cpu
                 self.wall_s += time.perf_counter() - wall
 
@@ -175,7 +182,7 @@ def bench_bounds(
     else:
         not_run.append("speed of the kernel on a GPU: there is no CUDA device")
     found: list[BoundsComparison] = []
-    with _threads(options.threads):
+    with cpu_threads(options.threads):
         implementations = {device: implementation(torch.device(device)) for device in devices}
         for device in devices:
             on_progress(f"{device}: preparing", 0, 1)
@@ -207,10 +214,8 @@ def _compare(
 
         pair = clock.block(shard.bound, before, repeats), clock.block(run, before, repeats)
         what = f"{device.type} {size} M, {side.name}{', some to bound' if outliers else ''}"
-        on_progress(what, 0, options.blocks)
-        run_alternating(*pair, 1, clock.measure)  # compiles kernels, makes an optimizer's state
-        costs = run_alternating(*pair, options.blocks, clock.measure, partial(_tell, on_progress, what, options.blocks))
-        times = [estimate_median([pair[i].wall_s / repeats for pair in costs]).median for i in (0, 1)]
+        costs = run_pairs(what, pair, options.blocks, clock.measure, on_progress)
+        ours, theirs = (wall_s / repeats for wall_s in median_walls(costs))
         wanted = ("wall", "cpu") if device.type == "cpu" else ("wall",)
         yield BoundsComparison(
             bar=BAR if side.reads_once and has_bar and not outliers else None,
@@ -221,24 +226,5 @@ def _compare(
             size_million=size,
             bounded=bounded,
             against=side.name,
-            pass_s=(times[0], times[1]),
+            pass_s=(ours, theirs),
         )
-
-
-def _tell(on_progress: Progress, what: str, blocks: int, done: int) -> None:
-    on_progress(what, done, blocks)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,76 +7,133 @@ table the result follows; the faults there are those of unhealthy nodes, here th
 
 from __future__ import annotations
 
+import gc
 import math
-import os
-import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from megasdc.config.sections.optimizer_hooks import BOUNDS
 from megasdc.data.manifest import Manifest
-from megasdc.data.prepare import prepare
-from megasdc.parallel.run_ranks import run_ranks
+from megasdc.errors import NonFiniteError
+from megasdc.metrics.writer import read_metrics
+from megasdc.parallel.collectives import gather_objects
+from megasdc.train.loop import train
+from tools.bench.bounds.gradient_sizes import GradientSizes
+from tools.bench.bounds.options import FALL, GRACE_STEPS, SHARES, BoundTrainOptions, Setting
 from tools.bench.bounds.training_scores import EPSILON, BoundRun, SettingScore, score
-from tools.bench.bounds.training_setup import (
-    REPLICAS,
-    SHARES,
-    BoundTrainOptions,
-    Setting,
-    as_request,
-    prepared_section,
-)
-from tools.bench.bounds.training_verdict import verdict
+from tools.bench.bounds.training_setup import HARMED_ELEMENTS, REPLICAS, run_config
+from tools.bench.bounds.training_verdict import percent, verdict
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.small.gpt import prepare_library
+from tools.bench.small.runs import build_run
 
 RUNS = "runs"
+MEASURED_INTERVAL = 5
+"""Steps from one healthy gradient whose elements are counted to the next."""
+COLUMNS = (
+    "setting",
+    "healthy\n(min-max)",
+    "price",
+    "with faults\n(min-max)",
+    "worst",
+    "over no\nbound",
+    "worse\ncases",
+    "diverged\n/ NaN",
+    "skipped",
+    "bounded",
+)
 
 
 @dataclass(frozen=True)
-class BoundTrainResult:
+class BoundTrainResult(Result):
     """All runs of a campaign.
 
     Args:
-        machine: date, processor, versions.
-        options: size.
-        entropy: of token frequencies, nats; finite losses above it count as diverged.
-        sizes: of healthy gradients, by kind of bound: what ``SHARES`` of their elements exceed.
+        diverged_above: entropy of token frequencies, nats; finite losses above it count as diverged.
+        healthy_sizes: of healthy gradients, by kind of bound: what ``SHARES`` of their elements exceed.
         runs: one entry a run.
     """
 
-    machine: dict[str, Any]
-    options: BoundTrainOptions
-    entropy: float
-    sizes: dict[str, dict[str, float]]
+    also = ("verdict", "epsilon", "fault_probabilities", "shares_of_healthy_elements", "scores")
+    epsilon = EPSILON
+    shares_of_healthy_elements = SHARES
+
+    diverged_above: float
+    healthy_sizes: dict[str, dict[str, float]]
     runs: Sequence[BoundRun] = field(repr=False)
+
+    @property
+    def fault_probabilities(self) -> dict[int, float]:
+        """Of the options."""
+        found: dict[int, float] = self.options.fault_probabilities
+        return found
 
     @property
     def scores(self) -> list[SettingScore]:
         """What came out for each setting."""
-        return score(self.runs, self.entropy)
+        return score(self.runs, self.diverged_above)
 
     @property
     def verdict(self) -> str:
         """What these numbers show, as one sentence."""
         return verdict(self.scores, self.options.seeds)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it; losses that JSON does not have as text."""
-        runs = [asdict(run) | ({} if math.isfinite(run.loss) else {"loss": str(run.loss)}) for run in self.runs]
-        return {
-            "verdict": self.verdict,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "epsilon": EPSILON,
-            "diverged_above": self.entropy,
-            "fault_probabilities": self.options.fault_probabilities,
-            "shares_of_healthy_elements": SHARES,
-            "healthy_sizes": self.sizes,
-            "scores": [asdict(one) | {"name": one.setting.name} for one in self.scores],
-            "runs": runs,
-        }
+    def report(self) -> Report:
+        """The table of Pei et al., with prices and spreads, and one sentence."""
+        options = self.options
+        yield (
+            f"GPT H={options.hidden} L={options.layers} S={options.sequence}, DP{REPLICAS}, {options.precision}, "
+            f"{options.steps} steps of {REPLICAS * options.micro_batch} samples, learning rate "
+            f"{options.learning_rate:g}, clipped at norm 1, {options.seeds} seeds, "
+            f"{fmean(run.seconds for run in self.runs):.1f} s a run; a model that knows only token frequencies has a "
+            f"loss of {self.diverged_above:.3f}"
+        )
+        yield (
+            f"faults: on one replica's gradient of each parameter and step, +-10 on {HARMED_ELEMENTS} elements with "
+            f"probability {options.fault_probability:g} for each sign, each decade up to 10^12 {FALL:g} times as "
+            f"often; {fmean(run.faults for run in self.runs if run.faulty):.0f} a run"
+        )
+        yield table("final validation loss", COLUMNS, [_row(one, options.seeds) for one in self.scores])
+        chosen = ", ".join(f"{name} {share:g}" for name, share in SHARES.items())
+        yield (
+            "price: healthy with the bound over healthy without, mean; worst: over the healthy run of the same seed "
+            "and bound; over no bound: over the one without; worse: increase above "
+            f"{100 * EPSILON:g} %; diverged: final loss above that of token frequencies; NaN: no finite loss, or only "
+            "skipped steps; both are left out of the losses; skipped steps and share of elements bounded: healthy, "
+            "with faults. Thresholds, where not given: this share of the elements of the healthy gradients without a "
+            f"bound, all seeds, exceeds them: {chosen}"
+        )
+        yield self.verdict
+
+
+def _row(one: SettingScore, seeds: int) -> list[str]:
+    healthy, faulty = (_spread(losses) for losses in (one.healthy, one.faulty))
+    if one.failed_healthy:
+        healthy += f"\n{one.failed_healthy} failed"
+    worst = "-" if one.worst is None or one.increase is None else f"{one.worst:.4f}\n({percent(one.increase)})"
+    shares = [f"{100 * share:.2g} %" for share in (one.share_healthy, one.share) if share is not None]
+    return [
+        one.setting.name.replace(" ", "\n", 1),
+        healthy,
+        "-" if one.price is None else percent(one.price),
+        faulty,
+        worst,
+        "-" if one.over_unbounded is None else percent(one.over_unbounded),
+        f"{one.worse} of {seeds}",
+        f"{one.diverged} / {one.not_finite}",
+        f"{one.skipped_healthy}\n{one.skipped}",
+        "\n".join(shares) or "-",
+    ]
+
+
+def _spread(losses: Sequence[float]) -> str:
+    return f"{fmean(losses):.4f}\n({min(losses):.4f}-{max(losses):.4f})" if losses else "-"
 
 
 def bench_bound_training(
@@ -98,19 +155,85 @@ def bench_bound_training(
     def take(message: dict[str, Any]) -> None:
         sizes.update(message.get("sizes", {}))
         if "run" in message:
-            found = message["run"]
-            runs.append(BoundRun(**{**found, "setting": Setting(**found["setting"])}))
+            runs.append(message["run"])
             on_progress(RUNS, len(runs), options.num_runs)
 
-    with tempfile.TemporaryDirectory(prefix="megasdc_bounds_") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         data = options.data
         if data is None:
             on_progress("text of the standard library", 0, 1)
-            data = str(folder / "data")
-            prepare(prepared_section(options, folder / "data"), workers=len(os.sched_getaffinity(0)), progress=False)
+            data = prepare_library(folder / "data", options.vocab)
             on_progress("text of the standard library", 1, 1)
         entropy = Manifest.load(data).unigram_entropy_nats
         on_progress(RUNS, 0, options.num_runs)
-        run_ranks("tools.bench.bounds.training_rank", as_request(options, data, folder), REPLICAS, 1, folder, take)
+        arguments = {"options": options, "data": data, "folder": folder}
+        run_in_ranks(run_campaign, arguments, REPLICAS, folder, take)
     return BoundTrainResult(machine, options, entropy, sizes, runs)
+
+
+def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, folder: Path) -> None:
+    """Make all runs as a rank; the healthy ones without a bound come first, since thresholds are chosen by them.
+
+    Args:
+        messages: gets each run as it ends.
+        options: size.
+        data: folder of prepared data.
+        folder: where runs write.
+    """
+    dims = join_ranks()
+    sizes = GradientSizes(GRACE_STEPS + 1, MEASURED_INTERVAL)
+    numbers = iter(range(1, options.num_runs + 1))
+
+    def make(setting: Setting, seed: int, *, faulty: bool, measured: bool = False) -> None:
+        """Train once from new weights, evaluate, and send what came out."""
+        start = time.monotonic()
+        config = run_config(options, data, folder / f"run_{next(numbers)}", setting, seed, faulty=faulty)
+        run, injector = build_run(config, dims)
+        if measured:
+            run.hooks.insert(0, sizes)
+        try:
+            train(run)
+        except NonFiniteError:
+            run.results.clear()  # all ranks end a run that only skips steps; it has no loss
+        finally:
+            run.events.close()
+        own = 0 if injector is None else sum(firing.changed > 0 for firing in injector.firings)
+        rows = read_metrics(run.folder) if dims.rank == 0 else []
+        shares = [row["bounds/share"] for row in rows if "bounds/share" in row]
+        found = BoundRun(
+            setting=setting,
+            seed=seed,
+            faulty=faulty,
+            loss=run.results.get("eval/loss", math.nan),
+            steps=run.step,
+            skipped=run.skipped_steps,
+            share=shares[-1] if shares else None,
+            faults=sum(gather_objects(own)),
+            seconds=time.monotonic() - start,
+        )
+        messages.send(run=found)
+        del run
+        gc.collect()  # an engine and its hooks hold each other
+
+    seeds = range(1, options.seeds + 1)
+    for seed in seeds:
+        make(Setting(), seed, faulty=False, measured=True)
+    sizes.reduce()
+    quantiles = {kind: {name: sizes.of[kind].exceeded_by(share) for name, share in SHARES.items()} for kind in BOUNDS}
+    messages.send(sizes=quantiles)
+    for seed in seeds:
+        make(Setting(), seed, faulty=True)
+    for setting in _settings(options, quantiles):
+        for faulty in (False, True):
+            for seed in seeds:
+                make(setting, seed, faulty=faulty)
+
+
+def _settings(options: BoundTrainOptions, quantiles: dict[str, dict[str, float]]) -> list[Setting]:
+    """All bounds, with the thresholds that were given or those that healthy gradients suggest."""
+    found = []
+    for kind, suggested in quantiles.items():
+        given = options.thetas(kind)
+        chosen = suggested.items() if given is None else [("", theta) for theta in given]
+        found += [Setting(kind, theta, name) for name, theta in chosen]
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from tools.bench.bounds.training_setup import Setting
+from tools.bench.bounds.options import Setting
 
 EPSILON = 0.005
 """Relative increase of the final loss above which a faulty run counts as worse."""
@@ -66,6 +66,8 @@ class SettingScore:
         share_healthy: in the healthy ones.
     """
 
+    also = ("name",)
+
     setting: Setting
     healthy: tuple[float, ...]
     faulty: tuple[float, ...]
@@ -81,6 +83,11 @@ class SettingScore:
     skipped_healthy: int
     share: float | None
     share_healthy: float | None
+
+    @property
+    def name(self) -> str:
+        """Of the setting."""
+        return self.setting.name
 
 
 def score(runs: Sequence[BoundRun], entropy: float) -> list[SettingScore]:

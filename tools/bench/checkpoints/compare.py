@@ -27,9 +27,10 @@ import torch
 from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
 from megasdc.checkpoint.views.open import open_view
 from megasdc.errors import ConfigError
+from tools.bench.checkpoints.options import TENSOR_MIB, CompareBenchOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import BenchResult, Comparison, Progress
-from tools.bench.statistics import Block, Cost, estimate_median, run_alternating
+from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table
+from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
 
 BAR = 1.25
 """Largest median of our time over that of ``cat``."""
@@ -39,37 +40,8 @@ M_ARENA_MAX = -8
 """glibc's name for the number of heaps, mallopt(3)."""
 _PROCESSES = 5
 """Most processes in which the larger size is compared; all must exceed the bar for it to be missed."""
-_MIB = 1 << 20
-_TENSOR_MIB = 16
 _SMALL = 4
 """Small tensors of a file, such as norms, beside each large one."""
-
-
-@dataclass(frozen=True)
-class CompareBenchOptions:
-    """Sizes of a measurement.
-
-    Args:
-        blocks: blocks of each side, that is pairs; one pair before them does not count.
-        size_mib: of each of the two files, MiB.
-        jobs: threads of the comparison; None: as many as there are cores.
-        folder: where the files are written; they are removed in the end.
-    """
-
-    blocks: int = 15
-    size_mib: int = 1024
-    jobs: int | None = None
-    folder: Path = Path("/dev/shm")
-
-    def __post_init__(self) -> None:
-        values = [("blocks", self.blocks, 1), ("size", self.size_mib, 4 * _TENSOR_MIB)]
-        problems = [f"--{name}: {value} must be at least {least}" for name, value, least in values if value < least]
-        if not self.folder.is_dir():
-            problems.append(f"--folder: {self.folder} is no folder")
-        elif (free := shutil.disk_usage(self.folder).free // _MIB) < 4 * self.size_mib:
-            problems.append(f"--folder: {self.folder} has {free} MiB free, needed are {4 * self.size_mib}")
-        if problems:
-            raise ConfigError(problems, source="the benchmark's options")
 
 
 @dataclass(frozen=True)
@@ -95,6 +67,8 @@ class PeakMemory:
         growth_mib: by size.
     """
 
+    also = ("passed",)
+
     content: str
     size_mib: tuple[int, int]
     growth_mib: tuple[float, float]
@@ -106,7 +80,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class CompareBenchResult(BenchResult):
+class CompareBenchResult(ComparisonResult):
     """Everything that was measured.
 
     Args:
@@ -122,11 +96,30 @@ class CompareBenchResult(BenchResult):
         """Whether rate and memory passed."""
         return super().passed and all(one.passed for one in self.memory)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with verdicts."""
-        found = super().as_dict()
-        found["options"]["folder"] = str(self.options.folder)
-        return {**found, "memory": [{"passed": one.passed, **vars(one)} for one in self.memory]}
+    def report(self) -> Report:
+        """Times over those of other programs, and memory by size."""
+        options = self.options
+        yield (
+            f"two files of {options.size_mib} MiB in {options.folder}, {options.jobs or self.machine['cores']} "
+            f"thread(s); bar: time over that of cat: median <= {BAR}, upper end <= {BAR + SLACK:.2f}"
+        )
+        rates = []
+        for one in self.comparisons:
+            ours, theirs = (rate / 1e9 for rate in one.bytes_per_s)
+            times = interval(one.ratios["wall"], link=" - ")
+            rates.append([one.against, times, f"{ours:.2f} : {theirs:.2f}", one.verdict])
+        title = f"comparison against other programs, {options.blocks} pairs of blocks"
+        yield table(title, ("against", "time, ours / other", "GB/s, ours : other", "verdict"), rates)
+        for one in self.comparisons:
+            if one.difference is not None:
+                yield f"FAIL: against {one.against}: {one.difference}"
+        rows = []
+        for peak in self.memory:
+            small, large = peak.growth_mib
+            sizes = " : ".join(map(str, peak.size_mib))
+            rows.append([peak.content, sizes, f"{small:.1f} : {large:.1f}", "pass" if peak.passed else "FAIL"])
+        title = f"most memory while comparing, above that before; bar: {MEMORY_SLACK_MIB:.0f} MiB more"
+        yield table(title, ("content", "sizes, MiB", "MiB", "verdict"), rows)
 
 
 def bench_compare(
@@ -166,8 +159,8 @@ def write_checkpoint(path: Path, size_mib: int, *, flipped: bool = False) -> Pat
     """
     draw = torch.Generator().manual_seed(7)
     state: dict[str, torch.Tensor] = {}
-    for number in range(size_mib // _TENSOR_MIB):
-        state[f"{number}.weight"] = torch.randn(_TENSOR_MIB << 8, 1024, generator=draw)
+    for number in range(size_mib // TENSOR_MIB):
+        state[f"{number}.weight"] = torch.randn(TENSOR_MIB << 8, 1024, generator=draw)
         state |= {f"{number}.norm{one}": torch.randn(4096, generator=draw) for one in range(_SMALL)}
     for tensor in state.values() if flipped else ():
         tensor.view(torch.int32).bitwise_xor_(1 << 20)
@@ -187,20 +180,16 @@ def _compare(options: CompareBenchOptions, files: list[Path], program: str, on_p
     def theirs() -> None:
         subprocess.run([program, *map(str, files)], stdout=subprocess.DEVNULL, check=True)
 
-    on_progress(program, 0, options.blocks)
-    run_alternating(ours, theirs, 1, _measure)
-    costs = run_alternating(
-        ours, theirs, options.blocks, _measure, lambda done: on_progress(program, done, options.blocks)
-    )
+    costs = run_pairs(program, (ours, theirs), options.blocks, _measure, on_progress)
     num_bytes = sum(file.stat().st_size for file in files)
-    rates = [num_bytes / estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    walls_s = median_walls(costs)
     return CompareComparison(
         bar=BAR if program == "cat" else None,
-        ratios={"wall": estimate_median([ours.wall_s / other.wall_s for ours, other in costs])},
+        ratios={"wall": ratios(costs)["wall"]},
         difference=differences[0] if differences else None,
         costs=costs,
         against=program,
-        bytes_per_s=(rates[0], rates[1]),
+        bytes_per_s=(num_bytes / walls_s[0], num_bytes / walls_s[1]),
     )
 
 

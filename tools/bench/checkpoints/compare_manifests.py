@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from megasdc.checkpoint.compare.digest import DIGEST_VERSION, CheckpointContent,
 from megasdc.checkpoint.formats.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
 from megasdc.checkpoint.formats.deepspeed_names import layer_file, shard_file
 from megasdc.checkpoint.formats.records import record_text
-from megasdc.errors import ConfigError
+from tools.bench.checkpoints.options import TENSOR_RANKS, CompareManifestsOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.result import Progress, Report, Result
 from tools.bench.statistics import Estimate, estimate_median
 
 BAR_S = 30.0
@@ -32,7 +32,7 @@ BAR_BYTES = 1 << 30
 _COMMAND = "from megasdc.report.checkpoint_command import main; main()"
 _MOMENTS = "optimizer_state_dict/base_optimizer_state/state/0"
 _MASTER = "optimizer_state_dict/single_partition_of_fp32_groups/0"
-_TENSOR_RANKS, _LAYERS = 8, 80
+_LAYERS = 80
 _LAYER_TENSORS = (
     "layer.input_layernorm.weight",
     "layer.self_attention.linear_qkv.weight",
@@ -44,36 +44,10 @@ _LAYER_TENSORS = (
 
 
 @dataclass(frozen=True)
-class CompareManifestsOptions:
-    """Size of the measurement.
-
-    Args:
-        size_gb: bytes of the checkpoint, in units of 10^9.
-        ranks: that wrote a shard each; a multiple of 8.
-        runs: of the command.
-    """
-
-    size_gb: int = 1000
-    ranks: int = 4096
-    runs: int = 3
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')}: {value} must be at least 1" for name, value in vars(self).items() if value < 1
-        ]
-        if self.ranks % _TENSOR_RANKS:
-            problems.append(f"--ranks: {self.ranks} must be a multiple of {_TENSOR_RANKS}")
-        if problems:
-            raise ConfigError(problems, source="the benchmark's options")
-
-
-@dataclass(frozen=True)
-class CompareManifestsResult:
+class CompareManifestsResult(Result):
     """What was measured.
 
     Args:
-        machine: date, processor, versions.
-        options: sizes.
         num_files: of the checkpoint.
         num_blocks: of all its tensors.
         manifest_bytes: of one manifest.
@@ -82,8 +56,10 @@ class CompareManifestsResult:
         found: whether each run named the one block that differs, and nothing else.
     """
 
-    machine: dict[str, Any]
-    options: CompareManifestsOptions
+    also = ("passed", "bar_s", "bar_bytes")
+    bar_s = BAR_S
+    bar_bytes = BAR_BYTES
+
     num_files: int
     num_blocks: int
     manifest_bytes: int
@@ -96,9 +72,23 @@ class CompareManifestsResult:
         """Whether time and memory are within their bars and the answer was right."""
         return self.found and self.wall_s.median <= BAR_S and self.peak_bytes <= BAR_BYTES
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with bars and verdict."""
-        return {"passed": self.passed, "bar_s": BAR_S, "bar_bytes": BAR_BYTES, **asdict(self)}
+    def report(self) -> Report:
+        """Time, memory and answer, each with its verdict."""
+        options, wall = self.options, self.wall_s
+        yield (
+            f"two made-up manifests of {options.size_gb:,} GB by {options.ranks:,} ranks: {self.num_files:,} files, "
+            f"{self.num_blocks:,} blocks; {self.manifest_bytes / 1e6:.1f} MB each, "
+            f"{self.manifest_bytes / options.size_gb:,.0f} bytes a GB"
+        )
+        yield (
+            f"time of the command {wall.median:.2f} s ({wall.low:.2f} to {wall.high:.2f}, {wall.count} runs); the bar "
+            f"is {BAR_S:g} s: {'pass' if wall.median <= BAR_S else 'FAIL'}"
+        )
+        yield (
+            f"peak memory {self.peak_bytes / 2**20:.0f} MiB; the bar is {BAR_BYTES / 2**20:.0f} MiB: "
+            f"{'pass' if self.peak_bytes <= BAR_BYTES else 'FAIL'}"
+        )
+        yield f"the one block that differs was named, and nothing else: {'pass' if self.found else 'FAIL'}"
 
 
 def bench_compare_manifests(
@@ -175,9 +165,9 @@ def made_up_digest(host: str, options: CompareManifestsOptions, harmed: int | No
 
 
 def _layers(draw: random.Random, total: int) -> Iterator[FileContent]:
-    size = total // (_LAYERS * _TENSOR_RANKS * len(_LAYER_TENSORS)) // 2
+    size = total // (_LAYERS * TENSOR_RANKS * len(_LAYER_TENSORS)) // 2
     for layer in range(_LAYERS):
-        for tp_rank in range(_TENSOR_RANKS):
+        for tp_rank in range(TENSOR_RANKS):
             tensors = [(name, f"bfloat16[{size}]", 2 * size) for name in _LAYER_TENSORS]
             name = layer_file(layer + 2, tp_rank)
             yield _file(draw, name, tp_rank, tensors, {}, [])
@@ -186,7 +176,7 @@ def _layers(draw: random.Random, total: int) -> Iterator[FileContent]:
 def _shards(draw: random.Random, total: int, ranks: int, harmed: int | None) -> Iterator[FileContent]:
     numel = total // ranks // 12
     for rank in range(ranks):
-        dp_rank, stage = divmod(rank, _TENSOR_RANKS)
+        dp_rank, stage = divmod(rank, TENSOR_RANKS)
         fragments = [
             {
                 f"{2 + dp_rank % _LAYERS}.{name}": f"{numel * at // 6}+{numel // 6}"

@@ -7,21 +7,21 @@ bar is 0.8 of their rate, that is 1.25 of their time. Faults: `tools.bench.detec
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
-from megasdc.errors import ConfigError
 from megasdc.tensors.checksum import default_algorithm
-from tools.bench.detection.checksum_trials import DTYPES, Trials, run_trials
+from tools.bench.clocks import cpu_threads, time_block
+from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, Trials, run_trials
+from tools.bench.detection.options import ChecksumBenchOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import SLACK, Progress
-from tools.bench.statistics import Block, Cost, Estimate, estimate_median, ratios, run_alternating
+from tools.bench.result import Comparison, ComparisonResult, Progress, Report, table
+from tools.bench.statistics import Block, median_walls, ratios, run_pairs
 
 BAR = 1.25
 """Largest median of our time over the other operation's."""
@@ -31,31 +31,7 @@ _BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 8 << 30}
 
 
 @dataclass(frozen=True)
-class ChecksumBenchOptions:
-    """Sizes of a measurement.
-
-    Args:
-        blocks: blocks of each side, that is pairs; one pair before them does not count.
-        sizes_mib: sizes of tensors, MiB.
-        threads: CPU threads of ``tensor.sum()``; XXH3 always uses one.
-        trials: faults of each kind in each type; with fewer than 100 the algorithms for comparison may miss none.
-    """
-
-    blocks: int = 40
-    sizes_mib: tuple[int, ...] = (1, 4, 16, 64, 256)
-    threads: int = 1
-    trials: int = 4000
-
-    def __post_init__(self) -> None:
-        values = [("blocks", self.blocks, 1), ("threads", self.threads, 1), ("trials", self.trials, 100)]
-        values += [("sizes", size, 1) for size in self.sizes_mib]
-        problems = [f"--{name}: {value} must be at least {least}" for name, value, least in values if value < least]
-        if problems:
-            raise ConfigError(problems, source="the benchmark's options")
-
-
-@dataclass(frozen=True)
-class SpeedComparison:
+class SpeedComparison(Comparison):
     """The checksum of one tensor against an operation that reads it.
 
     Args:
@@ -64,10 +40,7 @@ class SpeedComparison:
         against: the other operation.
         dtype: fp32 or bf16.
         size_mib: of the tensor.
-        bar: largest median ratio that passes; None where there is none.
-        ratios: time of the checksum over the other's: ``wall``, on the host also ``cpu``.
         bytes_per_s: median over blocks, the checksum's and the other's.
-        costs: (the checksum's, the other's) of each pair of blocks.
     """
 
     device: str
@@ -75,31 +48,19 @@ class SpeedComparison:
     against: str
     dtype: str
     size_mib: int
-    bar: float | None
-    ratios: dict[str, Estimate]
     bytes_per_s: tuple[float, float]
-    costs: list[tuple[Cost, Cost]] = field(repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """Whether all ratios are within the bar, if there is one."""
-        return self.bar is None or all(ratio.passes(self.bar, SLACK) for ratio in self.ratios.values())
 
 
 @dataclass(frozen=True)
-class ChecksumBenchResult:
+class ChecksumBenchResult(ComparisonResult):
     """Everything that was measured.
 
     Args:
-        machine: date, processor, versions, and the GPU's name where there is one.
-        options: sizes.
         comparisons: one a device, type and size.
         trials: one an algorithm, type and kind of fault.
         not_run: what could not be measured here, and why.
     """
 
-    machine: dict[str, Any]
-    options: ChecksumBenchOptions
     comparisons: list[SpeedComparison]
     trials: list[Trials]
     not_run: list[str]
@@ -107,19 +68,43 @@ class ChecksumBenchResult:
     @property
     def passed(self) -> bool:
         """Whether every comparison and every kind of trial that was run passed."""
-        return all(one.passed for one in self.comparisons) and all(one.passed for one in self.trials)
+        return super().passed and all(one.passed for one in self.trials)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with verdicts."""
-        return {
-            "passed": self.passed,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "slack": SLACK,
-            "comparisons": [{"passed": one.passed, **asdict(one)} for one in self.comparisons],
-            "trials": [{"passed": one.passed, **asdict(one)} for one in self.trials],
-            "not_run": self.not_run,
-        }
+    def report(self) -> Report:
+        """Ratios and rates of each tensor, and the faults that were missed."""
+        yield (
+            f"GPU: {self.machine.get('gpu', 'none')}; on the host XXH3 in 1 thread, tensor.sum() in "
+            f"{self.options.threads}; a rate of at least {1 / BAR:.2f} of the other's is a time of at most {BAR} of its"
+        )
+        for one in self.comparisons:
+            yield one.ratio_table(
+                f"{one.algorithm} against {one.against}, {one.device}, {one.dtype}, {one.size_mib} MiB"
+            )
+            ours, theirs = (rate / 1e9 for rate in one.bytes_per_s)
+            yield f"GB/s {ours:.1f} : {theirs:.1f} (medians)"
+        yield self._misses()
+        for reason in self.not_run:
+            yield f"NOT RUN: {reason}"
+
+    def _misses(self) -> Table:
+        of = {(one.algorithm, one.fault, one.dtype): one for one in self.trials}
+        algorithms = list(dict.fromkeys(one.algorithm for one in self.trials))
+        rows = [
+            [
+                fault,
+                *(
+                    ", ".join(
+                        f"{one.misses:,}" + ("" if one.passed else " FAIL")
+                        for one in (of[algorithm, fault, dtype] for dtype in DTYPES)
+                    )
+                    for algorithm in algorithms
+                ),
+            ]
+            for fault in FAULTS
+        ]
+        columns = [name + (" (for comparison)" if name in BLIND_TO else "") for name in algorithms]
+        title = f"faults missed, of {self.options.trials:,} of each kind: " + ", ".join(DTYPES)
+        return table(title, ("fault", *columns), rows)
 
 
 def bench_checksum(
@@ -138,7 +123,7 @@ def bench_checksum(
         machine["gpu"] = torch.cuda.get_device_name()
     else:
         not_run.append("speed of the kernel on a GPU: there is no CUDA device")
-    with _threads(options.threads):
+    with cpu_threads(options.threads):
         found = [
             _compare(options, torch.device(device), dtype, size, on_progress)
             for device in devices
@@ -168,10 +153,8 @@ def _compare(
         return run
 
     sides = block(lambda: chosen.start(tensor)), block(other)
-    on_progress(what, 0, options.blocks)
-    run_alternating(*sides, 1, _measure, lambda done: None)  # compiles kernels
-    costs = run_alternating(*sides, options.blocks, _measure, lambda done: on_progress(what, done, options.blocks))
-    rates = [repeats * tensor.nbytes / estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    costs = run_pairs(what, sides, options.blocks, time_block, on_progress)
+    ours, theirs = (repeats * tensor.nbytes / wall_s for wall_s in median_walls(costs))
     quantities = ("wall", "cpu") if device.type == "cpu" else ("wall",)
     return SpeedComparison(
         device=device.type,
@@ -179,9 +162,10 @@ def _compare(
         against=against,
         dtype=dtype_name,
         size_mib=size_mib,
+        difference=None,
         bar=BAR if device.type == "cpu" or size_mib >= GPU_LEAST_MIB else None,
         ratios={name: ratio for name, ratio in ratios(costs).items() if name in quantities},
-        bytes_per_s=(rates[0], rates[1]),
+        bytes_per_s=(ours, theirs),
         costs=costs,
     )
 
@@ -191,27 +175,3 @@ def _baseline(tensor: Tensor) -> tuple[str, Callable[[], Any]]:
         target = torch.empty_like(tensor)
         return "device copy", lambda: target.copy_(tensor)
     return "tensor.sum()", tensor.sum
-
-
-def _measure(run: Block) -> Cost:
-    """Time a block until a GPU, if there is one, has done it."""
-    _wait()
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    _wait()
-    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ALGORITHMS, checksum
+from tools.bench.result import Progress
 
 NUM_ELEMENTS = 1000
 """Elements of a tensor: whole 64-bit words in both types."""
@@ -28,7 +29,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _UNSIGNED = {torch.float32: np.uint32, torch.bfloat16: np.uint16}
 
 Words = np.ndarray[Any, Any]
-Progress = Callable[[str, int, int], None]
 
 
 def _flip(words: Words, places: Sequence[int], bit: int) -> None:
@@ -117,6 +117,8 @@ class Trials:
         count: how many faults were made.
         misses: how many left the checksum as it was.
     """
+
+    also = ("passed",)
 
     algorithm: str
     dtype: str

@@ -7,107 +7,49 @@ injector says it did. Clean runs in between must raise nothing.
 
 from __future__ import annotations
 
-import json
-import tempfile
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from megasdc.errors import ConfigError
-from megasdc.parallel.run_ranks import run_ranks
+from rich.table import Table
+
+from tools.bench.detection.golden_rank import Trial, run_campaign
+from tools.bench.detection.options import DetectionOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
 
-LAYOUTS = ((1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2))
-"""(tensor, pipeline, data)."""
-PRECISIONS = ("fp32", "bf16")
-STYLES = {"fp32": "gpt", "bf16": "llama"}
-"""Each type trains another style of model, so that both are in the campaign."""
-
-
-@dataclass(frozen=True)
-class DetectionOptions:
-    """Size of a campaign.
-
-    Args:
-        faults: how many are injected, over all layouts and types; rounded up to equal shares.
-        clean: runs without a fault, likewise.
-        layouts: (tensor, pipeline, data) of each.
-        precisions: some of ``PRECISIONS``.
-        seed: of every draw.
-        fuse: whether the models have ``model.fuse``.
-    """
-
-    faults: int = 600
-    clean: int = 120
-    layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
-    precisions: tuple[str, ...] = PRECISIONS
-    seed: int = 1
-    fuse: bool = False
-
-    @property
-    def cells(self) -> list[tuple[tuple[int, int, int], str]]:
-        """Every layout with every type."""
-        return [(layout, precision) for layout in self.layouts for precision in self.precisions]
+COLUMNS = {
+    "injected": "injected",
+    "no bit changed": "no bit",
+    "rounded away": "rounded",
+    "harmful": "harmful",
+    "detected": "found",
+    "rank": "rank",
+    "submodule": "place",
+    "direction": "phase",
+}
+"""Heading of each count."""
+GROUPS: dict[str, tuple[str, Callable[[Trial], str]]] = {
+    "phase": ("phase", lambda trial: str(trial.phase)),
+    "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
+    "kind": ("kind", lambda trial: trial.kind),
+}
+"""What faults are counted by: title of the table, and the group of a trial."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One run with one fault, or with none.
-
-    Args:
-        layout: tensor x pipeline x data.
-        precision: type of the parameters.
-        phase: that was harmed; None in a clean run.
-        kind: of the fault.
-        rank: that was harmed.
-        address: what was harmed.
-        changed: elements whose bits changed.
-        effect: whether the fault had any; false where a parameter, master or moment of no rank ended with other bits
-            after a fault in a stored state, which the very next update overwrites.
-        named: ranks called divergent.
-        suspects: ranks of which one is wrong, without saying which.
-        first: the first difference of the first of these.
-        rank_right: exactly the harmed rank was named.
-        submodule_right: the first difference is in the harmed submodule.
-        direction_right: and in the phase in which the harm shows first.
-    """
-
-    layout: str
-    precision: str
-    phase: str | None
-    kind: str
-    rank: int
-    address: str
-    changed: int
-    effect: bool
-    named: tuple[int, ...]
-    suspects: tuple[int, ...]
-    first: str
-    rank_right: bool
-    submodule_right: bool
-    direction_right: bool
-
-    @property
-    def detected(self) -> bool:
-        """Whether anything was found to be wrong."""
-        return bool(self.named or self.suspects)
-
-
-@dataclass(frozen=True)
-class DetectionResult:
+class DetectionResult(Result):
     """All trials of a campaign.
 
     Args:
-        machine: date, processor, versions.
-        options: size.
         trials: with faults and clean.
     """
 
-    machine: dict[str, Any]
-    options: DetectionOptions
+    also = ("passed", "clean_runs", "clean_alarms")
+
     trials: Sequence[Trial] = field(repr=False)
 
     @property
@@ -145,35 +87,49 @@ class DetectionResult:
                 count["direction"] += trial.direction_right
         return groups
 
+    @property
+    def clean_runs(self) -> int:
+        """Runs without a fault."""
+        return len(self.clean)
+
+    @property
+    def clean_alarms(self) -> int:
+        """Of these, those in which something was found."""
+        return sum(trial.detected for trial in self.clean)
+
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
-        return {
-            "passed": self.passed,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "by_phase": self.counts(lambda trial: str(trial.phase)),
-            "by_layout": self.counts(lambda trial: f"{trial.layout} {trial.precision}"),
-            "by_kind": self.counts(lambda trial: trial.kind),
-            "clean_runs": len(self.clean),
-            "clean_alarms": sum(trial.detected for trial in self.clean),
-            "trials": [asdict(trial) for trial in self.trials],
-        }
+        """See ``Result``; with counts by phase, layout and type, and kind."""
+        return super().as_dict() | {f"by_{name}": self.counts(key) for name, (_, key) in GROUPS.items()}
+
+    def report(self) -> Report:
+        """Counts, and every miss by itself."""
+        for title, key in GROUPS.values():
+            yield count_table(title, self.counts(key), COLUMNS)
+        yield (
+            "no bit: the fault changed none; rounded: of a stored state, and no parameter, master or moment of any "
+            "rank ends with other bits than without it, whatever the trace says; rank, place, phase: rank, submodule "
+            "and direction named as the injector says"
+        )
+        for trial in self.harmful:
+            if not (trial.rank_right and trial.submodule_right and trial.direction_right):
+                told = f"named {trial.named}, first {trial.first or 'nothing'}"
+                yield (
+                    f"MISS {trial.layout} {trial.precision}: {trial.kind} on rank {trial.rank}, {trial.address}: {told}"
+                )
+        yield f"{self.clean_runs} clean runs, {self.clean_alarms} alarms"
 
 
-def parse_layouts(text: str) -> tuple[tuple[int, int, int], ...]:
-    """Read layouts such as ``1x1x2,2x1x1``.
+def count_table(title: str, groups: Mapping[str, Counter[str]], columns: Mapping[str, str]) -> Table:
+    """Counts of trials as a table.
 
-    Raises:
-        ConfigError: one is not three positive numbers.
+    Args:
+        title: what they are grouped by.
+        groups: counts by group.
+        columns: heading of each count.
     """
-    found = []
-    for part in text.split(","):
-        numbers = part.strip().split("x")
-        if len(numbers) != 3 or not all(number.isdecimal() and int(number) for number in numbers):
-            raise ConfigError(f"--layouts: {part!r} is not tensor x pipeline x data, such as 2x1x2")
-        tensor, pipeline, data = map(int, numbers)
-        found.append((tensor, pipeline, data))
-    return tuple(found)
+    total: Counter[str] = sum(groups.values(), Counter())
+    rows = [(name, *(str(count[one]) for one in columns)) for name, count in [*sorted(groups.items()), ("all", total)]]
+    return table(f"injected faults by {title}", (title, *columns.values()), rows, total=True)
 
 
 def bench_detection(
@@ -189,33 +145,38 @@ def bench_detection(
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    share = -(-options.faults // len(options.cells))
-    clean = -(-options.clean // len(options.cells))
+    faults, clean = options.share(options.faults), options.share(options.clean)
     trials: list[Trial] = []
-    for number, (layout, precision) in enumerate(options.cells):
-        name = f"{'x'.join(map(str, layout))} {precision}"
-        on_progress(name, 0, share + clean)
-        with tempfile.TemporaryDirectory(prefix="megasdc_detection_") as scratch:
-            request = {
-                "layout": layout,
-                "precision": precision,
-                "style": STYLES[precision],
-                "fuse": options.fuse,
-                "faults": share,
-                "clean": clean,
-                "seed": options.seed * 1000 + number,
-                "folder": scratch,
-            }
-            ranks = layout[0] * layout[1] * layout[2]
-            run_ranks(
-                "tools.bench.detection.golden_rank",
-                request,
-                ranks,
-                1,
-                Path(scratch),
-                lambda message, name=name: on_progress(name, message["done"], share + clean),  # type: ignore[misc]
-            )
-            lines = (Path(scratch) / "trials.jsonl").read_text(encoding="utf-8").splitlines()
-        for found in map(json.loads, lines):
-            trials.append(Trial(**found | {name: tuple(found[name]) for name in ("named", "suspects")}))
+    for number, cell in enumerate(options.cells):
+        request = {**cell, "faults": faults, "clean": clean, "seed": options.seed * 1000 + number}
+        trials += run_cell(run_campaign, request, faults + clean, on_progress)
     return DetectionResult(machine, options, trials)
+
+
+def run_cell(function: Callable[..., None], request: dict[str, Any], total: int, on_progress: Progress) -> list[Any]:
+    """Run one layout and type of a campaign.
+
+    Args:
+        function: of the ranks; sends ``trials`` after each case.
+        request: the cell, its counts and its seed; the ranks also get ``folder``.
+        total: cases.
+        on_progress: told how many are done.
+
+    Returns:
+        All trials.
+    """
+    name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
+    trials: list[Any] = []
+    done = 0
+
+    def take(message: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        trials.extend(message["trials"])
+        on_progress(name, done, total)
+
+    on_progress(name, 0, total)
+    with scratch_folder() as folder:
+        arguments = {"request": {**request, "folder": str(folder)}}
+        run_in_ranks(function, arguments, math.prod(request["layout"]), folder, take)
+    return trials

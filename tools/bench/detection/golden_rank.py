@@ -1,17 +1,11 @@
-"""One rank of the campaign against a golden trace.
-
-All ranks draw the same faults; the first collects what each found. The first argument is the request as JSON, the
-second, on rank 0 alone, the file descriptor that messages go to.
-"""
+"""A rank of the campaign against a golden trace; all ranks draw the same faults, the first reports what each found."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +13,23 @@ import torch
 import torch.distributed as dist
 
 from megasdc.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
-from megasdc.config import FaultSpec, parse_config
+from megasdc.config import FaultSpec, RunConfig, parse_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
 from megasdc.determinism import set_deterministic
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
-from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.run_ranks import Messages
 from megasdc.sdc.golden import Golden, load_golden, save_golden
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, INCONCLUSIVE, Finding, RankVerdict, find, judge
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.build import prepare_cpu
 from megasdc.train.detection.golden_key import golden_key
-from megasdc.train.main import set_up_logging
 from megasdc.train.workload import Workload, workload_cases, workload_config
-from tools.bench.detection.golden import Trial
+from tools.bench.rank import Messages, join_ranks
+from tools.bench.training.options import LLAMA
 
 PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD, COLLECTIVE, OPTIMIZER_STATE, UPDATE, PARAMETER)
 """Without reduced_grad, which comes after a sum over replicas and names no single rank. BF16_Optimizer then computes
@@ -65,15 +56,50 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Kinds of faults by name, each a part of a spec."""
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 32}
-LLAMA: dict[str, Any] = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-    "num_query_groups": 2,
-}
+LLAMA_GROUPED = {**LLAMA, "num_query_groups": 2}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run with one fault, or with none.
+
+    Args:
+        layout: tensor x pipeline x data.
+        precision: type of the parameters.
+        phase: that was harmed; None in a clean run.
+        kind: of the fault.
+        rank: that was harmed.
+        address: what was harmed.
+        changed: elements whose bits changed.
+        effect: whether the fault had any; false where a parameter, master or moment of no rank ended with other bits
+            after a fault in a stored state, which the very next update overwrites.
+        named: ranks called divergent.
+        suspects: ranks of which one is wrong, without saying which.
+        first: the first difference of the first of these.
+        rank_right: exactly the harmed rank was named.
+        submodule_right: the first difference is in the harmed submodule.
+        direction_right: and in the phase in which the harm shows first.
+    """
+
+    layout: str
+    precision: str
+    phase: str | None
+    kind: str
+    rank: int
+    address: str
+    changed: int
+    effect: bool
+    named: tuple[int, ...]
+    suspects: tuple[int, ...]
+    first: str
+    rank_right: bool
+    submodule_right: bool
+    direction_right: bool
+
+    @property
+    def detected(self) -> bool:
+        """Whether anything was found to be wrong."""
+        return bool(self.named or self.suspects)
 
 
 def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +109,7 @@ def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "megasdc": {
-            "model": {**MODEL, **({} if request["style"] == "gpt" else LLAMA), "fuse": request["fuse"]},
+            "model": {**MODEL, **({} if request["style"] == "gpt" else LLAMA_GROUPED), "fuse": request["fuse"]},
             "data": {"path": "unused", "sequence_length": 32},
             "parallel": {"tensor": tensor, "pipeline": pipeline},
             "training": {"steps": 2},
@@ -94,6 +120,31 @@ def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
     if request["precision"] == "bf16":
         raw["bf16"] = {"enabled": True}
     return raw
+
+
+def record_golden(workload: Workload, config: RunConfig, dims: ParallelDims, file: Path) -> list[list[Address]]:
+    """Record the first case of a workload, and save it as a golden trace of these ranks.
+
+    Args:
+        workload: of this rank.
+        config: of the workload.
+        dims: place of this rank.
+        file: golden trace file, which rank 0 writes.
+
+    Returns:
+        What each rank computed, in order.
+
+    Collective: all ranks of the world.
+    """
+    case, algorithm = workload_cases(config)[0], default_algorithm(workload.engine.device).name
+    traces = gather_objects(workload.trace(case, algorithm))
+    layout = ParallelDims(dims.tensor, dims.pipeline, dims.data)
+    if dims.rank == 0:
+        key = golden_key(config, layout, algorithm)
+        kept = {(0, rank): trace for rank, trace in enumerate(traces)}
+        save_golden(file, Golden(key, config.resolved(), layout, algorithm, (case,), 1, {}, kept))
+    dist.barrier()
+    return [trace.addresses for trace in traces]
 
 
 class Campaign:
@@ -109,27 +160,18 @@ class Campaign:
         config = workload_config(parse_config(campaign_config(request)))
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
         set_deterministic(config.megasdc.determinism)
-        prepare_cpu(1)
-        groups.init_process_group(300.0)
         tensor, pipeline, _ = request["layout"]
-        self.dims = groups.init_model_parallel(tensor, pipeline, 300.0)
+        self.dims = join_ranks(tensor, pipeline, timeout_s=300.0)
         self.hidden_size = config.megasdc.model.hidden_size
         self.precision = request["precision"]
         self.workload = Workload(config, self.dims)
         self._case = workload_cases(config)[0]
         self._algorithm = default_algorithm(self.workload.engine.device).name
         self._draw = random.Random(request["seed"])
-        traces = gather_objects(self.workload.trace(self._case, self._algorithm))
-        self._end = [bits.clone() for bits in self._state_bits()]
         file = Path(request["folder"]) / "campaign.golden"
-        layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
-        if self.dims.rank == 0:
-            key = golden_key(config, layout, self._algorithm)
-            kept = {(0, rank): trace for rank, trace in enumerate(traces)}
-            save_golden(file, Golden(key, config.resolved(), layout, self._algorithm, (self._case,), 1, {}, kept))
-        dist.barrier()
+        self._addresses = record_golden(self.workload, config, self.dims, file)
+        self._end = [bits.clone() for bits in self._state_bits()]
         self._golden = load_golden(file, self.dims.rank).traces[0, self.dims.rank]
-        self._addresses = [trace.addresses for trace in traces]
 
     def clean(self) -> Trial:
         """A run without a fault."""
@@ -218,26 +260,18 @@ class Campaign:
         )
 
 
-def main() -> None:
-    """Run as a rank."""
-    request = json.loads(sys.argv[1])
-    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    set_up_logging(int(os.environ["RANK"]))
+def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
+    """Run as a rank, and report the trials.
+
+    Args:
+        messages: where to report.
+        request: see ``tools.bench.detection.golden``.
+    """
     campaign = Campaign(request)
     total = request["faults"] + request["clean"]
     every = max(1, total // max(1, request["clean"]))
-    trials: list[Trial] = []
+    left = request["clean"]
     for number in range(total):
-        left = request["clean"] - sum(trial.phase is None for trial in trials)
         clean = left > 0 and (number % every == 0 or total - number <= left)
-        trials.append(campaign.clean() if clean else campaign.harm())
-        messages.send(done=number + 1)
-    if campaign.dims.rank == 0:
-        text = "".join(json.dumps(asdict(trial)) + "\n" for trial in trials)
-        (Path(request["folder"]) / "trials.jsonl").write_text(text, encoding="utf-8")
-    dist.barrier()
-    groups.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+        left -= clean
+        messages.send(trials=[campaign.clean() if clean else campaign.harm()])

@@ -8,93 +8,54 @@ scored apart.
 
 from __future__ import annotations
 
-import json
-import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from megasdc.errors import ConfigError
-from megasdc.parallel.run_ranks import run_ranks
-from tools.bench.detection.golden import PRECISIONS, STYLES
-from tools.bench.detection.live_cases import CLEAN, LONG
+from tools.bench.detection.golden import count_table, run_cell
+from tools.bench.detection.live_cases import CLEAN, LONG, MAJORITY
+from tools.bench.detection.live_rank import run_campaign
 from tools.bench.detection.live_today import OTHERS, compare_with_today
-from tools.bench.detection.live_tolerance_trial import ToleranceResult, ToleranceTrial, read_tolerance_trial
-from tools.bench.detection.live_trial import UNSEEN, LiveTrial, Named, kind_of, row_of
+from tools.bench.detection.live_tolerance_rank import run_tolerance_campaign
+from tools.bench.detection.live_tolerance_trial import ToleranceResult, ToleranceTrial
+from tools.bench.detection.live_trial import UNSEEN, LiveTrial, kind_of, row_of
+from tools.bench.detection.options import LiveOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.result import Progress, Report, Result, table
 
-LAYOUTS = ((1, 1, 3), (1, 1, 4), (2, 1, 3), (1, 2, 3), (1, 1, 2), (2, 2, 2))
-"""(tensor, pipeline, data)."""
-DROPOUT = 0.1
-
-
-@dataclass(frozen=True)
-class LiveOptions:
-    """Size of a campaign.
-
-    Args:
-        faults: trials with faults, over all layouts and types; rounded up to equal shares.
-        toleranced: trials with faults for the toleranced checks, likewise.
-        clean: steps without, likewise, for each of both that has faults.
-        layouts: (tensor, pipeline, data) of each, at least 2 replicas.
-        precisions: some of fp32, bf16.
-        seed: of every draw.
-        fuse: whether the models have ``model.fuse``.
-
-    Raises:
-        ConfigError: a layout has one replica, or nothing is to be injected.
-    """
-
-    faults: int = 1000
-    toleranced: int = 360
-    clean: int = 500
-    layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
-    precisions: tuple[str, ...] = PRECISIONS
-    seed: int = 1
-    fuse: bool = False
-
-    def __post_init__(self) -> None:
-        if not (self.faults or self.toleranced):
-            raise ConfigError("--faults, --toleranced: both are 0, and nothing would be tested; give one of them")
-        for layout in self.layouts:
-            if layout[2] < 2:
-                name = "x".join(map(str, layout))
-                raise ConfigError(f"--layouts: {name} has one replica, and an audit compares at least 2; set data to 2")
-
-    @property
-    def cells(self) -> list[dict[str, Any]]:
-        """Every layout with every type; recompute in half of them, dropout in half of each half."""
-        return [
-            {
-                "layout": layout,
-                "precision": precision,
-                "style": STYLES[precision],
-                "fuse": self.fuse,
-                "recompute": (place + number) % 2 == 0,
-                "dropout": DROPOUT if (place // 2 + number) % 2 else 0.0,
-            }
-            for place, layout in enumerate(self.layouts)
-            for number, precision in enumerate(self.precisions)
-        ]
+COLUMNS = {
+    "injected": "injected",
+    "no bit changed": "no bit",
+    "harmful": "harmful",
+    "detected": "found",
+    "rank": "rank",
+    "place": "place",
+    "inconclusive": "unnamed",
+    "wrong accusations": "wrong",
+}
+"""Heading of each count."""
+GROUPS: dict[str, tuple[str, Callable[[LiveTrial], str]]] = {
+    "row": ("question", row_of),
+    "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
+    "kind": ("kind", kind_of),
+}
+"""What faults are counted by: title of the table, and the group of a trial."""
 
 
 @dataclass(frozen=True)
-class LiveResult:
+class LiveResult(Result):
     """All trials of a campaign.
 
     Args:
-        machine: date, processor, versions.
-        options: size.
         trials: with faults and clean.
         toleranced: those of the toleranced checks.
     """
 
-    machine: dict[str, Any]
-    options: LiveOptions
+    also = ("passed", "not_detectable", "today", "not_run", "clean_steps", "clean_uneven_steps", "clean_alarms")
+    not_detectable = UNSEEN
+    not_run = OTHERS
+
     trials: Sequence[LiveTrial] = field(repr=False)
     toleranced: ToleranceResult
 
@@ -135,24 +96,70 @@ class LiveResult:
                 count["inconclusive"] += trial.inconclusive
         return groups
 
+    @property
+    def today(self) -> dict[str, dict[str, Any]]:
+        """The same faults judged by what users have today."""
+        return compare_with_today(self.trials)
+
+    @property
+    def clean_steps(self) -> int:
+        """Steps without a fault."""
+        return len(self.clean)
+
+    @property
+    def clean_uneven_steps(self) -> int:
+        """Of these, those in which replicas completed different numbers of micro-batches."""
+        return sum(trial.uneven for trial in self.clean)
+
+    @property
+    def clean_alarms(self) -> int:
+        """Of these, those in which something was found."""
+        return sum(trial.detected for trial in self.clean)
+
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
-        return {
-            "passed": self.passed,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "by_row": self.counts(row_of),
-            "by_layout": self.counts(lambda trial: f"{trial.layout} {trial.precision}"),
-            "by_kind": self.counts(kind_of),
-            "not_detectable": UNSEEN,
-            "today": compare_with_today(self.trials),
-            "not_run": OTHERS,
-            "clean_steps": len(self.clean),
-            "clean_uneven_steps": sum(trial.uneven for trial in self.clean),
-            "clean_alarms": sum(trial.detected for trial in self.clean),
-            "trials": [_plain(trial) for trial in self.trials],
-            "toleranced": self.toleranced.as_dict(),
-        }
+        """See ``Result``; with counts by question, layout and type, and kind."""
+        return super().as_dict() | {f"by_{name}": self.counts(key) for name, (_, key) in GROUPS.items()}
+
+    def report(self) -> Report:
+        """Counts, what users have today, every miss by itself; the toleranced checks apart."""
+        if self.trials:
+            yield from self._exact_checks()
+        if self.toleranced.trials:
+            yield from self.toleranced.report()
+
+    def _exact_checks(self) -> Report:
+        for title, key in GROUPS.values():
+            yield count_table(title, self.counts(key), COLUMNS)
+        yield (
+            "no bit: the fault changed none that the rank reads; rank: exactly the harmed ranks were named; place: "
+            "with first submodule and direction; unnamed: somebody is wrong, but nobody can be named; wrong: a healthy "
+            "rank was named"
+        )
+        yield (
+            f"{MAJORITY}: who differs from the majority is named, and every such verdict says that it is relative to it"
+        )
+        for row, reason in UNSEEN.items():
+            yield f"{row}: {reason}"
+        today = self.today
+        yield table(
+            "alarms of what users have today, one wrong rank in the audited micro-batch",
+            ("rule", *today["faults or steps"]),
+            [(rule, *map(str, counts.values())) for rule, counts in today.items()],
+            total=True,
+        )
+        for name, reason in OTHERS.items():
+            yield f"{name}: {reason}"
+        for trial in self.missed:
+            told = ", ".join(f"{one.rank} {one.verdict} at {one.address}" for one in trial.named) or "nothing"
+            where = ", ".join(trial.addresses) or "clean step"
+            yield (
+                f"MISS {trial.layout} {trial.precision}, {row_of(trial)}: {' and '.join(trial.kinds)} on ranks "
+                f"{list(trial.ranks)}, {where}: named {told}"
+            )
+        yield (
+            f"{self.clean_steps} clean audited steps, in {self.clean_uneven_steps} of them replicas completed "
+            f"different numbers of micro-batches: {self.clean_alarms} alarms"
+        )
 
 
 def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, total: None) -> LiveResult:
@@ -166,45 +173,16 @@ def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, 
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    faults = -(-options.faults // len(options.cells))
-    clean = -(-options.clean // (len(options.cells) * LONG))
-    toleranced = -(-options.toleranced // len(options.cells))
+    faults, toleranced, clean = (options.share(one) for one in (options.faults, options.toleranced, options.clean))
+    clean_runs = options.share(-(-options.clean // LONG))
     trials: list[LiveTrial] = []
     tolerance_trials: list[ToleranceTrial] = []
     for number, cell in enumerate(options.cells):
         common = {**cell, "seed": options.seed * 1000 + number}
         if faults:
-            sizes = {"faults": faults, "clean_runs": clean}
-            trials += map(_read, _run_cell("live_rank", {**common, **sizes}, faults + clean, on_progress))
+            request = {**common, "faults": faults, "clean_runs": clean_runs}
+            trials += run_cell(run_campaign, request, faults + clean_runs, on_progress)
         if toleranced:
-            sizes = {"faults": toleranced, "clean_steps": -(-options.clean // len(options.cells))}
-            found = _run_cell("live_tolerance_rank", {**common, **sizes}, toleranced + 1, on_progress)
-            tolerance_trials += map(read_tolerance_trial, found)
+            request = {**common, "faults": toleranced, "clean_steps": clean}
+            tolerance_trials += run_cell(run_tolerance_campaign, request, toleranced + 1, on_progress)
     return LiveResult(machine, options, trials, ToleranceResult(tolerance_trials))
-
-
-def _run_cell(program: str, request: dict[str, Any], total: int, on_progress: Progress) -> list[dict[str, Any]]:
-    """Run one layout and type; trials as their JSON says."""
-    name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
-    on_progress(name, 0, total)
-    with tempfile.TemporaryDirectory(prefix="megasdc_live_") as scratch:
-        run_ranks(
-            f"tools.bench.detection.{program}",
-            {**request, "folder": scratch},
-            math.prod(request["layout"]),
-            1,
-            Path(scratch),
-            lambda message: on_progress(name, message["done"], total),
-        )
-        return [json.loads(line) for line in (Path(scratch) / "trials.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def _read(found: dict[str, Any]) -> LiveTrial:
-    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-    return LiveTrial(**{**found, **lists, "named": tuple(Named(**one) for one in found["named"])})
-
-
-def _plain(trial: LiveTrial) -> dict[str, Any]:
-    """A trial for JSON, which has no NaN: such values as text."""
-    found = asdict(trial)
-    return found | {name: str(found[name]) for name in ("loss", "grad_norm") if not math.isfinite(found[name])}

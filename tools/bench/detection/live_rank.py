@@ -1,25 +1,20 @@
 """One rank of the live campaign.
 
 Each trial is a short run of the real loop with the real checks, from the same weights. All ranks draw the same cases;
-the first writes what was found. The first argument is the request as JSON, the second, on rank 0 alone, the file
-descriptor that messages go to.
+the first reports what was found.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megasdc.addresses import WEIGHT_GRAD, Address
-from megasdc.config import RunConfig, TraceSection, parse_config
+from megasdc.addresses import WEIGHT_GRAD
+from megasdc.config import TraceSection, parse_config
 from megasdc.config.sections.faults import TOKENS
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Position
@@ -33,26 +28,20 @@ from megasdc.events import Event, EventLog
 from megasdc.faults.injector import Firing
 from megasdc.faults.stored import StateFaults
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.run_ranks import Messages
-from megasdc.sdc.golden import Golden, save_golden
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.build import prepare_cpu
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
-from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
 from megasdc.train.faults import build_injector
 from megasdc.train.loop import train
-from megasdc.train.main import set_up_logging
 from megasdc.train.process.signals import StopSignals
-from megasdc.train.workload import Workload, workload_cases, workload_config
-from tools.bench.detection.golden_rank import KINDS
+from megasdc.train.workload import Workload, workload_config
+from tools.bench.detection.golden_rank import KINDS, record_golden
 from tools.bench.detection.live_cases import (
     AUDITED,
     CHECKED,
@@ -67,6 +56,7 @@ from tools.bench.detection.live_cases import (
 )
 from tools.bench.detection.live_setup import MICRO_BATCHES, VOCABULARY, RandomTokens, detecting, live_config
 from tools.bench.detection.live_trial import LiveTrial, Named
+from tools.bench.rank import Messages, join_ranks
 
 
 class KeptEvents(EventLog):
@@ -113,16 +103,14 @@ class LiveCampaign:
         self._request = request
         raw = live_config(request)
         config = workload_config(parse_config(raw))
-        prepare_cpu(1)
-        groups.init_process_group(300.0)
         tensor, pipeline, _ = request["layout"]
-        self.dims = groups.init_model_parallel(tensor, pipeline, 300.0)
+        self.dims = join_ranks(tensor, pipeline, timeout_s=300.0)
         self._folder = Path(request["folder"])
         self._workload = Workload(config, self.dims)
         self._engine = self._workload.engine
         self._algorithm = default_algorithm(self._engine.device)
         golden = self._folder / "campaign.golden"
-        addresses = self._record(config, golden)
+        addresses = record_golden(self._workload, config, self.dims, golden)
         modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED)
         self._configs = {name: detecting(raw, name, golden) for name in modes}
         self._stream = RandomTokens(request["seed"], 100_000)
@@ -135,18 +123,6 @@ class LiveCampaign:
         group = new_replica_group(self.dims)
         self._gate = ReplicaGate(self.dims, group, self._decisions.decide, self._decisions.time_left_s, 1)
         self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES)
-
-    def _record(self, config: RunConfig, file: Path) -> list[list[Address]]:
-        """Save a golden trace of these ranks; the addresses of each."""
-        case = workload_cases(config)[0]
-        traces = gather_objects(self._workload.trace(case, self._algorithm.name))
-        layout = ParallelDims(self.dims.tensor, self.dims.pipeline, self.dims.data)
-        if self.dims.rank == 0:
-            key = golden_key(config, layout, self._algorithm.name)
-            kept = {(0, rank): trace for rank, trace in enumerate(traces)}
-            save_golden(file, Golden(key, config.resolved(), layout, self._algorithm.name, (case,), 1, {}, kept))
-        dist.barrier()
-        return [trace.addresses for trace in traces]
 
     # --- one trial ----------------------------------------------------------------------------------------------
 
@@ -310,27 +286,19 @@ def differs_from_repeat(trace: Trace) -> bool:
     return bool(again) and trace.checksums[:again] != trace.checksums[again : 2 * again]
 
 
-def main() -> None:
-    """Run as a rank."""
-    request = json.loads(sys.argv[1])
-    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    set_up_logging(int(os.environ["RANK"]))
+def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
+    """Run as a rank, and report the trials of each case.
+
+    Args:
+        messages: where to report.
+        request: see ``tools.bench.detection.live``.
+    """
     campaign = LiveCampaign(request)
     weights = weights_of_rows(campaign.dims.data, recompute=request["recompute"])
     rows = deal_rows(weights, request["faults"], campaign.draw)
     for place in range(request["clean_runs"]):
         rows.insert(place * len(rows) // request["clean_runs"], CLEAN)
-    trials: list[LiveTrial] = []
-    for number, row in enumerate(rows, 1):
-        trials += campaign.run(campaign.cases.case(row))
-        messages.send(done=number)
-    if campaign.dims.rank == 0:
-        text = "".join(json.dumps(asdict(trial)) + "\n" for trial in trials)
-        (Path(request["folder"]) / "trials.jsonl").write_text(text, encoding="utf-8")
+    for row in rows:
+        messages.send(trials=campaign.run(campaign.cases.case(row)))
     dist.barrier()
     campaign.close()
-    groups.shutdown()
-
-
-if __name__ == "__main__":
-    main()

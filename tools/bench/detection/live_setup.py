@@ -9,7 +9,7 @@ import torch
 
 from megasdc.config import RunConfig, parse_config
 from megasdc.model.randomness import mix
-from tools.bench.detection.golden_rank import LLAMA
+from tools.bench.detection.golden_rank import LLAMA_GROUPED
 from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, TOLERANCED
 
 VOCABULARY, LENGTH, MICRO_BATCHES = 250, 32, 2
@@ -26,7 +26,7 @@ ON_REQUEST = {**AUDIT, "interval": 1_000_000}
 def live_config(request: dict[str, Any]) -> dict[str, Any]:
     """The configuration of one layout and type, without what detects."""
     tensor, pipeline, _ = request["layout"]
-    model = {**MODEL, **({} if request["style"] == "gpt" else LLAMA), "fuse": request["fuse"]}
+    model = {**MODEL, **({} if request["style"] == "gpt" else LLAMA_GROUPED), "fuse": request["fuse"]}
     raw: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICRO_BATCHES,

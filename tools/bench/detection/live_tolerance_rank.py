@@ -1,17 +1,13 @@
 """One rank of the live campaign for the toleranced checks.
 
 The checks measure their thresholds on clean steps first; every trial goes on from there, with the same weights,
-moments and thresholds. Arguments as those of ``tools.bench.detection.live_rank``.
+moments and thresholds.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,9 +16,7 @@ from megasdc.engine.engine import StepResult
 from megasdc.events import Event
 from megasdc.faults.injector import Firing
 from megasdc.faults.stored import StateFaults
-from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.run_ranks import Messages
 from megasdc.train.detection.build import build_detection, build_toleranced, watches_of
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.observe import Observation, watch_for_faults
@@ -30,7 +24,6 @@ from megasdc.train.detection.toleranced import EVENT_KIND, TolerancedChecks
 from megasdc.train.detection.update_check import SLICE
 from megasdc.train.faults import build_injector
 from megasdc.train.loop import train
-from megasdc.train.main import set_up_logging
 from tools.bench.detection.live_cases import (
     ALWAYS,
     CLEAN,
@@ -46,6 +39,7 @@ from tools.bench.detection.live_rank import KeptResults, LiveCampaign
 from tools.bench.detection.live_setup import VOCABULARY
 from tools.bench.detection.live_tolerance_sizes import Seen, Witness, feature_sizes
 from tools.bench.detection.live_tolerance_trial import ToleranceTrial
+from tools.bench.rank import Messages
 
 WARM_UP = 30
 """Clean steps on which thresholds are measured; the last of them are known after 20."""
@@ -220,24 +214,16 @@ class ToleranceCampaign(LiveCampaign):
         )
 
 
-def main() -> None:
-    """Run as a rank."""
-    request = json.loads(sys.argv[1])
-    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    set_up_logging(int(os.environ["RANK"]))
+def run_tolerance_campaign(messages: Messages, request: dict[str, Any]) -> None:
+    """Run as a rank, and report the trials of each case; the first is the clean one.
+
+    Args:
+        messages: where to report.
+        request: see ``tools.bench.detection.live``.
+    """
     campaign = ToleranceCampaign(request)
-    trials = campaign.clean(request["clean_steps"])
-    messages.send(done=1)
-    for number, row in enumerate(deal_rows(TOLERANCED_ROWS, request["faults"], campaign.draw), 2):
-        trials += campaign.trial(row)
-        messages.send(done=number)
-    if campaign.dims.rank == 0:
-        text = "".join(json.dumps(asdict(trial)) + "\n" for trial in trials)
-        (Path(request["folder"]) / "trials.jsonl").write_text(text, encoding="utf-8")
+    messages.send(trials=campaign.clean(request["clean_steps"]))
+    for row in deal_rows(TOLERANCED_ROWS, request["faults"], campaign.draw):
+        messages.send(trials=campaign.trial(row))
     dist.barrier()
     campaign.close()
-    groups.shutdown()
-
-
-if __name__ == "__main__":
-    main()

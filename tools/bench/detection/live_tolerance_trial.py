@@ -6,14 +6,13 @@ threshold; so one of up to twice the threshold may be hidden, and a larger one m
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, UNITS, UPDATE
 from tools.bench.detection.live_cases import CLEAN, LASTING, OTHER, SHARD, STATE, STEPPED, SUM
+from tools.bench.result import Report, table
 
 COVERED = {
     SUM: (REDUCTION,),
@@ -28,6 +27,8 @@ UNCOVERED = {STATE: "not detectable, because the update is computed again from w
 CERTAIN = 2.0
 """Thresholds above which a fault cannot be hidden."""
 ANY = "any"
+SIZES = {"smaller": "< 1", "up to twice": f"1 to {CERTAIN:g}", "larger": f"> {CERTAIN:g}", "not looked at": "unseen"}
+"""Heading of each class of sizes."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,9 @@ class ToleranceResult:
         trials: with faults and clean.
     """
 
+    also = ("passed", "by_row", "thresholds", "not_detectable", "clean_steps", "false_warnings")
+    not_detectable = UNCOVERED
+
     trials: Sequence[ToleranceTrial] = field(repr=False)
 
     @property
@@ -171,35 +175,48 @@ class ToleranceResult:
         """Whether all trials were as they have to be, and faults that cannot be hidden were among them."""
         return not self.missed and any(size > CERTAIN for trial in self.trials for size in trial.sizes.values())
 
-    def counts(self) -> dict[str, Counter[str]]:
+    @property
+    def by_row(self) -> dict[str, Counter[str]]:
         """Counts of the trials with faults, by row and check that may see them."""
         return count_tolerance(self.trials)
 
+    @property
     def thresholds(self) -> dict[str, tuple[float, float]]:
         """Least and largest threshold of each check after the warm-up of each layout and type, in its unit."""
         of = {name: [trial.thresholds[name] for trial in self.trials] for name in UNITS} if self.trials else {}
         return {name: (min(values), max(values)) for name, values in of.items()}
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
-        return {
-            "passed": self.passed,
-            "by_row": self.counts(),
-            "thresholds": self.thresholds(),
-            "not_detectable": UNCOVERED,
-            "clean_steps": self.clean_steps,
-            "false_warnings": self.false_warnings,
-            "trials": [_plain(trial) for trial in self.trials],
-        }
-
-
-def read_tolerance_trial(found: Mapping[str, Any]) -> ToleranceTrial:
-    """A trial of its JSON."""
-    lists = {name: tuple(found[name]) for name in ("ranks", "accused")}
-    return ToleranceTrial(**{**found, **lists, "warnings": tuple((step, check) for step, check in found["warnings"])})
-
-
-def _plain(trial: ToleranceTrial) -> dict[str, Any]:
-    """A trial for JSON, which has no infinity: such sizes as text."""
-    sizes = {name: size if math.isfinite(size) else str(size) for name, size in trial.sizes.items()}
-    return asdict(trial) | {"sizes": sizes}
+    def report(self) -> Report:
+        """Found by size of the fault, thresholds, false warnings, every miss."""
+        counts = self.by_row
+        rows = [
+            [
+                name,
+                *(str(count[column]) for column in ("injected", "no bit changed", "step skipped")),
+                *(f"{count[f'{size}, found']}/{count[size]}" if count[size] else "-" for size in SIZES),
+                *(str(count[column]) for column in ("first", "audits")),
+            ]
+            for name, count in sorted(counts.items())
+        ]
+        columns = ("fault: check", "faults", "same", "skip", *SIZES.values(), "first", "audits")
+        yield table("toleranced checks: found of injected faults, by size in thresholds", columns, rows, tight=True)
+        yield (
+            "size: how far the fault moves the value of the check; unseen: outside the slice of that step, or no check "
+            "looks there; same: no bit changed; skip: the gradient was not finite, and the optimizer did not step; "
+            "first: no check warned before this one; audits: one was called"
+        )
+        wrong = sum(count["wrong accusations"] for count in counts.values())
+        yield f"healthy ranks were named in {wrong} trials"
+        for row, reason in UNCOVERED.items():
+            yield f"{row}: {reason}"
+        for check, (least, most) in self.thresholds.items():
+            yield f"threshold of {check} as measured on clean steps: {least:.3g} to {most:.3g} {UNITS[check]}"
+        for trial in self.missed:
+            sizes = ", ".join(f"{size:.3g} of {check}" for check, size in trial.sizes.items()) or "no size"
+            said = ", ".join(f"{check} in step {step}" for step, check in trial.warnings) or "nothing"
+            yield (
+                f"MISS {trial.layout} {trial.precision}, {trial.row}: {trial.kind or 'no fault'} on ranks "
+                f"{list(trial.ranks)}, {trial.address or f'{trial.steps} steps'} ({sizes}): warned {said}; named "
+                f"{list(trial.accused)}"
+            )
+        yield f"{self.clean_steps} clean steps, {self.false_warnings} false warnings"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.parallel.run_ranks import run_ranks
 from megasdc.sdc.check_cost import Rates, median_rates
-from megasdc.sdc.cost import FP32_BYTES, Accelerator, Work
+from megasdc.sdc.cost import FP32_BYTES, Work
+from tools.bench.detection.options import OverheadOptions
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
     AMORTISED,
@@ -18,11 +17,14 @@ from tools.bench.detection.overhead_model import (
     BETWEEN,
     OFF,
     STEPS,
+    TOLERANCED,
     amortised,
     predict,
 )
+from tools.bench.detection.overhead_rank import measure_rank
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
 
@@ -30,26 +32,11 @@ BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}
 """Largest share of a step's time, on the first model."""
 SLACK = 0.5
 """How far the interval's upper end may lie above a bar, as a share of it."""
+BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, TOLERANCED)
+"""Kinds of steps whose parts are printed."""
+SMALLEST = 1e-5
+"""Smallest share that is worth a row."""
 ACCELERATOR_SIZES = (2048, 4096, 6144, 8192, 12288)
-
-
-@dataclass(frozen=True)
-class OverheadOptions:
-    """What is measured.
-
-    Args:
-        sizes: of the first model, its batch and its ranks; blocks of one step of each kind.
-        others: widths of further models, otherwise the same; no bar is set for them.
-        interval: K, steps from one audit to the next.
-        accelerator: what to predict for.
-        exchange_s: seconds of a small reduction over the hosts of a run on accelerators.
-    """
-
-    sizes: TrainBenchOptions
-    others: tuple[int, ...] = ()
-    interval: int = 50
-    accelerator: Accelerator = field(default_factory=Accelerator)
-    exchange_s: float = 1e-3
 
 
 @dataclass(frozen=True)
@@ -64,6 +51,8 @@ class TierCost:
         bar: largest median that passes; None: any does.
     """
 
+    also = ("passed",)
+
     own: Estimate
     slower: Estimate
     parts: dict[str, float]
@@ -74,6 +63,11 @@ class TierCost:
     def passed(self) -> bool:
         """Whether the time inside our own calls is within the bar."""
         return self.bar is None or self.own.passes(self.bar, SLACK * self.bar)
+
+    @property
+    def verdict(self) -> str:
+        """As tables show it."""
+        return "none" if self.bar is None else f"{100 * self.bar:g} {'pass' if self.passed else 'FAIL'}"
 
 
 @dataclass(frozen=True)
@@ -94,20 +88,55 @@ class ModelCost:
     rates: Rates
     tiers: dict[str, TierCost]
 
+    def report(self) -> Report:
+        """Each check beside its prediction, and the rates."""
+        rows = []
+        for name, tier in self.tiers.items():
+            predicted = "-" if tier.predicted is None else f"{100 * tier.predicted:.3f}"
+            rows.append([name, *(interval(one, 3, 100) for one in (tier.own, tier.slower)), predicted, tier.verdict])
+        title = f"H={self.hidden}: cost of checks, % of the step without ({self.step_s.median:.3f} s)"
+        yield table(title, ("check", "inside our calls", "alternating steps", "predicted", "bar"), rows)
+        rates = self.rates
+        yield (
+            f"{self.flop_per_s / 1e9:.1f} GFLOP/s; checksums {rates.checksum_bytes_per_s / 1e9:.1f} GB/s and "
+            f"{rates.checksum_s * 1e6:.1f} us each, look for NaN and Inf {rates.extremes_bytes_per_s / 1e9:.1f} GB/s "
+            f"and {rates.extremes_s * 1e6:.1f} us each, reduction over ranks {rates.exchange_s * 1e6:.0f} us"
+        )
+
+    def report_parts(self) -> Report:
+        """Where the time inside our calls goes, the largest part first."""
+        tiers = {name: self.tiers[name].parts for name in BROKEN_DOWN}
+        names = dict.fromkeys(part for parts in tiers.values() for part in parts)
+        largest = {part: max(one.get(part, 0.0) for one in tiers.values()) for part in names}
+        rows = []
+        for part in sorted(largest, key=lambda part: -largest[part]):
+            if largest[part] >= SMALLEST:
+                shares = [parts.get(part) for parts in tiers.values()]
+                rows.append([part, *("" if share is None else f"{100 * share:.3f}" for share in shares)])
+        title = f"H={self.hidden}: parts of the time inside our calls, % of the rest of the step"
+        yield table(title, ("part", *tiers), rows)
+        yield (
+            "forward, recompute, backward, weight_grad: listening to these results; observer: the rest of what calls "
+            "the listeners; attach: hooks put on and taken off; before_step: parameters are read, replicas agree on "
+            "the shared samples; after_micro_batches: what was seen is compared, over the ranks too; "
+            "agreement, after_step: ranks learn whether an audit was asked for; of toleranced checks "
+            "before_reduction: sums and features of gradients, before_optimizer_step: sums of the shards, update: a "
+            "slice of it is computed again, after_step: all is judged"
+        )
+
 
 @dataclass(frozen=True)
-class OverheadResult:
+class OverheadResult(Result):
     """What was measured and predicted.
 
     Args:
-        options: what was asked for.
-        machine: where and when.
         models: the first with bars.
         extrapolated: predicted share for the accelerator by tier and width.
     """
 
-    options: OverheadOptions
-    machine: dict[str, Any]
+    also = ("passed", "slack")
+    slack = SLACK
+
     models: list[ModelCost]
     extrapolated: dict[str, dict[int, float]]
 
@@ -116,13 +145,50 @@ class OverheadResult:
         """Whether every bar is met."""
         return all(tier.passed for model in self.models for tier in model.tiers.values())
 
-    def as_dict(self) -> dict[str, Any]:
-        """In plain values, with verdicts."""
-        whole = asdict(self)
-        for model, plain in zip(self.models, whole["models"], strict=True):
-            for name, tier in model.tiers.items():
-                plain["tiers"][name]["passed"] = tier.passed
-        return {"passed": self.passed, "slack": SLACK, **whole}
+    @property
+    def work(self) -> str:
+        """What the ranks of this machine ran."""
+        sizes = self.options.sizes
+        return (
+            f"{sizes.ranks} gloo ranks x {sizes.threads} thread(s), DP{sizes.ranks}, {sizes.precision}; Llama-like "
+            f"L={sizes.layers} S={sizes.sequence} vocabulary {sizes.vocab}; {sizes.accumulation} micro-batches of "
+            f"{sizes.micro_batch}; activations recomputed; audits every {self.options.interval} steps"
+        )
+
+    @property
+    def assumptions(self) -> str:
+        """What the extrapolation assumes."""
+        assumed = self.options.accelerator
+        return (
+            f"assumed: reads {assumed.bytes_per_s / 1e12:.2f} TB/s, {assumed.call_s * 1e6:g} us a call, "
+            f"{self.options.exchange_s * 1e3:g} ms a reduction over hosts; training {assumed.flop_per_s / 1e12:.0f} "
+            f"TFLOP/s in bf16, activations recomputed; TP{assumed.tensor} DP{assumed.data}, {assumed.layers} layers "
+            f"with embedding and output, S={assumed.sequence}, {assumed.accumulation} micro-batches of one sample"
+        )
+
+    def report(self) -> Report:
+        """Each model, parts of the first, and predicted for an accelerator."""
+        sizes, every = self.options.sizes, self.options.interval
+        yield (
+            f"{self.work}; {sizes.blocks} steps of each kind; medians with the interval of the median, of the rank "
+            "that pays more"
+        )
+        for model in self.models:
+            yield from model.report()
+        yield from self.models[0].report_parts()
+        yield (
+            f"besides, audits take at most 1 / ({sizes.accumulation} micro-batches x {every} steps) = "
+            f"{1 / (sizes.accumulation * every):.2%} of the independent samples"
+        )
+        yield table(
+            "predicted for an accelerator, % of the step without",
+            ("check", *(f"H={width}" for width in ACCELERATOR_SIZES)),
+            [(name, *(f"{100 * one:.3f}" for one in shares.values())) for name, shares in self.extrapolated.items()],
+        )
+        yield (
+            f"{self.assumptions}; what overlaps with other work costs less: launches, and the reduction that tells of "
+            "requests for an audit; the wait for the device before a comparison is not counted"
+        )
 
 
 def bench_overhead(options: OverheadOptions, on_progress: Progress) -> OverheadResult:
@@ -140,7 +206,7 @@ def bench_overhead(options: OverheadOptions, on_progress: Progress) -> OverheadR
     models = [
         _measure(one, options.interval, BARS if place == 0 else {}, on_progress) for place, one in enumerate(sizes)
     ]
-    return OverheadResult(options, machine, models, extrapolate(options))
+    return OverheadResult(machine, options, models, extrapolate(options))
 
 
 def _measure(sizes: TrainBenchOptions, interval: int, bars: dict[str, float], on_progress: Progress) -> ModelCost:
@@ -148,23 +214,15 @@ def _measure(sizes: TrainBenchOptions, interval: int, bars: dict[str, float], on
     rates: list[Rates] = []
 
     def on_message(message: dict[str, Any]) -> None:
-        if message.pop("kind") == "rates":
-            rates.append(Rates(**message))
+        if "rates" in message:
+            rates.append(message["rates"])
             return
-        steps[message.pop("name")].append(message)
+        steps[message["name"]].append(message["step"])
         on_progress(f"steps, H={sizes.hidden}", sum(map(len, steps.values())), sizes.blocks * len(STEPS))
 
-    with tempfile.TemporaryDirectory(prefix="bench_overhead_") as folder:
-        request = {"options": asdict(sizes), "folder": folder}
-        run_ranks(
-            "tools.bench.detection.overhead_rank",
-            request,
-            sizes.ranks,
-            sizes.threads,
-            Path(folder),
-            on_message,
-            fresh=True,
-        )
+    with scratch_folder() as folder:
+        arguments = {"options": sizes, "folder": folder}
+        run_in_ranks(measure_rank, arguments, sizes.ranks, folder, on_message, threads=sizes.threads, fresh=True)
     return judge(sizes, steps, median_rates(rates), interval, bars)
 
 

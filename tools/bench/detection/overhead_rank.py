@@ -9,14 +9,10 @@ it would have to do as well.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +30,18 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.events import EventLog
 from megasdc.model.submodules import list_submodules
-from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.run_ranks import Messages
-from megasdc.parallel.step_agreement import Field, StepAgreement
-from megasdc.train.build import prepare_cpu
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.detection.check_rates import measure_rates
 from megasdc.train.detection.checks import Detection
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.observe import Observation
-from megasdc.train.main import set_up_logging
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
+from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver
 from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
-from tools.bench.detection.trace_rank import TimedObserver
+from tools.bench.rank import Messages, join_ranks
 from tools.bench.training.loops import DISTINCT_STEPS
 from tools.bench.training.options import TrainBenchOptions, run_config
 
@@ -65,21 +57,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
 """What each kind of step switches on; of the last the toleranced checks alone are made."""
 
 
-class Clock:
-    """Adds up the time of calls, by part."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-
-    def timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Call it, and count its time."""
-        began = time.perf_counter()
-        try:
-            return call(*args)
-        finally:
-            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - began
-
-
 class PhaseObserver(TimedObserver):
     """Also says how much of that time the results of each phase took."""
 
@@ -93,44 +70,7 @@ class PhaseObserver(TimedObserver):
     @property
     def parts(self) -> dict[str, float]:
         """Time of listening by phase, and of the observer itself."""
-        return {**self._clock.parts, "observer": self.own_s - sum(self._clock.parts.values())}
-
-
-class Timed:
-    """Stands for a hook, and adds up the time inside its methods.
-
-    Args:
-        inner: the hook.
-        clock: told the time of each method.
-    """
-
-    def __init__(self, inner: Any, clock: Clock) -> None:
-        self._inner = inner
-        self._clock = clock
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return partial(self._clock.timed, name, found) if callable(found) else found
-
-
-class TimedAgreement(StepAgreement):
-    """Adds up the time inside the agreement of a step.
-
-    Args:
-        clock: told the time, as the part ``agreement``.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(dist.group.WORLD)
-        self._clock = clock
-
-    def start(self, fields: Iterable[Field]) -> None:
-        """Start the reduction."""
-        self._clock.timed("agreement", super().start, fields)
-
-    def finish(self) -> None:
-        """Wait for the reduction."""
-        self._clock.timed("agreement", super().finish)
+        return {**self._clock.parts, "observer": self.own_s - self._clock.total_s}
 
 
 class Meeting(Hook):
@@ -157,10 +97,8 @@ class OverheadRank:
         self._config = replace(plain, deepspeed=recomputing)
         sections = self._config.megasdc
         layout = check_layout(self._config, options.ranks)
-        prepare_cpu(options.threads)
         set_deterministic(DeterminismSection.model_validate({"enabled": True}))  # replicas are to agree bit for bit
-        groups.init_process_group(sections.parallel.timeout_s)
-        self.dims = groups.init_model_parallel(1, 1, sections.parallel.timeout_s)
+        self.dims = join_ranks(threads=options.threads, timeout_s=sections.parallel.timeout_s)
         self.engine = build_training_engine(
             self._config, layout, self.dims, options.vocab, StartClock(time.monotonic())
         )
@@ -289,13 +227,13 @@ class OverheadRank:
         self._run.events.close()
 
 
-def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> None:
+def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
     """Take steps of each kind in turn and report what each took, and after each block the rates.
 
     Args:
+        messages: where to report.
         options: sizes.
         folder: where events are written.
-        messages: where to report.
     """
     rank = OverheadRank(options, folder)
     for name in STEPS:  # not counted: the first of each is slower
@@ -304,19 +242,6 @@ def measure(options: TrainBenchOptions, folder: Path, messages: Messages) -> Non
         first = block % len(STEPS)
         names = (*STEPS[first:], *STEPS[:first])
         for name in reversed(names) if block % 2 else names:  # none always follows the same other
-            messages.send(kind="step", name=name, **rank.step(name))
-        messages.send(kind="rates", **asdict(measure_rates(rank.engine.device, rank.dims)))
+            messages.send(name=name, step=rank.step(name))
+        messages.send(rates=measure_rates(rank.engine.device, rank.dims))
     rank.close()
-    groups.shutdown()
-
-
-def main() -> None:
-    """Run the request of the command line."""
-    request = json.loads(sys.argv[1])
-    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    set_up_logging(int(os.environ["RANK"]))
-    measure(TrainBenchOptions(**request["options"]), Path(request["folder"]), messages)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,42 @@
-"""Cost of a trace: measured here, predicted for an accelerator by the bytes it reads."""
+"""Cost of a trace: measured here on one rank, predicted for an accelerator by the bytes it reads."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megasdc.addresses import FORWARD, Address
+from megasdc.config import TraceSection, check_layout
+from megasdc.data.memory_stream import MemoryStream
+from megasdc.engine.engine import TrainingEngine
 from megasdc.model.kinds import GRANULARITIES
+from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.parallel.run_ranks import run_ranks
 from megasdc.sdc.cost import Accelerator, Work, predicted_share, reads_of_step, total
+from megasdc.sdc.trace_file import TraceWriter
+from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.tensors.checksum import default_algorithm, read_back
+from megasdc.train.build_engine import build_training_engine
+from megasdc.train.process.startup import StartClock
+from tools.bench.clocks import TimedObserver
 from tools.bench.machine import describe_machine
+from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
+from tools.bench.training.loops import DISTINCT_STEPS, endless_batches
 from tools.bench.training.options import TrainBenchOptions, run_config
 
 OFF = "off"
 """Name of a step without a trace."""
 HIDDEN_SIZES = (4096, 8192, 12288)
+RATE_BYTES = 512 << 20
+"""Larger than the caches of a processor: what a trace reads was not read just before."""
+CALLS = 2000
 
 
 @dataclass(frozen=True)
@@ -41,12 +59,10 @@ class GranularityCost:
 
 
 @dataclass(frozen=True)
-class TraceBenchResult:
-    """What was measured and predicted.
+class TraceBenchResult(Result):
+    """What was measured and predicted; there is no bar.
 
     Args:
-        options: sizes.
-        machine: where and when.
         step_s: of the untraced step.
         flop_per_s: that it reaches.
         bytes_per_s: of a large checksum.
@@ -56,8 +72,8 @@ class TraceBenchResult:
         extrapolated: share of a step's time by granularity and width, every step traced.
     """
 
-    options: TrainBenchOptions
-    machine: dict[str, Any]
+    also = ()
+
     step_s: Estimate
     flop_per_s: float
     bytes_per_s: float
@@ -66,9 +82,33 @@ class TraceBenchResult:
     accelerator: Accelerator
     extrapolated: dict[str, dict[int, float]]
 
-    def as_dict(self) -> dict[str, Any]:
-        """In plain values."""
-        return asdict(self)
+    def report(self) -> Report:
+        """Cost by granularity, and predicted for an accelerator."""
+        options, assumed = self.options, self.accelerator
+        yield (
+            f"one rank x {options.threads} thread(s), {options.precision}; {options.work}; step "
+            f"{self.step_s.median:.3f} s, {self.flop_per_s / 1e9:.1f} GFLOP/s; checksums "
+            f"{self.bytes_per_s / 1e9:.1f} GB/s and {self.call_s * 1e6:.1f} us a call"
+        )
+        columns = ("granularity", "checksums", "MB read", "inside our calls", "alternating steps", "predicted")
+        rows = []
+        for name, cost in self.costs.items():
+            values = [f"{cost.checksums:,}", f"{cost.bytes / 1e6:,.1f}"]
+            shares = [interval(one, 2, 100) for one in (cost.own, cost.slower)]
+            rows.append([name, *values, *shares, f"{100 * cost.predicted:.2f}"])
+        yield table("cost of a trace of every step, % of the step without", columns, rows)
+        yield f"{options.blocks} steps each; medians with 95 % intervals"
+        yield table(
+            "predicted for an accelerator, % of the step without; every step traced (every 50th: / 50)",
+            ("granularity", *(f"H={width}" for width in HIDDEN_SIZES)),
+            [(name, *(f"{100 * one:.2f}" for one in shares.values())) for name, shares in self.extrapolated.items()],
+        )
+        yield (
+            f"assumed: checksums {assumed.bytes_per_s / 1e12:.2f} TB/s and {assumed.call_s * 1e6:.0f} us a call; "
+            f"training {assumed.flop_per_s / 1e12:.0f} TFLOP/s in bf16; TP{assumed.tensor} DP{assumed.data}, "
+            f"{assumed.layers} layers with embedding and output, S={assumed.sequence}, "
+            f"{assumed.accumulation} micro-batches of one sample"
+        )
 
 
 def bench_trace(
@@ -90,16 +130,16 @@ def bench_trace(
     rates: dict[str, float] = {}
 
     def on_message(message: dict[str, Any]) -> None:
-        if message.pop("kind") == "rates":
+        if "name" not in message:
             rates.update(message)
             return
         steps[message.pop("name")].append(message)
         on_progress("steps", sum(map(len, steps.values())), options.blocks * len(steps))
 
-    with tempfile.TemporaryDirectory(prefix="bench_trace_") as folder:
-        request = {"options": asdict(options), "folder": folder}
-        run_ranks("tools.bench.detection.trace_rank", request, 1, options.threads, Path(folder), on_message, fresh=True)
-        model = run_config(options, Path(folder)).megasdc.model
+    with scratch_folder() as folder:
+        arguments = {"options": options, "folder": folder}
+        run_in_ranks(measure_rank, arguments, 1, folder, on_message, threads=options.threads, fresh=True)
+        model = run_config(options, folder).megasdc.model
     vocab = padded_vocab_size(options.vocab, model.vocab_multiple)
     width = 4 if options.precision == "fp32" else 2
     work = Work(model, vocab, options.sequence, options.micro_batch, options.accumulation, width_bytes=width)
@@ -118,8 +158,8 @@ def bench_trace(
             ),
         )
     return TraceBenchResult(
-        options,
         machine,
+        options,
         step_s,
         flop_per_s,
         rates["bytes_per_s"],
@@ -149,3 +189,68 @@ def extrapolate(accelerator: Accelerator) -> dict[str, dict[int, float]]:
         }
         for name in GRANULARITIES
     }
+
+
+def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
+    """Take steps without a trace and with each granularity in turn, and report what each took.
+
+    Args:
+        messages: where to report.
+        options: sizes; a block is one step of each.
+        folder: where traces are written.
+    """
+    config = run_config(options, folder)
+    layout = check_layout(config, 1)
+    dims = join_ranks(threads=options.threads, timeout_s=config.megasdc.parallel.timeout_s)
+    engine = build_training_engine(config, layout, dims, options.vocab, StartClock(time.monotonic()))
+    samples = options.total_steps * layout.train_batch_size
+    distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
+    stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
+    batches = endless_batches(stream, options, dims)
+    names = [OFF, *GRANULARITIES]
+    for name in names:  # not counted: the first time of each is slower
+        _step(engine, batches, name, folder)
+    for block in range(options.blocks):
+        for name in names[block % len(names) :] + names[: block % len(names)]:
+            messages.send(name=name, **_step(engine, batches, name, folder))
+    messages.send(**_rates(engine.device))
+
+
+def _step(engine: TrainingEngine, batches: Iterator[Any], name: str, folder: Path) -> dict[str, float]:
+    """Wall time of one step, and of it the time inside our calls."""
+    if name == OFF:
+        began = time.perf_counter()
+        engine.train_step(batches)
+        return {"wall_s": time.perf_counter() - began, "own_s": 0.0, "checksums": 0}
+    chosen = choose_submodules(list_submodules(engine.module), name, None)
+    tracer = Tracer(default_algorithm(engine.device), TraceSection())
+    observer = TimedObserver(engine, chosen, [tracer])
+    writer = TraceWriter(folder / "bench.trace", {})
+    began = time.perf_counter()
+    engine.train_step(batches)
+    taken = time.perf_counter()
+    trace = tracer.take()
+    writer.append(trace)
+    ended = time.perf_counter()
+    observer.close()
+    writer.close()
+    return {"wall_s": ended - began, "own_s": observer.own_s + ended - taken, "checksums": len(trace)}
+
+
+def _rates(device: torch.device) -> dict[str, float]:
+    """Bytes a second of a large checksum, and seconds of recording one that reads next to nothing."""
+    checksums = default_algorithm(device)
+    tracer = Tracer(checksums, TraceSection())
+    large = torch.randn(RATE_BYTES // 4, device=device)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        read_back([checksums.start(large)])
+        times.append(time.perf_counter() - began)
+    small = torch.zeros(1, device=device)
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        tracer(Address(1, 0, FORWARD, "loss", "output"), small)
+    tracer.take()
+    call_s = (time.perf_counter() - began) / CALLS
+    return {"bytes_per_s": RATE_BYTES / sorted(times)[len(times) // 2], "call_s": call_s}

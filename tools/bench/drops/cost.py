@@ -2,53 +2,44 @@
 
 The threshold is finite and never reached, so that every micro-batch but the first is asked for, decided and announced.
 A micro-batch is a delay that each stage sleeps, and the computation of a small GPT.
+
+Ours is everything that ``DropCompute``, its ``StepTimes`` and its gate do in the engine and between steps: deciding,
+sending, announcing, marks, the sum of counts, logs. Hearing a decision counts from when its sender began to send it:
+what a rank waits before that is waiting for the stage or tensor rank before it, whose activation it would have waited
+for just as long. All ranks are on one host and read one clock.
 """
 
 from __future__ import annotations
 
-import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from megasdc.dropcompute.gate import MESSAGE_BYTES
-from megasdc.parallel.run_ranks import run_ranks
-from tools.bench.drops.setup import SmallGpt, check_options, drop_config
+import torch.distributed as dist
+
+from megasdc.dropcompute.gate import MESSAGE_BYTES, ReplicaGate
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.drop_compute import DropCompute
+from tools.bench.clocks import Clock, Timed, TimedAgreement
+from tools.bench.drops.options import DropCostOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.small.gpt import small_config
+from tools.bench.small.runs import build_run, drop_compute_of
 from tools.bench.statistics import Estimate, estimate_median
 
-GPT = SmallGpt(hidden=128, layers=2, sequence=64, vocab=512, micro_batches=4)
-LAYOUTS = ((1, 1, 2), (2, 2, 1))
-"""(tensor, pipeline, data)."""
 BAR = 0.002
 """Largest share of a step."""
 LEAST_MICRO_BATCH_S = 0.5
 """Seconds of a micro-batch on a stage below which the bar does not hold."""
 NEVER_S = 1e6
 """A threshold that no step reaches."""
-
-
-@dataclass(frozen=True)
-class DropCostOptions:
-    """Size of the measurement.
-
-    Args:
-        steps: that count, in each layout.
-        delay_s: that each stage sleeps before it starts a micro-batch.
-        gpt: the model.
-        layouts: (tensor, pipeline, data) of each.
-    """
-
-    steps: int = 20
-    delay_s: float = 0.5
-    gpt: SmallGpt = GPT
-    layouts: tuple[tuple[int, int, int], ...] = LAYOUTS
-
-    def __post_init__(self) -> None:
-        check_options(self, self.gpt.problems())
+Moments = dict[int, float]
+"""By micro-batch, seconds on the host's clock."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +74,23 @@ class LayoutCost:
         steps: that count.
     """
 
+    also = (
+        *("passed", "bar", "share", "parts", "step_s", "micro_batch_s"),
+        *("messages_per_micro_batch", "bytes_per_micro_batch", "bytes_reduced_per_step"),
+    )
+
     layout: tuple[int, int, int]
     micro_batches: int
     steps: Sequence[StepCost] = field(repr=False)
 
     @property
-    def own(self) -> Estimate:
+    def name(self) -> str:
+        """As tables show it."""
+        tensor, pipeline, data = self.layout
+        return f"TP{tensor} PP{pipeline} DP{data}"
+
+    @property
+    def share(self) -> Estimate:
         """Share of the step inside our calls."""
         return estimate_median([step.share for step in self.steps])
 
@@ -109,10 +111,20 @@ class LayoutCost:
         return median(step.micro_batch_s for step in self.steps)
 
     @property
-    def messages(self) -> float:
+    def messages_per_micro_batch(self) -> float:
         """Messages of one replica for each micro-batch that it asks for; the first of a step is not asked for."""
         asked = self.layout[2] * (self.micro_batches - 1)
         return median(step.messages for step in self.steps) / asked
+
+    @property
+    def bytes_per_micro_batch(self) -> float:
+        """Of these messages."""
+        return self.messages_per_micro_batch * MESSAGE_BYTES
+
+    @property
+    def bytes_reduced_per_step(self) -> int:
+        """Summed over ranks."""
+        return self.layout[2] * MESSAGE_BYTES
 
     @property
     def bar(self) -> float | None:
@@ -122,37 +134,24 @@ class LayoutCost:
     @property
     def passed(self) -> bool:
         """Whether the median and the interval's upper end are within the bar."""
-        return self.bar is None or self.own.passes(self.bar, 0.0)
+        return self.bar is None or self.share.passes(self.bar, 0.0)
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return {
-            "passed": self.passed,
-            "layout": self.layout,
-            "bar": self.bar,
-            "share": asdict(self.own),
-            "parts": self.parts,
-            "step_s": self.step_s,
-            "micro_batch_s": self.micro_batch_s,
-            "messages_per_micro_batch": self.messages,
-            "bytes_per_micro_batch": self.messages * MESSAGE_BYTES,
-            "bytes_reduced_per_step": self.layout[2] * MESSAGE_BYTES,
-            "steps": [asdict(step) for step in self.steps],
-        }
+    @property
+    def verdict(self) -> str:
+        """As tables show it."""
+        if self.bar is None:
+            return f"none below {LEAST_MICRO_BATCH_S} s a micro-batch"
+        return f"{100 * self.bar:g} {'pass' if self.passed else 'FAIL'}"
 
 
 @dataclass(frozen=True)
-class DropCostResult:
+class DropCostResult(Result):
     """Everything that was measured.
 
     Args:
-        machine: date, processor, versions.
-        options: size.
         layouts: one entry a layout.
     """
 
-    machine: dict[str, Any]
-    options: DropCostOptions
     layouts: Sequence[LayoutCost]
 
     @property
@@ -160,14 +159,33 @@ class DropCostResult:
         """Whether every layout passed."""
         return all(one.passed for one in self.layouts)
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it, with verdicts."""
-        return {
-            "passed": self.passed,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "layouts": [one.as_dict() for one in self.layouts],
-        }
+    def report(self) -> Report:
+        """Shares of the step by part, and what is sent."""
+        options, layouts = self.options, self.layouts
+        yield (
+            f"{options.gpt}; each stage sleeps {options.delay_s:g} s before a micro-batch; {options.steps} steps; "
+            "nothing left out"
+        )
+        rows: list[tuple[str, list[str]]] = [
+            *((part, [f"{100 * one.parts[part]:.4f}" for one in layouts]) for part in layouts[0].parts),
+            ("all (interval of the median)", [interval(one.share, 4, 100) for one in layouts]),
+            ("bar", [one.verdict for one in layouts]),
+            ("seconds of a step", [f"{one.step_s:.3f}" for one in layouts]),
+            ("seconds of a micro-batch, stage 0", [f"{one.micro_batch_s:.3f}" for one in layouts]),
+            ("messages a replica and micro-batch", [f"{one.messages_per_micro_batch:g}" for one in layouts]),
+            ("their bytes", [f"{one.bytes_per_micro_batch:g}" for one in layouts]),
+            ("bytes summed over ranks a step", [f"{one.bytes_reduced_per_step}" for one in layouts]),
+        ]
+        yield table(
+            "DropCompute, % of the step inside its calls",
+            ("part", *(one.name for one in layouts)),
+            [(name, *cells) for name, cells in rows],
+        )
+        yield (
+            "of the rank on which it is most, medians over steps; hear: from when a decision was sent until the rank "
+            "that waits for it goes on, its wake-up included; waiting before that is waiting for the stage or tensor "
+            "rank before, whose activation comes no earlier; the first micro-batch of a step is not asked for"
+        )
 
 
 def bench_drop_cost(options: DropCostOptions, on_progress: Progress = lambda what, done, total: None) -> DropCostResult:
@@ -186,24 +204,126 @@ def bench_drop_cost(options: DropCostOptions, on_progress: Progress = lambda wha
 
 def _measure(options: DropCostOptions, layout: tuple[int, int, int], on_progress: Progress) -> LayoutCost:
     tensor, pipeline, data = layout
-    name = f"TP{tensor} PP{pipeline} DP{data}"
-    steps: list[StepCost] = []
+    found = LayoutCost(layout, options.gpt.micro_batches, steps := [])
 
     def take(message: dict[str, Any]) -> None:
-        steps.append(StepCost(**message))
-        on_progress(name, len(steps), options.steps)
+        steps.append(message["step"])
+        on_progress(found.name, len(steps), options.steps)
 
-    on_progress(name, 0, options.steps)
-    with tempfile.TemporaryDirectory(prefix="megasdc_dropcompute_") as scratch:
-        folder = Path(scratch)
-        config = drop_config(
-            options.gpt,
-            folder / "run",
-            options.steps + 1,
-            {"threshold": NEVER_S, "warmup_steps": 0},
-            delay=[{"kind": "normal", "mean_s": options.delay_s, "std_s": 0.0}],
-            layout=(tensor, pipeline),
-        )
+    on_progress(found.name, 0, options.steps)
+    sections = {
+        "drop_compute": {"enabled": True, "threshold": NEVER_S, "warmup_steps": 0},
+        "delay": [{"kind": "normal", "mean_s": options.delay_s, "std_s": 0.0}],
+    }
+    with scratch_folder() as folder:
+        config = small_config(options.gpt, folder / "run", options.steps + 1, sections, layout=(tensor, pipeline))
         request = {"config": config, "vocab": options.gpt.vocab}
-        run_ranks("tools.bench.drops.cost_rank", request, tensor * pipeline * data, 1, folder, take)
-    return LayoutCost(layout, options.gpt.micro_batches, steps)
+        run_in_ranks(measure_rank, request, tensor * pipeline * data, folder, take)
+    return found
+
+
+class TimedGate:
+    """Stands for a rank's gate, adds up the time inside its calls, and keeps when it told and heard what.
+
+    Args:
+        inner: the gate.
+        dims: place of this rank.
+    """
+
+    def __init__(self, inner: ReplicaGate, dims: ParallelDims) -> None:
+        self._inner = inner
+        self.clock = Clock()
+        self._decides = dims.is_first_stage and dims.tp_rank == 0
+        self.source = dims.rank - dims.tensor * dims.data if dims.pp_rank else dims.rank - dims.tp_rank
+        self._hears_by = "announced" if dims.pp_rank else "decided"
+        self.told: dict[str, Moments] = {"decided": {}, "announced": {}}
+        self._heard: dict[int, tuple[float, float]] = {}
+
+    def time_left_s(self, micro_batch: int) -> float:
+        """Time it."""
+        return float(self.clock.timed("decide", self._inner.time_left_s, micro_batch))
+
+    def may_start(self, micro_batch: int) -> bool:
+        """Time it where it is decided; elsewhere keep when the answer was waited for."""
+        began = time.perf_counter()
+        if self._decides:
+            self.told["decided"][micro_batch] = began
+            return bool(self.clock.timed("decide", self._inner.may_start, micro_batch))
+        starts = self._inner.may_start(micro_batch)
+        self._heard[micro_batch] = (began, time.perf_counter())
+        return starts
+
+    def announce(self, micro_batch: int, starts: bool) -> None:
+        """Time it."""
+        self.told["announced"][micro_batch] = time.perf_counter()
+        self.clock.timed("announce", self._inner.announce, micro_batch, starts)
+
+    def heard_s(self, told: list[dict[str, Moments]]) -> float:
+        """Seconds in which this rank heard decisions, without waiting for who told them.
+
+        Args:
+            told: of every rank, in the step that ended.
+        """
+        moments = told[self.source][self._hears_by]
+        return sum(max(0.0, ended - max(began, moments[one])) for one, (began, ended) in self._heard.items())
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.clock.parts.clear()
+        self.told = {"decided": {}, "announced": {}}
+        self._heard.clear()
+
+
+def measure_rank(messages: Messages, config: dict[str, Any], vocab: int) -> None:
+    """Take steps and report what each of them took.
+
+    Args:
+        messages: where to report.
+        config: of the run.
+        vocab: entries of the vocabulary.
+    """
+    parallel = config["megasdc"]["parallel"]
+    dims = join_ranks(parallel["tensor"], parallel["pipeline"])
+    run, _ = build_run(config, dims, vocab)
+    drop = drop_compute_of(run)
+    gate, marks, calls = TimedGate(drop.gate, dims), Clock(), Clock()
+    hook: Any = Timed(drop, calls)
+    run.engine.gate = gate
+    run.engine.agreement = TimedAgreement(calls)
+    run.engine.hooks = [_timed(one, drop, marks, hook) for one in run.engine.hooks]
+    drop.on_start(run)
+    for step in range(run.steps):
+        for clock in (marks, calls):
+            clock.parts.clear()
+        gate.begin()
+        sent = drop.gate.num_sent
+        dist.barrier()
+        began = time.perf_counter()
+        hook.before_step(run)
+        result = run.engine.train_step(run.batches)
+        run.step = result.step
+        hook.after_step(run, result)
+        wall_s = time.perf_counter() - began
+        heard_s = gate.heard_s(gather_objects(gate.told))
+        parts = {
+            "decide, send": gate.clock.parts.get("decide", 0.0),
+            "announce": gate.clock.parts.get("announce", 0.0),
+            "hear": heard_s,
+            "marks": marks.total_s,
+            "count, exchange, log": calls.total_s,
+        }
+        record = drop.times.take()
+        found = gather_objects((wall_s, parts, record.busy_s, drop.gate.num_sent - sent))
+        slowest = max(found, key=lambda one: sum(one[1].values()) / one[0])
+        if step:  # the first one is slower
+            micro_batch_s = sum(found[0][2]) / len(found[0][2])
+            num_sent = sum(one[3] for one in found)
+            messages.send(step=StepCost(slowest[0], slowest[1], micro_batch_s, num_sent))
+    drop.close()
+    run.events.close()
+
+
+def _timed(hook: Any, drop: DropCompute, marks: Clock, calls: Any) -> Any:
+    if hook is drop.times:
+        return Timed(hook, marks)
+    return calls if hook is drop else hook

@@ -10,123 +10,47 @@ Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megasdc.config.sections.drop_compute import PREDICTIVE
-from megasdc.parallel.run_ranks import run_ranks
-from tools.bench.drops.setup import SmallGpt, check_options, drop_config
-from tools.bench.drops.speedup_scores import Comparison, Segment, compare, recorded_steps, sleep_share
+from megasdc.engine.run import Run
+from megasdc.parallel.collectives import gather_objects
+from tools.bench.drops.options import AUTO, NEVER, DropSpeedupOptions
+from tools.bench.drops.speedup_scores import Comparison, choose_thresholds, compare, recorded_steps, sleep_share
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.small.runs import build_run, drop_compute_of, train_in_turn
 
-GPT = SmallGpt()
 BAR = 0.05
 """Largest difference of a measured speed-up from the predicted one, over the latter."""
-NEVER, AUTO = "inf", "auto"
+COLUMNS = (
+    "threshold",
+    "tau, s",
+    "% out,\npredicted",
+    "% out,\nmeasured",
+    "speed-up,\npredicted",
+    "of same\nsteps",
+    "speed-up,\nmeasured",
+    "off, %",
+    "bar, %",
+)
 
 
 @dataclass(frozen=True)
-class DropSpeedupOptions:
-    """Size of the measurement.
-
-    Args:
-        replicas: N, one rank each.
-        steps: that are measured for each threshold, and as many that predict.
-        warmup: steps before them in each run, at least 1.
-        constant_s: that every micro-batch sleeps.
-        mean_s: mean of what it sleeps more, bounded log-normal.
-        drop_rates: shares that the thresholds are to leave out; one that a run chooses itself comes on top.
-        sigmas: of the rule "predictive"; None: that of the paper, which starts micro-batches before tau.
-        seed: of delays; the steps that predict have those of the next one, or in a run that chooses are its first.
-        gpt: the model.
-    """
-
-    replicas: int = 8
-    steps: int = 28
-    warmup: int = 2
-    constant_s: float = 0.06
-    mean_s: float = 0.1
-    drop_rates: tuple[float, ...] = (0.025, 0.05, 0.1)
-    sigmas: float | None = None
-    seed: int = 1
-    gpt: SmallGpt = GPT
-
-    def __post_init__(self) -> None:
-        problems = self.gpt.problems()
-        if self.sigmas is not None and not 0 <= self.sigmas < math.inf:
-            problems.append(f"--sigmas: {self.sigmas} must be at least 0")
-        if self.warmup < 1:
-            problems.append(f"--warmup: {self.warmup} must be at least 1, since a first step is slower")
-        if not self.mean_s > 0:
-            problems.append(f"--mean: {self.mean_s} must be above 0, since equal replicas gain nothing")
-        if not all(0 < rate < 1 for rate in self.drop_rates):
-            problems.append("--drop-rates: each must be above 0 and below 1")
-        check_options(self, problems)
-
-    @property
-    def first(self) -> Segment:
-        """The first steps after warming up."""
-        return Segment(self.warmup, self.warmup + self.steps)
-
-    @property
-    def second(self) -> Segment:
-        """As many steps after those."""
-        return Segment(self.first.stop, self.first.stop + self.steps)
-
-    def delay(self, seed: int) -> list[dict[str, Any]]:
-        """Entries of `delay`."""
-        constant = {"kind": "normal", "mean_s": self.constant_s, "std_s": 0.0, "seed": seed}
-        return [constant, {"kind": "bounded_lognormal", "mean_s": self.mean_s, "seed": seed}]
-
-    @property
-    def num_steps(self) -> int:
-        """Of all runs."""
-        return 2 * self.second.stop + (1 + len(self.drop_rates)) * self.first.stop
-
-    def config(
-        self, folder: Path, threshold: float | str, steps: int | None = None, seed: int | None = None
-    ) -> dict[str, Any]:
-        """A run.
-
-        Args:
-            folder: where it writes.
-            threshold: as in the section.
-            steps: of the run; None: until what is measured of it has ended.
-            seed: of its delays; None: that of the runs that are compared.
-        """
-        if steps is None:
-            steps = self.second.stop if isinstance(threshold, str) else self.first.stop
-        drop: dict[str, Any] = {
-            "threshold": threshold,
-            "warmup_steps": self.warmup,
-            "window_steps": self.steps,
-            "max_drop_rate": 1.0,
-        }
-        if threshold == NEVER:
-            drop = {"threshold": threshold}
-        elif self.sigmas is not None:
-            drop |= {"rule": PREDICTIVE, "sigmas": self.sigmas}
-        return drop_config(self.gpt, folder, steps, drop, delay=self.delay(self.seed if seed is None else seed))
-
-
-@dataclass(frozen=True)
-class DropSpeedupResult:
+class DropSpeedupResult(Result):
     """Everything that was measured.
 
     Args:
-        machine: date, processor, versions.
-        options: size.
         thresholds: one entry each; the last one is the run's own.
         sleep_share: of the time of micro-batches without a threshold, that they slept.
     """
 
-    machine: dict[str, Any]
-    options: DropSpeedupOptions
+    also = ("passed", "bar")
+    bar: ClassVar[float] = BAR
+
     thresholds: Sequence[Comparison]
     sleep_share: float
 
@@ -135,16 +59,36 @@ class DropSpeedupResult:
         """Whether every speed-up is as predicted, within the bar."""
         return all(abs(one.difference) <= BAR for one in self.thresholds)
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it, with verdicts."""
-        return {
-            "passed": self.passed,
-            "bar": BAR,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "sleep_share": self.sleep_share,
-            "thresholds": [asdict(one) | {"difference": one.difference} for one in self.thresholds],
-        }
+    def report(self) -> Report:
+        """A row for each threshold."""
+        options = self.options
+        yield (
+            f"{options.replicas} gloo replicas, {options.gpt}; a micro-batch sleeps {options.constant_s:g} s and a "
+            f"bounded log-normal delay of mean {options.mean_s:g} s, {100 * self.sleep_share:.0f} % of its time; "
+            f"{options.steps} steps of each"
+        )
+        rule = "elapsed" if options.sigmas is None else f"predictive, {options.sigmas:g} standard deviations"
+        title = f"DropCompute: micro-batches per second over those without a threshold; rule {rule}"
+        yield table(title, COLUMNS, map(_row, self.thresholds))
+        yield (
+            "predicted: from as many steps of other delays in which nothing was left out, their micro-batches dealt "
+            "out anew; of same steps: from the run without a threshold, whose delays the measured run has again, so "
+            "that no chance is in it"
+        )
+
+
+def _row(one: Comparison) -> list[str]:
+    return [
+        "auto" if one.own else "given",
+        "none" if one.tau_s is None else f"{one.tau_s:.3f}",
+        f"{100 * one.predicted_rate:.2f}",
+        f"{100 * one.rate:.2f}",
+        f"{one.predicted:.3f}",
+        f"{one.predicted_same:.3f}",
+        f"{one.speedup:.3f}",
+        f"{100 * one.difference:+.1f}",
+        f"{100 * BAR:g} {'pass' if abs(one.difference) <= BAR else 'FAIL'}",
+    ]
 
 
 def bench_drop_speedup(
@@ -164,18 +108,16 @@ def bench_drop_speedup(
     taus: list[float | None] = []
 
     def take(message: dict[str, Any]) -> None:
-        if "walls_s" in message:
-            runs.append((Path(message["folder"]), message["walls_s"]))
+        if "run" in message:
+            runs.append(message["run"])
             taus.append(message["tau_s"])
         on_progress("steps", message["done"], options.num_steps)
 
-    with tempfile.TemporaryDirectory(prefix="megasdc_speedup_") as scratch:
+    with scratch_folder() as folder:
         on_progress("steps", 0, options.num_steps)
-        request = {"options": asdict(options), "folder": scratch}
-        run_ranks("tools.bench.drops.speedup_rank", request, options.replicas, 1, Path(scratch), take)
+        run_in_ranks(measure_rank, {"options": options, "folder": folder}, options.replicas, folder, take)
         (plain, *dropping, own), first, second = runs, options.first, options.second
-        before = Path(scratch) / "before"
-        sigmas = options.sigmas
+        before, sigmas = folder / "before", options.sigmas
         found = [
             compare(tau, plain, run, first, before, first, sigmas)
             for tau, run in zip(taus[1:-1], dropping, strict=True)
@@ -185,7 +127,34 @@ def bench_drop_speedup(
     return DropSpeedupResult(machine, options, found, slept)
 
 
-def options_of(request: dict[str, Any]) -> DropSpeedupOptions:
-    """The options in a request."""
-    given = request["options"]
-    return DropSpeedupOptions(**{**given, "drop_rates": tuple(given["drop_rates"]), "gpt": SmallGpt(**given["gpt"])})
+def measure_rank(messages: Messages, options: DropSpeedupOptions, folder: Path) -> None:
+    """Make all runs, and report folder, threshold and seconds of steps of each.
+
+    The first run has no threshold; from its steps come the thresholds of others. Those, one without a threshold and
+    one that chooses its own then take steps in turn.
+
+    Args:
+        messages: where to report.
+        options: size.
+        folder: where runs write.
+    """
+    dims = join_ranks()
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        messages.send(done=done)
+
+    def build(name: str, threshold: float | str, **changes: Any) -> Run:
+        return build_run(options.config(folder / name, threshold, **changes), dims, options.gpt.vocab)[0]
+
+    before = build("before", NEVER, steps=options.first.stop, seed=options.seed + 1)
+    train_in_turn([before], count)
+    steps = recorded_steps(before.folder, options.first) if dims.rank == 0 else None
+    taus = gather_objects(None if steps is None else choose_thresholds(steps, options.drop_rates, options.sigmas))[0]
+    assert taus is not None, "rank 0 chose them"
+    runs = [build(NEVER, NEVER), *(build(f"tau_{number}", tau) for number, tau in enumerate(taus)), build(AUTO, AUTO)]
+    for run, walls_s in zip(runs, train_in_turn(runs, count), strict=True):
+        tau_s = drop_compute_of(run).state_dict()["tau_s"]
+        messages.send(done=done, run=(run.folder, walls_s), tau_s=tau_s)

@@ -22,29 +22,12 @@ from megasdc.dropcompute.search import Curve, Rule, search_recorded, search_thre
 from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
 from megasdc.dropcompute.tuning import RecordedSteps
 from megasdc.faults.delay import draw_delays
+from tools.bench.drops.options import Segment
 
 RESAMPLED = 20
 """How often each recorded micro-batch is dealt out anew, so that the slowest replica is not one of few."""
 TimedRun = tuple[Path, Sequence[float]]
 """Run folder, and seconds of each step."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Steps of a run.
-
-    Args:
-        start: steps before them.
-        stop: the last of them.
-    """
-
-    start: int
-    stop: int
-
-    @property
-    def steps(self) -> range:
-        """Their numbers."""
-        return range(self.start + 1, self.stop + 1)
 
 
 @dataclass(frozen=True)
@@ -61,6 +44,8 @@ class Comparison:
             no chance.
         speedup: measured.
     """
+
+    also = ("difference",)
 
     tau_s: float | None
     own: bool

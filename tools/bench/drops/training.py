@@ -7,35 +7,40 @@ out, 91.34, 91.44 and 91.19 with 2.5 to 3, 5.5 to 6 and 10 to 11 % left out.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from megasdc.data.prepare import prepare
-from megasdc.errors import ConfigError, StorageError
-from megasdc.parallel.run_ranks import run_ranks
+from rich.table import Table
+
+from megasdc.metrics.writer import read_metrics
+from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.drops.training_scores import DropRun, SettingScore, score, verdict
-from tools.bench.drops.training_setup import REPLICAS, DropTrainOptions, Setting, draw, prepared_section, run_config
+from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw, run_config
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.small.gpt import prepare_library
+from tools.bench.small.log import RunLog
+from tools.bench.small.runs import build_run, train_in_turn
+
+PATTERN = "[bcg]*.py"
+"""Modules of the standard library that are trained on: few, so that samples given up can come again in a short run."""
+COLUMNS = ("left out", "these are", "final loss", "(min-max)", "over none, %", "steps", "samples, %", "time, %")
 
 
 @dataclass(frozen=True)
-class DropTrainResult:
+class DropTrainResult(Result):
     """All runs of a campaign.
 
     Args:
-        machine: date, processor, versions.
-        options: size.
         runs: one entry a run.
     """
 
-    machine: dict[str, Any]
-    options: DropTrainOptions
+    also = ("verdict", "scores")
+
     runs: Sequence[DropRun] = field(repr=False)
 
     @property
@@ -48,53 +53,51 @@ class DropTrainResult:
         """What these numbers show, as one sentence."""
         return verdict(self.scores)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
-        return {
-            "verdict": self.verdict,
-            "machine": self.machine,
-            "options": asdict(self.options),
-            "scores": [asdict(one) | {"name": one.setting.name, "over_none": one.over_none} for one in self.scores],
-            "runs": [asdict(run) for run in self.runs],
-        }
+    def report(self) -> Report:
+        """Table 1 of Giladi et al., with spreads, and one sentence."""
+        options, scores = self.options, self.scores
+        yield (
+            f"{options.gpt}, DP{REPLICAS}, fp32, {options.steps} steps, learning rate {options.learning_rate:g}, "
+            f"{options.seeds} seeds, epochs of {self.runs[0].epoch_samples} samples, "
+            f"{fmean(run.seconds for run in self.runs):.1f} s a run; drops and times of {options.replicas} simulated "
+            f"replicas: {LATENCY_S:g} s a micro-batch, bounded log-normal delays of mean {MEAN_DELAY_S:g} s, "
+            f"{COMMUNICATION_S:g} s besides"
+        )
+        yield table("final validation loss", COLUMNS, map(_row, scores))
+        yield _curves(scores)
+        yield (
+            "over none: loss over that of the same seed with nothing left out, mean and range over seeds; samples: "
+            "used, of those of such a run, time likewise, simulated; extra steps are taken at the schedule's last "
+            "learning rate"
+        )
+        yield self.verdict
 
 
-class RunLog:
-    """Keeps finished runs in a file, so that a campaign that was ended goes on where it was.
+def _row(one: SettingScore) -> list[str]:
+    low, high = 100 * min(one.increases), 100 * max(one.increases)
+    return [
+        f"{100 * one.setting.rate:g} %",
+        one.setting.fate,
+        f"{fmean(one.losses):.4f}",
+        f"{min(one.losses):.4f}-{max(one.losses):.4f}",
+        f"{100 * one.over_none:+.2f} ({low:+.2f} to {high:+.2f})" if one.setting.rate else "-",
+        f"{one.steps:.0f}",
+        f"{100 * one.samples:.1f}",
+        f"{100 * one.time:.1f}",
+    ]
 
-    Args:
-        path: the file; None keeps them in memory.
-        options: of the campaign.
 
-    Raises:
-        ConfigError: the file is of other options.
-        StorageError: it cannot be read or written.
-    """
-
-    def __init__(self, path: Path | None, options: DropTrainOptions) -> None:
-        self._path = path
-        self.runs: list[DropRun] = []
-        if path is None:
-            return
-        head, lines = json.loads(json.dumps(asdict(options))), []
-        try:
-            if path.exists() and path.stat().st_size:
-                whole = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-                found, *lines = [json.loads(line) for line in whole]
-                if found != head:
-                    raise ConfigError(f"--log: {path} has runs of other options, {found}; name another, or remove it")
-            kept = "".join(json.dumps(line) + "\n" for line in (head, *lines))
-            path.write_text(kept, encoding="utf-8")  # without a line that was not written whole
-        except (OSError, ValueError) as error:
-            raise StorageError(f"--log: {path} cannot be used ({error}); name another file, or remove it") from error
-        self.runs = [DropRun(**{**line, "setting": Setting(**line["setting"])}) for line in lines]
-
-    def add(self, run: DropRun) -> None:
-        """Keep a run."""
-        self.runs.append(run)
-        if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(run)) + "\n")
+def _curves(scores: list[SettingScore]) -> Table:
+    """Loss against steps and time."""
+    points = scores[0].curve
+    return table(
+        "mean validation loss, and simulated seconds until then, by step",
+        ("left out", *(f"{step:.0f}" for step, _, _ in points)),
+        (
+            [one.name, *(f"{loss:.3f}\n{seconds:.0f} s" for _, seconds, loss in one.curve[: len(points)])]
+            for one in scores
+        ),
+    )
 
 
 def bench_drop_training(
@@ -111,7 +114,7 @@ def bench_drop_training(
         MegasdcError: the log cannot be used, or a rank failed.
     """
     machine = describe_machine()
-    kept = RunLog(log, options)
+    kept = RunLog(log, options, DropRun)
     made = {(run.setting, run.seed) for run in kept.runs}
     left = [one for one in options.runs if one not in made]
     if left:
@@ -119,7 +122,9 @@ def bench_drop_training(
     return DropTrainResult(machine, options, kept.runs)
 
 
-def _train(options: DropTrainOptions, left: Sequence[tuple[Setting, int]], kept: RunLog, on_progress: Progress) -> None:
+def _train(
+    options: DropTrainOptions, left: Sequence[tuple[Setting, int]], kept: RunLog[DropRun], on_progress: Progress
+) -> None:
     waiting = iter(left)
 
     def take(message: dict[str, Any]) -> None:
@@ -127,16 +132,35 @@ def _train(options: DropTrainOptions, left: Sequence[tuple[Setting, int]], kept:
         kept.add(DropRun(setting=setting, seed=seed, **message))
         on_progress("runs", len(kept.runs), len(options.runs))
 
-    with tempfile.TemporaryDirectory(prefix="megasdc_drops_") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         on_progress("text of the standard library", 0, 1)
-        prepare(prepared_section(options, folder / "data"), workers=len(os.sched_getaffinity(0)), progress=False)
+        data = prepare_library(folder / "data", options.gpt.vocab, PATTERN)
         configs = []
         for number, (setting, seed) in enumerate(left):
             decisions = folder / f"decisions_{number}.jsonl"
             draw(options, setting, seed).write(decisions, options.gpt.micro_batches)
-            configs.append(
-                run_config(options, str(folder / "data"), folder / f"run_{number}", setting, seed, decisions)
-            )
+            configs.append(run_config(options, data, folder / f"run_{number}", setting, seed, decisions))
         on_progress("runs", len(kept.runs), len(options.runs))
-        run_ranks("tools.bench.drops.training_rank", {"configs": configs}, REPLICAS, 1, folder, take)
+        run_in_ranks(train_all, {"configs": configs}, REPLICAS, folder, take)
+
+
+def train_all(messages: Messages, configs: list[dict[str, Any]]) -> None:
+    """Train one run after another, and report each as it ends.
+
+    Args:
+        messages: where to report.
+        configs: of the runs.
+    """
+    dims = join_ranks()
+    for config in configs:
+        run, _ = build_run(config, dims)
+        (walls,) = train_in_turn([run])
+        rows = read_metrics(run.folder) if dims.rank == 0 else []
+        messages.send(
+            steps=run.step,
+            samples=run.samples,
+            epoch_samples=run.loader.samples_per_epoch,
+            skipped=run.skipped_steps,
+            losses=[[row["step"], row["eval/loss"]] for row in rows if "eval/loss" in row],
+            seconds=sum(walls) - run.paused_s,
+        )

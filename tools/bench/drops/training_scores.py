@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from tools.bench.drops.training_setup import DropTrainOptions, Setting, draw
+from tools.bench.drops.options import DropTrainOptions, Setting
+from tools.bench.drops.training_setup import draw
 
 EPSILON = 0.005
 """Relative change of the final loss up to which it is none, however equal seeds are."""
@@ -56,6 +57,8 @@ class SettingScore:
         curve: (step, time, loss): of each evaluation the mean over seeds, the time in seconds of the simulated job.
     """
 
+    also = ("name", "over_none")
+
     setting: Setting
     losses: tuple[float, ...]
     increases: tuple[float, ...]
@@ -63,6 +66,11 @@ class SettingScore:
     samples: float
     time: float
     curve: tuple[tuple[float, float, float], ...]
+
+    @property
+    def name(self) -> str:
+        """Of the setting."""
+        return self.setting.name
 
     @property
     def over_none(self) -> float:

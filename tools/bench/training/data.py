@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,12 @@ import megasdc
 from megasdc.config import SourceSection
 from megasdc.data.sources import iterate_documents, sample_documents
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
-from megasdc.errors import ConfigError, MegasdcError
+from megasdc.errors import MegasdcError
 from tools.bench.machine import describe_machine
-from tools.bench.result import BenchResult, Comparison, Progress
-from tools.bench.statistics import Block, Cost, estimate_median, ratios, run_alternating
+from tools.bench.rank import scratch_folder
+from tools.bench.result import Comparison, ComparisonResult, Progress, Report
+from tools.bench.statistics import Block, Cost, median_walls, ratios, run_pairs
+from tools.bench.training.options import DataBenchOptions
 
 KINDS = ("sentencepiece", "huggingface")
 BAR = 1.0
@@ -34,35 +35,6 @@ TRAIN_CHARACTERS = 1_000_000
 """Text that the tokenizers are trained on, before anything is measured."""
 TIMEOUT_S = 3600.0
 _PACKAGES = ("sentencepiece", "tokenizers", "datasets")
-
-
-@dataclass(frozen=True)
-class DataBenchOptions:
-    """Sizes of a measurement.
-
-    Args:
-        workers: tokenizing processes of each side; 0: one for each core that this process may use.
-        blocks: runs of each side that count, that is pairs; one pair before them does not.
-        characters: of text; the whole library has about 30 million.
-        vocab: entries of the vocabulary.
-    """
-
-    workers: int = 0
-    blocks: int = 10
-    characters: int = 24_000_000
-    vocab: int = 4096
-
-    def __post_init__(self) -> None:
-        least = {"workers": 0, "blocks": 1, "characters": 1, "vocab": 400}
-        problems = [
-            f"--{name}: {value} must be at least {least[name]}"
-            for name, value in vars(self).items()
-            if value < least[name]
-        ]
-        if problems:
-            raise ConfigError(problems, source="the benchmark's options")
-        if self.workers == 0:
-            object.__setattr__(self, "workers", len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -81,7 +53,7 @@ class DataComparison(Comparison):
 
 
 @dataclass(frozen=True)
-class DataBenchResult(BenchResult):
+class DataBenchResult(ComparisonResult):
     """Everything that was measured.
 
     Args:
@@ -92,6 +64,22 @@ class DataBenchResult(BenchResult):
     comparisons: list[DataComparison]
     num_documents: int
     num_characters: int
+
+    def report(self) -> Report:
+        """Ratios, rates and whether bytes are equal, by kind of tokenizer."""
+        options = self.options
+        yield (
+            f"{self.num_documents:,} documents, {self.num_characters:,} characters of the standard library as JSONL; "
+            f"{options.workers} worker process(es); vocabulary {options.vocab}"
+        )
+        for comparison in self.comparisons:
+            yield comparison.ratio_table(
+                f"megasdc prepare-data against Megatron's preprocess_data, {comparison.tokenizer}"
+            )
+            ours, theirs = (rate / 1e6 for rate in comparison.characters_per_s)
+            yield f"million characters/s {ours:.2f} : {theirs:.2f} (medians); {comparison.num_tokens:,} tokens"
+            equal = "equal" if comparison.difference is None else f"FAIL, {comparison.difference} differs"
+            yield f"bytes of .bin and .idx: {equal}"
 
 
 def bench_data(
@@ -111,8 +99,7 @@ def bench_data(
     """
     machine = describe_machine()
     machine["versions"] |= {name: importlib.metadata.version(name) for name in _PACKAGES}
-    with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
-        folder = Path(scratch)
+    with scratch_folder() as folder:
         on_progress("text and tokenizers", 0, 1)
         texts = _write_text(folder / "text.jsonl", options.characters)
         num_characters = sum(map(len, texts))
@@ -151,19 +138,16 @@ def _compare(
         run()
         return last[0]
 
-    def after_pair(done: int) -> None:
+    def after_pair() -> None:
         differences.extend(
             name
             for name in ("train.bin", "train.idx")
             if not filecmp.cmp(outs["ours"] / name, outs["megatron"] / name, shallow=False)
         )
-        on_progress(kind, done, options.blocks)
 
-    on_progress(kind, 0, options.blocks)
-    run_alternating(block("ours"), block("megatron"), 1, measure, lambda done: None)  # fills caches of files
-    costs = run_alternating(block("ours"), block("megatron"), options.blocks, measure, after_pair)
+    costs = run_pairs(kind, (block("ours"), block("megatron")), options.blocks, measure, on_progress, after_pair)
     manifest = json.loads((outs["ours"] / "manifest.json").read_text(encoding="utf-8"))
-    walls = [estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    walls = median_walls(costs)
     return DataComparison(
         tokenizer=kind,
         bar=BAR,

@@ -23,6 +23,7 @@ from megasdc.events import read_events
 from megasdc.model.code_cache import CACHE_VARIABLE
 from megasdc.parallel.local_ranks import base_environment, free_port
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
+from tools.bench.result import Report, table
 from tools.bench.statistics import Estimate, estimate_median
 
 TIMEOUT_S = 600.0
@@ -33,6 +34,18 @@ FUSED_COMMANDS = ("megasdc launch", WARM, COLD)
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
 TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
 """Modules of the standard library whose source is the text."""
+PHASES = {
+    "launcher": "command until the rank's process starts",
+    "imports": "Python, PyTorch, DeepSpeed, Megatron-core; configuration",
+    "checks": "layout, prepared data, run folder",
+    "groups": "process groups",
+    "model": "model",
+    "engine": "engine and optimizer",
+    "data": "data index and loaders",
+    "resume": "looking for a checkpoint",
+    "first_step": "hooks and first step",
+}
+"""What the parts are."""
 
 
 def prepare_text(folder: Path) -> Path:
@@ -115,6 +128,27 @@ def _estimate(samples: list[dict[str, float]]) -> dict[str, Any]:
         "dominates": max(phases, key=lambda name: phases[name].median),
         "samples": counted,
     }
+
+
+def report_launch(command: str, launch: dict[str, Any]) -> Report:
+    """Where the time to the first step goes.
+
+    Args:
+        command: the one that was measured.
+        launch: its estimates, see ``measure_launches``.
+    """
+    total: Estimate = launch["total"]
+    rows = []
+    for name, value in launch["phases"].items():
+        share = f"{100 * value.median / total.median:.1f} %"
+        rows.append([name, PHASES.get(name, ""), f"{value.median:.2f}", f"{value.low:.2f} - {value.high:.2f}", share])
+    rows.append(["total", "", f"{total.median:.2f}", f"{total.low:.2f} - {total.high:.2f}", ""])
+    title = f"seconds from the command `{command}` to the first step, slowest rank"
+    yield table(title, ("part", "what", "median", "interval of the median", "share"), rows, total=True)
+    yield (
+        f"{total.count} launches, interval of the median with coverage {100 * total.coverage:.0f} %; one before them, "
+        f"not counted: {launch['first_launch_s']:.2f} s. What dominates: {launch['dominates']}"
+    )
 
 
 def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, threads: int) -> dict[str, float]:

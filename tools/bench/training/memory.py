@@ -7,30 +7,32 @@ Each configuration is trained for three steps; the peak of the third on each pip
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megasdc.config import Layout, RunConfig, check_layout, parse_config
-from megasdc.parallel.run_ranks import run_ranks
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.data.memory_stream import MemoryStream
+from megasdc.parallel import groups
+from megasdc.parallel.collectives import gather_objects
+from megasdc.train.build_engine import build_training_engine
 from megasdc.train.memory_step import MIB, predict_step_memory, unpredicted_because
+from megasdc.train.process.cpu import prepare_cpu
+from megasdc.train.process.startup import StartClock
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress
+from tools.bench.rank import Messages, run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.training.options import LLAMA
 
 STEPS = 3
 """Steps of a measurement; moments and buffers are made in the first."""
 BAR = 0.1
 """Largest relative error of a prediction."""
-LLAMA: dict[str, Any] = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FOUR: dict[str, Any] = {"gradient_accumulation_steps": 4}
 FUSED: dict[str, Any] = {"fuse": True}
@@ -110,6 +112,8 @@ class StagePeak:
         measured: bytes, the largest over the stage's ranks.
     """
 
+    also = ("error",)
+
     name: str
     ranks: int
     stage: int
@@ -124,15 +128,16 @@ class StagePeak:
 
 
 @dataclass(frozen=True)
-class MemoryResult:
+class MemoryResult(Result):
     """Everything that was measured.
 
     Args:
-        machine: date, processor, versions.
         stages: of all configurations.
     """
 
-    machine: dict[str, Any]
+    also = ("passed", "bar")
+    bar = BAR
+
     stages: Sequence[StagePeak]
 
     @property
@@ -141,19 +146,15 @@ class MemoryResult:
         errors = [stage.error for stage in self.stages if stage.error is not None]
         return bool(errors) and all(abs(error) <= BAR for error in errors)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
-        stages = [{**asdict(stage), "error": stage.error} for stage in self.stages]
-        return {"passed": self.passed, "bar": BAR, "machine": self.machine, "stages": stages}
-
-    def render(self) -> str:
-        """A line for each stage of each configuration."""
-        lines = [f"{'configuration':<28}{'ranks':>6}{'stage':>6}{'predicted MiB':>15}{'measured MiB':>14}  error"]
+    def report(self) -> Report:
+        """A row for each stage of each configuration."""
+        rows = []
         for one in self.stages:
             told = "-" if one.predicted is None else f"{one.predicted / MIB:,.1f}"
             last = f"not predicted: {one.unpredicted}" if one.error is None else f"{one.error:+.1%}"
-            lines.append(f"{one.name:<28}{one.ranks:>6}{one.stage:>6}{told:>15}{one.measured / MIB:>14,.1f}  {last}")
-        return "\n".join([*lines, f"bar {BAR:.0%}: {'pass' if self.passed else 'FAIL'}"])
+            rows.append([one.name, str(one.ranks), str(one.stage), told, f"{one.measured / MIB:,.1f}", last])
+        columns = ("configuration", "ranks", "stage", "predicted MiB", "measured MiB", "error")
+        yield table(f"peak memory of a step; bar {BAR:.0%}", columns, rows)
 
 
 def compare_memory(
@@ -195,15 +196,15 @@ def bench_memory(
         layout = check_layout(config, ranks)
         on_progress(name, 0, 1)
         peaks: dict[int, float] = {}
-        with tempfile.TemporaryDirectory(prefix="megasdc_memory_") as scratch:
-            request = {"config": config.resolved(), "source": config.source, "vocab": vocab}
+        with scratch_folder() as folder:
+            arguments = {"config": config.resolved(), "source": config.source, "vocab": vocab}
             messages: list[dict[str, Any]] = []
-            run_ranks("tools.bench.training.memory_rank", request, ranks, 1, Path(scratch), messages.append)
+            run_in_ranks(measure_rank, arguments, ranks, folder, messages.append)
         for stage, peak in messages[-1]["peaks"]:
             peaks[stage] = max(peaks.get(stage, 0), peak)
         stages += compare_memory(name, config, layout, vocab, peaks, messages[-1]["on_gpu"])
         on_progress(name, 1, 1)
-    return MemoryResult(describe_machine(), stages)
+    return MemoryResult(describe_machine(), {"configurations": list(cases)}, stages)
 
 
 def default_cases(devices: int = 0) -> dict[str, tuple[RunConfig, int, int]]:
@@ -213,3 +214,82 @@ def default_cases(devices: int = 0) -> dict[str, tuple[RunConfig, int, int]]:
         devices: see ``MemoryCase.config``.
     """
     return {name: (case.config(devices), case.ranks, case.vocab) for name, case in CASES.items()}
+
+
+def measure_rank(messages: Messages, config: dict[str, Any], source: str, vocab: int) -> None:
+    """Train as a rank, and report the peaks of all ranks.
+
+    Args:
+        messages: where to report.
+        config: as it was resolved.
+        source: where it is from.
+        vocab: entries of the vocabulary.
+    """
+    parsed = parse_config(config, source=source)
+    prepare_cpu(1)
+    parallel = parsed.megasdc.parallel
+    groups.init_process_group(parallel.timeout_s, share_devices=parallel.share_devices)
+    messages.send(peaks=gather_objects(measure_peak(parsed, vocab)), on_gpu=_trains_on_gpu())
+
+
+def measure_peak(config: RunConfig, vocab: int) -> tuple[int, float]:
+    """Train some steps on random tokens, from the build of the model on.
+
+    Args:
+        config: a checked one.
+        vocab: entries of the vocabulary.
+
+    Returns:
+        Pipeline stage of this rank, and the most bytes that tensors held at once in the last step.
+
+    Collective: all ranks of the world, whose process group is there.
+    """
+    layout = check_layout(config, int(os.environ["WORLD_SIZE"]))
+    dims = groups.init_model_parallel(layout.tensor, layout.pipeline, config.megasdc.parallel.timeout_s)
+    samples = STEPS * layout.train_batch_size
+    stream = MemoryStream(vocab, config.megasdc.data.sequence_length, layout.train_batch_size, samples)
+    loader = MicroBatchLoader(stream, layout.micro_batch_size, dims.dp_rank, dims.data)
+
+    def build() -> Any:
+        return build_training_engine(config, layout, dims, vocab, StartClock(time.monotonic()))
+
+    def step(engine: Any) -> None:
+        engine.train_step(loader)
+
+    return dims.pp_rank, (_peak_on_gpu if _trains_on_gpu() else _peak_on_host)(build, step)
+
+
+def _trains_on_gpu() -> bool:
+    """Whether DeepSpeed's accelerator is a GPU: DS_ACCELERATOR may choose the processor of a host that has one."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cuda")
+
+
+def _peak_on_gpu(build: Callable[[], Any], step: Callable[[Any], None]) -> float:
+    engine = build()
+    for _ in range(STEPS - 1):
+        step(engine)
+    torch.cuda.reset_peak_memory_stats()
+    step(engine)
+    return float(torch.cuda.max_memory_allocated())
+
+
+def _peak_on_host(build: Callable[[], Any], step: Callable[[Any], None]) -> float:
+    """From the allocator's events: PyTorch keeps no such count for a CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine = build()
+        for _ in range(STEPS - 1):
+            step(engine)
+        begin = time.time_ns()
+        step(engine)
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        if event.start_ns() >= begin:
+            peak = max(peak, held)
+    return float(peak)

@@ -1,61 +1,65 @@
-"""Model, batch and layout of the training benchmark: options, and the configuration they mean."""
+"""Options of the benchmarks of training and of preparing data, and the configuration of a training that they mean."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megasdc.config import RunConfig, parse_config
-from megasdc.errors import ConfigError
+from tools.bench.options import Options, option
 
 HEAD_WIDTH = 64
+LLAMA: dict[str, Any] = {
+    "position_embedding": "rope",
+    "normalization": "RMSNorm",
+    "activation": "silu",
+    "gated_mlp": True,
+    "bias": False,
+    "tie_embeddings": False,
+}
+"""A model as Llama has it."""
 
 
 @dataclass(frozen=True)
-class TrainBenchOptions:
-    """Sizes of a measurement.
+class TrainBenchOptions(Options):
+    """Sizes of a measurement of training steps.
 
     Args:
-        blocks: blocks of each loop, that is pairs.
-        steps_per_block: optimizer steps of a block.
-        hidden: width h.
-        layers: transformer layers.
-        sequence: tokens s of a sample.
-        vocab: entries of the vocabulary.
-        micro_batch: samples b of a micro-batch.
-        accumulation: micro-batches of a step.
-        ranks: ranks, all of them data parallel.
-        threads: CPU threads of a rank.
-        precision: fp32 or bf16.
+        ranks: all of them data parallel.
         fuse: whether our loop has ``model.fuse``; the bare loop has it too.
     """
 
-    blocks: int = 30
-    steps_per_block: int = 10
-    hidden: int = 256
-    layers: int = 8
-    sequence: int = 256
-    vocab: int = 12032
-    micro_batch: int = 2
-    accumulation: int = 2
-    ranks: int = 2
-    threads: int = 1
-    precision: str = "fp32"
-    fuse: bool = False
+    blocks: int = option(30, "Blocks of each loop.", least=1)
+    steps_per_block: int = option(10, "Steps of a block.", least=1)
+    hidden: int = option(256, "Width h; a multiple of 64.", least=1)
+    layers: int = option(8, "Transformer layers.", least=1)
+    sequence: int = option(256, "Tokens of a sample.", least=1)
+    vocab: int = option(12032, "Entries of the vocabulary.", least=1)
+    micro_batch: int = option(2, "Samples of a micro-batch.", least=1)
+    accumulation: int = option(2, "Micro-batches of a step.", least=1)
+    ranks: int = option(2, "Data-parallel ranks on this machine.", least=1)
+    threads: int = option(1, "CPU threads of a rank.", least=1)
+    precision: Literal["fp32", "bf16"] = option("fp32", "Type of parameters.")
+    fuse: bool = option(False, "With model.fuse; its bars are lower.")
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')}: {value} must be at least 1"
-            for name, value in vars(self).items()
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1
-        ]
+    def problems(self) -> list[str]:
+        """See ``Options``."""
+        found = []
         if self.hidden % HEAD_WIDTH:
-            problems.append(f"--hidden: {self.hidden} must be a multiple of {HEAD_WIDTH}, the width of a head")
+            found.append(f"--hidden: {self.hidden} must be a multiple of {HEAD_WIDTH}, the width of a head")
         if self.precision not in ("fp32", "bf16"):
-            problems.append(f"--precision: {self.precision} must be fp32 or bf16")
-        if problems:
-            raise ConfigError(problems, source="the benchmark's options")
+            found.append(f"--precision: {self.precision} must be fp32 or bf16")
+        return found
+
+    @property
+    def work(self) -> str:
+        """Model and batch of a step, as reports show them."""
+        return (
+            f"Llama-like H={self.hidden} L={self.layers} S={self.sequence} vocabulary {self.vocab}; "
+            f"{self.accumulation} micro-batches of {self.micro_batch}"
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -71,6 +75,21 @@ class TrainBenchOptions:
     def total_steps(self) -> int:
         """Steps that each loop takes in all: a block to warm up, the measured ones, and a profiled one."""
         return self.warmup_steps + (self.blocks + 1) * self.steps_per_block
+
+
+@dataclass(frozen=True)
+class DataBenchOptions(Options):
+    """Sizes of a measurement of preparing data; the whole library has about 30 million characters."""
+
+    workers: int = option(0, "Tokenizing processes; 0: one per core.", least=0)
+    blocks: int = option(10, "Runs of each side.", least=1)
+    characters: int = option(24_000_000, "Length of the text.", least=1)
+    vocab: int = option(4096, "Entries of the vocabulary.", least=400)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers == 0:
+            object.__setattr__(self, "workers", len(os.sched_getaffinity(0)))
 
 
 def run_config(options: TrainBenchOptions, folder: Path, devices: int = 0) -> RunConfig:
@@ -93,12 +112,7 @@ def run_config(options: TrainBenchOptions, folder: Path, devices: int = 0) -> Ru
                 "hidden_size": options.hidden,
                 "num_attention_heads": options.hidden // HEAD_WIDTH,
                 "max_positions": options.sequence,
-                "position_embedding": "rope",
-                "normalization": "RMSNorm",
-                "activation": "silu",
-                "gated_mlp": True,
-                "bias": False,
-                "tie_embeddings": False,
+                **LLAMA,
                 "fuse": options.fuse,
             },
             "data": {"path": str(folder), "sequence_length": options.sequence},

@@ -12,26 +12,32 @@ GPUs the environment variables of that mode act on whole processes and so on bot
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megasdc.errors import MegasdcError
-from megasdc.parallel.run_ranks import run_ranks
 from tools.bench.machine import describe_machine
-from tools.bench.result import BenchResult, Comparison, Progress
-from tools.bench.statistics import Cost, estimate_median, ratios
-from tools.bench.training.launch_time import COMMANDS, FUSED_COMMANDS, measure_launches
+from tools.bench.rank import run_in_ranks, scratch_folder
+from tools.bench.result import Comparison, ComparisonResult, Progress, Report
+from tools.bench.statistics import median_walls, ratios
+from tools.bench.training.launch_time import COMMANDS, FUSED_COMMANDS, measure_launches, report_launch
 from tools.bench.training.options import TrainBenchOptions
+from tools.bench.training.steps_rank import compare, run_apart
 
-RANK = "tools.bench.training.steps_rank"
 AGAINST = ("plain", "hf", "hf-compiled", "determinism", "bounds", "launch")
 APART = ("hf", "hf-compiled")
 """Those that run in ranks of their own, as their users run them: what ours sets in its process is not theirs."""
+NAMES = {
+    "plain": "plain PipelineEngine loop",
+    "hf": "HF Llama + DeepSpeed ZeRO-1",
+    "hf-compiled": "HF Llama under torch.compile + DeepSpeed ZeRO-1",
+    "determinism": "itself without deterministic mode",
+    "bounds": "itself without gradient bounds",
+}
 BARS = {"plain": 1.01, "hf": 1.0, "bounds": 1.01}
 """Largest median of our time over the other loop's; without one, no time is too long."""
 FUSED_BARS = {**BARS, "hf": 0.9, "hf-compiled": 1.0}
@@ -68,9 +74,25 @@ class TrainComparison(Comparison):
         ours, other = (step * (1 - share) for step, share in zip(self.step_s, self.library_shares, strict=True))
         return ours / other
 
+    def report(self) -> Report:
+        """Ratios, rates, where the time goes, losses and bits."""
+        yield self.ratio_table(f"megasdc against {NAMES[self.against]}, {self.parameters:,} parameters")
+        (ours, theirs), (our_step, their_step) = self.tokens_per_s, self.step_s
+        yield f"tokens/s {ours:,.0f} : {theirs:,.0f}; step {our_step:.4f} s : {their_step:.4f} s (medians)"
+        ours, theirs = self.library_shares
+        yield (
+            f"matrix products and attention, the library's on both sides: {ours:.1%} : {theirs:.1%} of a step; "
+            f"time outside them {self.outside_library:.3f} of the other's"
+        )
+        losses = " -> ".join(f"{a:.4f} : {b:.4f}" for a, b in (self.first_losses, self.last_losses))
+        yield f"loss {losses}"
+        if self.against == "plain":
+            bits = "equal" if self.difference is None else f"FAIL, first difference: {self.difference}"
+            yield f"bits of all losses, parameters and optimizer states: {bits}"
+
 
 @dataclass(frozen=True)
-class TrainBenchResult(BenchResult):
+class TrainBenchResult(ComparisonResult):
     """Everything that was measured.
 
     Args:
@@ -79,6 +101,19 @@ class TrainBenchResult(BenchResult):
 
     comparisons: list[TrainComparison]
     launch: dict[str, Any] | None
+
+    def report(self) -> Report:
+        """Each comparison, and the parts of the time to the first step."""
+        options = self.options
+        yield (
+            f"{options.ranks} gloo ranks x {options.threads} thread(s), DP{options.ranks}, ZeRO-1, "
+            f"{options.precision}; {options.work} on each rank, {options.tokens_per_step:,} tokens a step; blocks of "
+            f"{options.steps_per_block} steps"
+        )
+        for comparison in self.comparisons:
+            yield from comparison.report()
+        for command, launch in (self.launch or {}).items():
+            yield from report_launch(command, launch)
 
 
 def bench_train(
@@ -104,8 +139,7 @@ def bench_train(
     commands = FUSED_COMMANDS if options.fuse else COMMANDS
     num_launches = (launches + 1) * len(commands)
     for what in against:
-        with tempfile.TemporaryDirectory(prefix="megasdc_bench_") as scratch:
-            folder = Path(scratch)
+        with scratch_folder() as folder:
             if what == "launch":
                 on_progress("launch", 0, num_launches)
                 launch = measure_launches(
@@ -146,8 +180,8 @@ def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress
             f"the compared models have {ours['parameters']:,} and {other['parameters']:,} parameters; "
             "they must be equal"
         )
-    costs = [(Cost(**mine), Cost(**theirs)) for mine, theirs in zip(ours["costs"], other["costs"], strict=True)]
-    walls = [estimate_median([pair[side].wall_s for pair in costs]).median for side in (0, 1)]
+    costs = list(zip(ours["costs"], other["costs"], strict=True))
+    walls = median_walls(costs)
     tokens = options.steps_per_block * options.tokens_per_step
     return TrainComparison(
         against=against,
@@ -173,13 +207,13 @@ def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_pro
     found: dict[str, Any] = {}
 
     def take(message: dict[str, Any]) -> None:
-        if message["kind"] == "progress":
+        if "done" in message:
             on_progress(message["done"])
         else:
             found.update(message)
 
-    request = {"options": asdict(options), "against": against, "folder": str(folder)}
-    run_ranks(RANK, request, options.ranks, options.threads, folder, take, fresh=True)
+    arguments = {"options": options, "against": against, "folder": folder}
+    run_in_ranks(compare, arguments, options.ranks, folder, take, threads=options.threads, fresh=True)
     return found["sides"], found["difference"]
 
 
@@ -236,17 +270,17 @@ def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progre
         found: dict[str, Any] = {}
 
         def take(message: dict[str, Any]) -> None:
-            if message["kind"] == "turn":
+            if "side" not in message:
                 turns.take(side)
             else:
                 turns.leave(side)
-                found.update(message)
+                found.update(message["side"])
 
         place = folder / name
         place.mkdir()
-        request = {"options": asdict(options), "loop": name, "folder": str(place)}
+        arguments = {"options": options, "name": name, "folder": place}
         try:
-            run_ranks(RANK, request, options.ranks, options.threads, place, take, fresh=True)
+            run_in_ranks(run_apart, arguments, options.ranks, place, take, threads=options.threads, fresh=True)
         except BaseException:
             turns.fail()
             raise

@@ -1,15 +1,9 @@
-"""One rank of the training benchmark.
-
-The first argument is the request as JSON, the second, on rank 0 alone, the file descriptor that messages go to.
-"""
+"""A rank of the training benchmark: both loops in one process, or one loop that waits for its turn."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,11 +16,12 @@ from deepspeed.accelerator import get_accelerator
 from megasdc.config import Layout, RunConfig, check_layout
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.parallel import groups
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import count_accelerators
-from megasdc.parallel.run_ranks import Messages
-from megasdc.train.build import prepare_cpu, prepare_run_folder
-from megasdc.train.main import set_up_logging
+from megasdc.train.build import prepare_run_folder
+from megasdc.train.process.cpu import prepare_cpu
+from tools.bench.rank import Messages
 from tools.bench.statistics import Block, Cost, run_alternating
 from tools.bench.training.loops import (
     DISTINCT_STEPS,
@@ -155,14 +150,14 @@ def meet(options: TrainBenchOptions, folder: Path) -> Setting:
     )
 
 
-def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Messages) -> None:
+def compare(messages: Messages, options: TrainBenchOptions, against: str, folder: Path) -> None:
     """Run our loop and another one in alternating blocks of one process and report what both took.
 
     Args:
+        messages: where rank 0 reports.
         options: sizes.
         against: one of ``tools.bench.training.steps.AGAINST`` but ``launch`` and ``APART``.
         folder: where our loop writes.
-        messages: where rank 0 reports.
 
     Collective: all ranks of the world.
     """
@@ -176,30 +171,28 @@ def compare(options: TrainBenchOptions, against: str, folder: Path, messages: Me
     groups.set_all_timeouts(setting.config.megasdc.parallel.timeout_s)
     for loop in (ours, other):
         loop.run(options.warmup_steps)
-    messages.send(kind="progress", done=0, total=options.blocks)
+    messages.send(done=0)
     costs = run_alternating(
         lambda: ours.run(options.steps_per_block),
         lambda: other.run(options.steps_per_block),
         options.blocks,
         measure_block,
-        lambda done: messages.send(kind="progress", done=done, total=options.blocks),
+        lambda done: messages.send(done=done),
     )
     sides = [_side(loop, options, [pair[number] for pair in costs]) for number, loop in enumerate((ours, other))]
-    messages.send(
-        kind="result", sides=sides, difference=_agree_on_difference(ours, other) if against == "plain" else None
-    )
+    messages.send(sides=sides, difference=_agree_on_difference(ours, other) if against == "plain" else None)
 
 
-def run_apart(options: TrainBenchOptions, name: str, folder: Path, messages: Messages) -> None:
+def run_apart(messages: Messages, options: TrainBenchOptions, name: str, folder: Path) -> None:
     """Run one loop in blocks, each when it is its turn, and report what they took.
 
     What our run sets in its process, such as how memory is kept, is not set here for another loop.
 
     Args:
+        messages: where rank 0 asks for its turn and reports.
         options: sizes.
         name: ``OURS`` or one of ``tools.bench.training.steps.APART``.
         folder: where our loop writes.
-        messages: where rank 0 asks for its turn and reports.
 
     Collective: all ranks of the world.
     """
@@ -213,7 +206,7 @@ def run_apart(options: TrainBenchOptions, name: str, folder: Path, messages: Mes
     waiting = dist.new_group(backend="gloo", timeout=LONGEST_TURN)
 
     def wait_for_turn() -> None:
-        messages.ask(kind="turn")
+        messages.ask()
         dist.barrier(group=waiting)
 
     costs = []
@@ -221,7 +214,7 @@ def run_apart(options: TrainBenchOptions, name: str, folder: Path, messages: Mes
         wait_for_turn()
         costs.append(measure_block(lambda: loop.run(options.steps_per_block)))
     wait_for_turn()
-    messages.send(kind="result", **_side(loop, options, costs))
+    messages.send(side=_side(loop, options, costs))
 
 
 def _side(loop: Loop, options: TrainBenchOptions, costs: list[Cost]) -> dict[str, Any]:
@@ -233,7 +226,7 @@ def _side(loop: Loop, options: TrainBenchOptions, costs: list[Cost]) -> dict[str
     if isinstance(loop, MegasdcLoop):
         loop.close()
     return {
-        "costs": [asdict(cost) for cost in costs],
+        "costs": costs,
         "parameters": sum(p.numel() for p in loop.engine.module.parameters()),
         "library_share": share,
         "first_loss": float(loop.losses[0]),
@@ -249,24 +242,4 @@ def _agree_on_difference(ours: Loop, other: Loop) -> str | None:
     pairs = enumerate(zip(ours.losses, other.losses, strict=True), 1)
     found = next((f"loss of step {step}" for step, (a, b) in pairs if not torch.equal(a, b)), None)
     found = found or first_difference(ours.engine, other.engine)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text), None)
-
-
-def main() -> None:
-    """Run as a rank."""
-    request = json.loads(sys.argv[1])
-    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    set_up_logging(int(os.environ["RANK"]))
-    options, folder = TrainBenchOptions(**request["options"]), Path(request["folder"])
-    if "loop" in request:
-        run_apart(options, request["loop"], folder, messages)
-    else:
-        compare(options, request["against"], folder, messages)
-    dist.barrier()
-    groups.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(found)) if text), None)

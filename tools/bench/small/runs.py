@@ -1,7 +1,7 @@
-"""Several runs with DropCompute trained by the ranks of a benchmark in the same processes.
+"""Several small runs trained by the ranks of a benchmark in the same processes.
 
-Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, watching for skipped steps and
-evaluation as a run of the training program has them.
+Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, `optimizer_hooks`, `faults`,
+watching for skipped steps and evaluation as a run of the training program has them.
 """
 
 from __future__ import annotations
@@ -22,46 +22,28 @@ from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.events import EventLog
+from megasdc.faults.injector import Injector
+from megasdc.faults.stored import StateFaults
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.parallel import groups
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.build import prepare_cpu, prepare_run_folder
+from megasdc.train.build import prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
+from megasdc.train.faults import build_injector
+from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.loop import take_step
 from megasdc.train.process.startup import StartClock
 from megasdc.train.stop import SkipWatch
 from tools.bench.training.loops import DISTINCT_STEPS
 
-TIMEOUT_S = 600.0
 
-
-def start_rank(tensor: int = 1, pipeline: int = 1) -> ParallelDims:
-    """Make the groups of this process.
-
-    Collective: all ranks of the world.
-    """
-    prepare_cpu(1)
-    groups.init_process_group(TIMEOUT_S)
-    return groups.init_model_parallel(tensor, pipeline, TIMEOUT_S)
-
-
-def end_rank() -> None:
-    """Give the groups back once all ranks have come here.
-
-    Collective: all ranks of the world.
-    """
-    dist.barrier()
-    groups.shutdown()
-
-
-def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None) -> Run:
-    """Build one run; its first hook is ``DropCompute``.
+def build_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None) -> tuple[Run, Injector | None]:
+    """Build one run, and its fault injection where it has some.
 
     Args:
-        raw: from ``tools.bench.drops.setup.drop_config``.
+        raw: from ``tools.bench.small.gpt.small_config``.
         dims: place of this rank.
         vocab: entries of the vocabulary of random tokens in memory; None: the data are prepared.
 
@@ -85,20 +67,25 @@ def build_drop_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = 
     engine = build_training_engine(config, layout, dims, vocab, StartClock(0.0))
     loader = MicroBatchLoader(training, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
     run = Run(folder, dims, engine, loader, loader, EventLog(folder, dims.rank), steps, dist.group.WORLD)
+    injector = build_injector(sections, run)  # of phase collective alone: nothing to observe
     writer = MetricsWriter(folder) if dims.rank == 0 else None
-    delays = [DelayReport(sections.delay, sections.logging.interval, run)] if sections.delay else []
-    drop = DropCompute(sections.drop_compute, run, writer, sections.logging.interval)
+    interval = sections.logging.interval
+    delays = [DelayReport(sections.delay, interval, run)] if sections.delay else []
+    drops = [DropCompute(sections.drop_compute, run, writer, interval)] if sections.drop_compute.enabled else []
+    bounds = [GradientBounds(sections.optimizer_hooks, run, interval, writer)] if sections.optimizer_hooks else []
     run.hooks = [
-        drop.times,
+        *(drop.times for drop in drops),
         *(one.delays for one in delays),
-        drop,
+        *([] if injector is None else [StateFaults(engine, injector)]),
+        *drops,
+        *bounds,
         SkipWatch(sections.training.max_skipped_steps),
     ]
     if validation is not None:
         eval_loader = EvalLoader(validation, layout.micro_batch_size, dims.dp_rank, dims.data, samples)
         run.hooks.append(Evaluator(eval_loader, sections.training.eval_interval, writer))
     run.hooks += [*delays, _Files(writer)]
-    return run
+    return run, injector
 
 
 def drop_compute_of(run: Run) -> DropCompute:

@@ -1,35 +1,28 @@
-"""The small GPT that the benchmarks of DropCompute train: sizes, and the configuration they mean."""
+"""The small GPT that campaigns train: its sizes, text, and the configuration of a run."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import ConfigError
+from megasdc.config import DataSection
+from tools.bench.options import option
 
 HEAD_WIDTH = 32
 
 
 @dataclass(frozen=True)
 class SmallGpt:
-    """Sizes of the model and of its micro-batches.
+    """Sizes of the model and of its micro-batches."""
 
-    Args:
-        hidden: width h.
-        layers: transformer layers.
-        sequence: tokens s of a sample.
-        vocab: entries of the vocabulary.
-        micro_batch: samples b of a micro-batch.
-        micro_batches: M, of a replica's step.
-    """
-
-    hidden: int = 32
-    layers: int = 1
-    sequence: int = 16
-    vocab: int = 128
-    micro_batch: int = 1
-    micro_batches: int = 8
+    hidden: int = option(32, "Width h; a multiple of 32.")
+    layers: int = option(1, "Transformer layers.")
+    sequence: int = option(16, "Tokens of a sample.")
+    vocab: int = option(128, "Entries of the vocabulary.")
+    micro_batch: int = option(1, "Samples b of a micro-batch.")
+    micro_batches: int = option(8, "Of a replica's step.")
 
     def __str__(self) -> str:
         return (
@@ -37,46 +30,30 @@ class SmallGpt:
             f"micro-batches of {self.micro_batch} a replica's step"
         )
 
-    def problems(self) -> list[str]:
-        """What is out of range, one sentence each."""
+    def problems(self, least_micro_batches: int = 1) -> list[str]:
+        """What is out of range, one sentence each.
+
+        Args:
+            least_micro_batches: of a step.
+        """
         found = []
         if self.hidden % HEAD_WIDTH:
             found.append(f"--hidden: {self.hidden} must be a multiple of {HEAD_WIDTH}, the width of a head")
-        if self.micro_batches < 2:
+        if self.micro_batches < least_micro_batches:
             found.append(f"--micro-batches: {self.micro_batches} must be at least 2, since the first always runs")
         return found
 
 
-def check_options(options: Any, problems: list[str]) -> None:
-    """Refuse options of a benchmark that are out of range.
-
-    Args:
-        options: a dataclass whose whole numbers must be at least 1, but for ``seed`` and ``warmup``.
-        problems: what else is wrong.
-
-    Raises:
-        ConfigError: naming all of them.
-    """
-    found = [
-        f"--{name.replace('_', '-')}: {value} must be at least 1"
-        for name, value in vars(options).items()
-        if isinstance(value, int) and value < 1 and name not in ("seed", "warmup")
-    ]
-    if found or problems:
-        raise ConfigError([*found, *problems], source="the benchmark's options")
-
-
-def drop_config(
+def small_config(
     gpt: SmallGpt,
     folder: Path,
     steps: int,
-    drop_compute: dict[str, Any],
+    sections: dict[str, Any],
     *,
-    delay: list[dict[str, Any]] | None = None,
     layout: tuple[int, int] = (1, 1),
     training: dict[str, Any] | None = None,
     learning_rate: float = 1e-3,
-    data: str | None = None,
+    data: Path | None = None,
 ) -> dict[str, Any]:
     """The configuration of one run, as JSON holds it.
 
@@ -84,8 +61,7 @@ def drop_config(
         gpt: sizes.
         folder: where the run writes.
         steps: of the run.
-        drop_compute: the section, without ``enabled``.
-        delay: entries of `delay`.
+        sections: further ones of megasdc.
         layout: (tensor, pipeline).
         training: more of that section.
         learning_rate: largest one of a cosine schedule over ``steps``.
@@ -114,11 +90,30 @@ def drop_config(
                 "num_attention_heads": gpt.hidden // HEAD_WIDTH,
                 "max_positions": gpt.sequence,
             },
-            "data": {"path": data or str(folder), "sequence_length": gpt.sequence},
+            "data": {"path": str(data or folder), "sequence_length": gpt.sequence},
             "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1, "timeout_s": 600.0},
             "training": {"steps": steps, **(training or {})},
             "logging": {"run_dir": str(folder), "interval": steps, "progress_bar": False},
-            "drop_compute": {"enabled": True, **drop_compute},
-            "delay": delay or [],
+            **sections,
         },
     }
+
+
+def prepare_library(folder: Path, vocab: int, pattern: str = "*.py") -> Path:
+    """Prepare modules of the standard library as data, eight parts in ten for training.
+
+    Args:
+        folder: where; returned.
+        vocab: entries of the vocabulary that is trained.
+        pattern: of the modules' names.
+    """
+    from megasdc.data.prepare import prepare
+
+    section = {
+        "path": str(folder),
+        "split": [8, 1, 1],
+        "sources": [{"kind": "stdlib", "pattern": pattern}],
+        "tokenizer": {"vocab_size": vocab, "train_characters": 1_000_000},
+    }
+    prepare(DataSection.model_validate(section), workers=len(os.sched_getaffinity(0)), progress=False)
+    return folder

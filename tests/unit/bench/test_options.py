@@ -1,0 +1,101 @@
+"""Commands that are made from dataclasses of options, and results as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megasdc.cli.app import Application
+from megasdc.errors import ConfigError
+from tools.bench.options import Option, Options, add_command, numbers, option, part_of, repeated
+from tools.bench.result import Result, plain
+
+
+@dataclass(frozen=True)
+class Model:
+    """A part."""
+
+    hidden: int = option(32, "Width.")
+    layers: int = 2
+
+
+@dataclass(frozen=True)
+class Some(Options):
+    """Options of every kind."""
+
+    steps: int = option(20, "Steps that count.", least=1)
+    model: Model = part_of(
+        Model(64),
+        "layers",
+        "hidden",
+        layers=Option("Pairs of layers.", "--pairs", shown=1, read=lambda given: 2 * given),
+    )
+    sizes: tuple[int, ...] = repeated((1, 4), "Sizes; default: 1, 4.", least=1)
+    rates: tuple[float, ...] = numbers("--rates", (0.5,), "Rates.", "0.1,0.2", "0.5")
+    wait_s: float = option(1e-3, "Milliseconds.", "--wait-ms", shown=1.0, read=lambda given: given * 1e-3, min=0.0)
+
+
+@dataclass(frozen=True)
+class Measured(Result):
+    """A result with a bar."""
+
+    value: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is finite."""
+        return math.isfinite(self.value)
+
+
+def _invoke(*arguments: str) -> tuple[Any, list[Any]]:
+    app, seen = Application(), []
+
+    @add_command(app, "some", "--steps 3", Some)
+    def some(
+        on_progress: Any,
+        options: Some,
+        value: Annotated[float, typer.Option("--value", help="Measured.")] = 1.0,
+    ) -> Any:
+        """Measure something."""
+        seen.append(options)
+        print("a library's line")
+        return Measured({}, options, value), lambda: seen.append("afterwards")
+
+    return CliRunner().invoke(app, [*arguments, "--json"]), seen
+
+
+def test_a_command_has_the_options_of_its_dataclass() -> None:
+    """Defaults are the fields'; what is given is read into them, through parts too, in their units."""
+    done, (options, last) = _invoke()
+    assert options == Some() and last == "afterwards" and done.exit_code == 0
+    given = ["--steps", "3", "--pairs", "5", "--sizes", "2", "--sizes", "3", "--rates", "0.1,0.2", "--wait-ms", "7"]
+    _, (options, _) = _invoke(*given)
+    assert options == Some(3, Model(64, 10), (2, 3), (0.1, 0.2), 0.007)
+
+
+def test_the_verdict_is_the_exit_code_and_standard_output_is_json() -> None:
+    """A bar that is missed is exit code 1; lines of libraries are no part of the JSON, which has no infinity."""
+    done, _ = _invoke("--value", "inf")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["passed"], found["value"], found["options"]["model"]["hidden"]) == (False, "inf", 64)
+
+
+def test_wrong_options_are_refused_together() -> None:
+    """Each with its name on the command line, its value and the least one."""
+    with pytest.raises(ConfigError, match=r"(?s)--steps: 0 must be at least 1.*--sizes: 0 must be at least 1"):
+        Some(steps=0, sizes=(1, 0))
+    done, _ = _invoke("--rates", "1;2")
+    assert isinstance(done.exception, ConfigError) and "--rates: '1;2' must be numbers" in str(done.exception)
+
+
+def test_plain_values() -> None:
+    """Dataclasses, tuples and paths are what JSON has."""
+    assert plain({"a": (Model(), Path("b")), 1: math.nan}) == {"a": [{"hidden": 32, "layers": 2}, "b"], 1: "nan"}

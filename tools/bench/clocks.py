@@ -1,0 +1,133 @@
+"""Clocks of our own calls: time inside hooks, gates and observers, by part; and of blocks until a GPU has done them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.observer import Observer
+from megasdc.parallel.step_agreement import Field, StepAgreement
+from tools.bench.statistics import Block, Cost
+
+
+class Clock:
+    """Adds up the time of calls, by part."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+
+    def timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call it, and count its time."""
+        began = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - began
+
+    @property
+    def total_s(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+
+class Timed:
+    """Stands for a hook, and adds up the time inside its methods.
+
+    Args:
+        inner: the hook.
+        clock: told the time of each method.
+    """
+
+    def __init__(self, inner: Any, clock: Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._clock.timed, name, getattr(self._inner, name))
+
+
+class TimedObserver(Observer):
+    """An observer that adds up the time inside its own calls, its listeners' included.
+
+    Not in it are the identity nodes that it puts into the graph, which alternating steps see.
+    """
+
+    own_s = 0.0
+
+    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.own_s += time.perf_counter() - began
+
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Time it."""
+        self._timed(super().before_reduction, engine)
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Time it."""
+        self._timed(super().before_optimizer_step, engine)
+
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Time it."""
+        self._timed(super().after_optimizer_step, engine)
+
+    def _emit_update(self, engine: TrainingEngine) -> None:
+        self._timed(super()._emit_update, engine)
+
+    def _emit_local(self, phase: str, fqn: str, slot: str, result: torch.Tensor) -> torch.Tensor | None:
+        return self._timed(super()._emit_local, phase, fqn, slot, result)
+
+
+class TimedAgreement(StepAgreement):
+    """Adds up the time inside the agreement of a step.
+
+    Args:
+        clock: told the time, as the part ``agreement``.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(dist.group.WORLD)
+        self._clock = clock
+
+    def start(self, fields: Iterable[Field]) -> None:
+        """Start the reduction."""
+        self._clock.timed("agreement", super().start, fields)
+
+    def finish(self) -> None:
+        """Wait for the reduction."""
+        self._clock.timed("agreement", super().finish)
+
+
+def time_block(run: Block) -> Cost:
+    """Time a block until a GPU, if there is one, has done it."""
+    wait_for_device()
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    wait_for_device()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def wait_for_device() -> None:
+    """Wait until a GPU, if there is one, has done everything."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """So many threads for torch's operations on the host, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,234 @@
+"""Options of the benchmarks of DropCompute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.config.sections.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, PREDICTIVE, RESAMPLE
+from tools.bench.options import Options, numbers, option, parse_layouts, part_of
+from tools.bench.small.gpt import SmallGpt, small_config
+
+REPLICAS = 2
+"""That train in the campaign on dropped micro-batches."""
+COMPENSATED_RATE = 0.1
+NEVER, AUTO = "inf", "auto"
+LEAST_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class DropCostOptions(Options):
+    """Size of the measurement of the cost.
+
+    Args:
+        layouts: (tensor, pipeline, data) of each.
+    """
+
+    steps: int = option(20, "Steps that count, in each layout.", least=1)
+    delay_s: float = option(0.5, "Seconds that each stage sleeps before a micro-batch.", "--delay", min=0.0)
+    gpt: SmallGpt = part_of(
+        SmallGpt(hidden=128, layers=2, sequence=64, vocab=512, micro_batches=4),
+        "micro_batches",
+        hidden="Width h; a multiple of 64.",
+    )
+    layouts: tuple[tuple[int, int, int], ...] = option(
+        ((1, 1, 2), (2, 2, 1)),
+        "Tensor x pipeline x data, separated by commas.",
+        kind=str,
+        shown="1x1x2,2x2x1",
+        read=parse_layouts,
+    )
+
+    def problems(self) -> list[str]:
+        """See ``Options``."""
+        return self.gpt.problems(LEAST_MICRO_BATCHES)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps of a run.
+
+    Args:
+        start: steps before them.
+        stop: the last of them.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def steps(self) -> range:
+        """Their numbers."""
+        return range(self.start + 1, self.stop + 1)
+
+
+@dataclass(frozen=True)
+class DropSpeedupOptions(Options):
+    """Size of the measurement of the speed-up.
+
+    As many steps as are measured predict. They have delays of the next seed, or in a run that chooses are its first.
+
+    Args:
+        drop_rates: shares that the thresholds are to leave out; one that a run chooses itself comes on top.
+        sigmas: of the rule "predictive"; None: that of the paper, which starts micro-batches before tau.
+        warmup: steps before them in each run, at least 1.
+    """
+
+    steps: int = option(28, "Steps that are measured for each threshold.", least=1)
+    replicas: int = option(8, "Ranks on this machine, all data parallel.", least=1)
+    gpt: SmallGpt = part_of(SmallGpt(), "micro_batches")
+    constant_s: float = option(0.06, "Seconds that every micro-batch sleeps.", "--constant", min=0.0)
+    mean_s: float = option(0.1, "Mean of its additional sleep in seconds, bounded log-normal.", "--mean")
+    drop_rates: tuple[float, ...] = numbers(
+        "--drop-rates",
+        (0.025, 0.05, 0.1),
+        "Drop rates for which thresholds are chosen, separated by commas.",
+        "0.05,0.1",
+        "0.025,0.05,0.1",
+    )
+    sigmas: float | None = option(None, 'Use rule "predictive" with so many standard deviations.', min=0.0)
+    seed: int = option(1, "Seed of the delays.", min=0)
+    warmup: int = 2
+
+    def problems(self) -> list[str]:
+        """See ``Options``."""
+        found = self.gpt.problems(LEAST_MICRO_BATCHES)
+        if self.sigmas is not None and not 0 <= self.sigmas < math.inf:
+            found.append(f"--sigmas: {self.sigmas} must be at least 0")
+        if self.warmup < 1:
+            found.append(f"--warmup: {self.warmup} must be at least 1, since a first step is slower")
+        if not self.mean_s > 0:
+            found.append(f"--mean: {self.mean_s} must be above 0, since equal replicas gain nothing")
+        if not all(0 < rate < 1 for rate in self.drop_rates):
+            found.append("--drop-rates: each must be above 0 and below 1")
+        return found
+
+    @property
+    def first(self) -> Segment:
+        """The first steps after warming up."""
+        return Segment(self.warmup, self.warmup + self.steps)
+
+    @property
+    def second(self) -> Segment:
+        """As many steps after those."""
+        return Segment(self.first.stop, self.first.stop + self.steps)
+
+    def delay(self, seed: int) -> list[dict[str, Any]]:
+        """Entries of `delay`."""
+        constant = {"kind": "normal", "mean_s": self.constant_s, "std_s": 0.0, "seed": seed}
+        return [constant, {"kind": "bounded_lognormal", "mean_s": self.mean_s, "seed": seed}]
+
+    @property
+    def num_steps(self) -> int:
+        """Of all runs."""
+        return 2 * self.second.stop + (1 + len(self.drop_rates)) * self.first.stop
+
+    def config(
+        self, folder: Path, threshold: float | str, steps: int | None = None, seed: int | None = None
+    ) -> dict[str, Any]:
+        """A run.
+
+        Args:
+            folder: where it writes.
+            threshold: as in the section.
+            steps: of the run; None: until what is measured of it has ended.
+            seed: of its delays; None: that of the runs that are compared.
+        """
+        if steps is None:
+            steps = self.second.stop if isinstance(threshold, str) else self.first.stop
+        drop: dict[str, Any] = {
+            "threshold": threshold,
+            "warmup_steps": self.warmup,
+            "window_steps": self.steps,
+            "max_drop_rate": 1.0,
+        }
+        if threshold == NEVER:
+            drop = {"threshold": threshold}
+        elif self.sigmas is not None:
+            drop |= {"rule": PREDICTIVE, "sigmas": self.sigmas}
+        sections = {"drop_compute": {"enabled": True, **drop}, "delay": self.delay(self.seed if seed is None else seed)}
+        return small_config(self.gpt, folder, steps, sections)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is left out in a run, and what becomes of it.
+
+    Args:
+        rate: share of micro-batches.
+        samples: ``discard`` or ``defer``.
+        compensation: as in the section; None: none.
+    """
+
+    rate: float
+    samples: str = DISCARD
+    compensation: str | None = None
+
+    @property
+    def fate(self) -> str:
+        """What becomes of samples that are left out, as tables show it."""
+        if not self.rate:
+            return "-"
+        return (self.compensation or ("given up" if self.samples == DISCARD else self.samples)).replace("_", " ")
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return f"{100 * self.rate:g} %" + (f", {self.fate}" if self.rate else "")
+
+
+COMPENSATIONS = tuple(Setting(COMPENSATED_RATE, DISCARD, one) for one in (EXTRA_STEPS, LARGER_BATCH, RESAMPLE))
+
+
+@dataclass(frozen=True)
+class DropTrainOptions(Options):
+    """Size of the campaign.
+
+    Args:
+        rates: shares that are left out without compensation; 0 is always among them.
+        learning_rate: largest one of the schedule.
+        evaluations: of a run, at equal distances.
+    """
+
+    steps: int = option(240, "Optimizer steps of a run.", least=1)
+    seeds: int = option(3, "Runs of each setting; a seed is of weights and delays.", least=1)
+    rates: tuple[float, ...] = numbers(
+        "--rates",
+        (0.025, 0.05, 0.1, 0.2),
+        "Drop rates, separated by commas; 0 is always included.",
+        "0.05,0.1",
+        "0.025,0.05,0.1,0.2",
+    )
+    replicas: int = option(64, "Replicas of the simulated job.", least=1)
+    gpt: SmallGpt = part_of(
+        SmallGpt(hidden=64, layers=2, sequence=64, vocab=1024), "hidden", "layers", "sequence", "micro_batches"
+    )
+    learning_rate: float = option(2e-3, "Peak of the schedule.")
+    evaluations: int = option(6, "Evaluations of a run; a divisor of --steps.", least=1)
+    eval_samples: int = option(256, "Validation samples.", least=1)
+
+    def problems(self) -> list[str]:
+        """See ``Options``."""
+        found = self.gpt.problems(LEAST_MICRO_BATCHES)
+        if not all(0 < rate < 0.5 for rate in self.rates):
+            found.append("--rates: each must be above 0 and below 0.5")
+        if len(set(self.rates)) < len(self.rates):
+            found.append("--rates: one of them is there twice")
+        if self.replicas < REPLICAS:
+            found.append(f"--replicas: {self.replicas} must be at least {REPLICAS}, which train")
+        if self.steps % max(1, self.evaluations):
+            found.append(f"--evaluations: {self.evaluations} must divide --steps, {self.steps}")
+        return found
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All of them, that without any loss first."""
+        rates = [Setting(rate) for rate in (0.0, *self.rates)]
+        return [*rates, *COMPENSATIONS, Setting(COMPENSATED_RATE, DEFER)]
+
+    @property
+    def runs(self) -> list[tuple[Setting, int]]:
+        """Setting and seed of each run; all settings of a seed before the next."""
+        return [(setting, seed) for seed in range(1, self.seeds + 1) for setting in self.settings]
