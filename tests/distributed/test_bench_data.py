@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megasdc.errors import ConfigError, MegasdcError
+from tools.bench import statistics
 from tools.bench.commands import app
 from tools.bench.statistics import Cost
 from tools.bench.training import data as bench
@@ -21,13 +22,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 def test_both_sides_write_the_same_bytes(monkeypatch, kind):
     """The files agree; ratios, rates and verdict follow from the runs; without the pair that only fills caches."""
     told, calls = [], []
-    alternate = bench.run_alternating
+    alternate = statistics.run_alternating
 
     def all_but_first(*arguments):
         calls.append(arguments)
         return alternate(*arguments) if len(calls) > 1 else []
 
-    monkeypatch.setattr(bench, "run_alternating", all_but_first)
+    monkeypatch.setattr(statistics, "run_alternating", all_but_first)
     options = bench.DataBenchOptions(workers=2, blocks=1, characters=200_000, vocab=600)
     result = bench.bench_data(options, [kind], on_progress=lambda *call: told.append(call))
     assert result.num_characters >= 200_000

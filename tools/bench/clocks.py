@@ -50,7 +50,8 @@ class Timed:
         self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._clock.timed, name, getattr(self._inner, name))
+        found = getattr(self._inner, name)
+        return partial(self._clock.timed, name, found) if callable(found) else found
 
 
 class TimedObserver(Observer):
