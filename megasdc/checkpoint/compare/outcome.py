@@ -8,12 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a comparison found.
-
-    Attributes:
-        problems: what could not be read and was not compared.
-        notes: further remarks, such as what was not compared because not all sides have it.
-    """
+    """Result of a comparison; ``problems``: what could not be read and was not compared; ``notes``: further remarks."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
