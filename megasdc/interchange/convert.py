@@ -58,7 +58,7 @@ _LOG = "conversion.log"
 _TAIL_LINES = 15
 _ASKED_BYTES = 8 << 20
 _END_S = 2.0
-"""How long to wait for killed processes to end; without a process that reaps them they stay in the group."""
+"""Time to wait for killed processes to end; without a process that reaps them they stay in the group."""
 
 
 @dataclass(frozen=True)

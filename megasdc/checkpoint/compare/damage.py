@@ -207,7 +207,7 @@ class Classifying:
         return Damage(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
 
     def _belongs(self, piece: Piece, scan: _Scan) -> str:
-        """Which other piece's elements a piece holds; empty: none."""
+        """The other piece whose elements a piece holds; empty: none."""
         if piece.holds:
             return f"{piece.file.name} holds {piece.holds}"
         for other, like in zip(self.pieces, self.scans, strict=True):

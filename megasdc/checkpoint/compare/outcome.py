@@ -19,7 +19,7 @@ class Outcome:
         raise NotImplementedError
 
     def details(self) -> dict[str, Any]:
-        """What this kind of comparison found, as JSON-compatible values."""
+        """Results of this kind of comparison, as JSON-compatible values."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:

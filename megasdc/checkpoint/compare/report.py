@@ -16,7 +16,7 @@ from megasdc.checkpoint.views.view import Slot, View
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and what counts as a difference.
+    """Selection of what is compared, and of what counts as a difference.
 
     Attributes:
         only: shell patterns of ``fqn`` or ``fqn/slot``; empty: everything.
@@ -119,7 +119,7 @@ class Finding:
 
 @dataclass
 class Report(Outcome):
-    """What a comparison of checkpoints found.
+    """Result of a comparison of checkpoints.
 
     Attributes:
         num_compared: tensors and values of which there are at least two copies.

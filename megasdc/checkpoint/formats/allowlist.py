@@ -33,8 +33,8 @@ ALLOWED_GLOBALS: frozenset[str] = frozenset(
 """Classes allowed besides those that torch itself considers safe; none has side effects when created."""
 
 MEMBER = "builtins.getattr"
-"""How Python 3.11.0 to 3.11.3 pickle enum members. The real ``getattr`` would give access to anything; ``enum_member``
-replaces it, and only in files that no other unpickler opens."""
+"""Function in the pickles of enum members by Python 3.11.0 to 3.11.3. The real ``getattr`` would give access to
+anything; ``enum_member`` replaces it, and only in files that no other unpickler opens."""
 
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 

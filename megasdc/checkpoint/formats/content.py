@@ -64,7 +64,7 @@ class TensorContent(Record):
 
 
 class Content(Record):
-    """What is in one file.
+    """Content of one file.
 
     Attributes:
         tensors: in order of their offsets in the file.

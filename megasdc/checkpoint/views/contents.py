@@ -69,7 +69,7 @@ def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool 
 
 
 def _why_apart(folder: Path) -> str | None:
-    """Why the tensors of a checkpoint cannot be assembled here; None: they can."""
+    """The reason why tensors of a checkpoint cannot be assembled here; None: they can."""
     if is_called_universal(folder):
         return None
     manifest = read_manifest(folder)

@@ -94,9 +94,9 @@ class CheckpointWeights:
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
         """Unsharded parameters of one pipeline layer, by the names of backend ``torch`` without the layer's number.
 
-        In their saved types, the vocabulary without its padding; device ``meta`` gives types and shapes only.
-        CheckpointError if a file cannot be loaded or does not hold this model's parameters, or copies that must be
-        equal differ.
+        In their saved types, the vocabulary without its padding; empty for a layer without parameters. Device ``meta``
+        gives types and shapes only. CheckpointError if a file cannot be loaded or does not hold this model's
+        parameters, or copies that must be equal differ.
         """
         splits = self._splits.get(index)
         if splits is None:
