@@ -28,9 +28,7 @@ def leave_behind(folder: Path | str, chosen: Chosen | None, ranks: Ranks) -> lis
     If the process dies in between, the mark is still there and the next resume finishes.
 
     Args:
-        folder: the checkpoint folder.
         chosen: what ``find_checkpoint`` returned and was loaded; None: there was no checkpoint.
-        ranks: all ranks of the world.
 
     Returns:
         Steps that were moved, on any node.
@@ -67,13 +65,7 @@ def leave_behind(folder: Path | str, chosen: Chosen | None, ranks: Ranks) -> lis
 def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on if it already has one of these steps.
 
-    Steps that have no checkpoint are ignored.
-
-    Returns:
-        Each step that was moved, with its new path relative to the folder.
-
-    Raises:
-        OSError: a folder cannot be made or renamed.
+    Steps that have no checkpoint are ignored. Returns each step moved, with its new path relative to the folder.
     """
     there = [step for step in steps if (folder / step_folder(step)).exists()]
     if not there:

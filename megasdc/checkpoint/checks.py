@@ -32,17 +32,10 @@ def check_file(
     checksums: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Compare one file with its record, and its pickle with the allow-list.
+    """Compare one file with its record, and its pickle with the allow-list; the problems, each starting with its name.
 
-    Args:
-        folder: folder of the checkpoint.
-        record: its record in the manifest.
-        manifest: searched for another file with the same content.
-        checksums: whether to read the whole file; otherwise its size and its pickle are checked.
-        progress: called with the number of bytes of each piece read.
-
-    Returns:
-        The problems, one sentence an entry, each starting with the file's name; empty if there are none.
+    Without ``checksums`` only size and pickle are checked. ``manifest`` is searched for another file with the same
+    content; ``progress`` gets the bytes of each piece read.
     """
     path = folder / record.name
     try:
@@ -89,11 +82,7 @@ def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def find_incomplete(manifest: Manifest) -> list[str]:
-    """Problems: files that ranks of this folder need and that the manifest does not name.
-
-    Args:
-        manifest: of shared storage, or of one node; then only its ranks are checked.
-    """
+    """Problems: files that ranks of this folder (all, or a node's) need and that the manifest does not name."""
     layout, names = manifest.layout, manifest.by_name()
     ranks = manifest.nodes.get(manifest.node, []) if manifest.node is not None else range(manifest.world_size)
     places = [layout.dims(rank) for rank in ranks]
@@ -149,11 +138,7 @@ def deleted_while_read(folder: Path) -> str:
 
 @contextmanager
 def reading(folder: Path, save_id: str) -> Iterator[None]:
-    """Report an error in the block as the checkpoint's deletion if the checkpoint no longer exists.
-
-    Raises:
-        CheckpointError: the block failed, and this checkpoint no longer exists.
-    """
+    """Context that turns an error in the block into a CheckpointError if the checkpoint was deleted meanwhile."""
     try:
         yield
     except (OSError, MegasdcError) as error:

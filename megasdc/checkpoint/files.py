@@ -51,12 +51,7 @@ def list_replaced(folder: Path | str) -> list[int]:
 
 
 def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -> str:
-    """XXH3-128 of a file's bytes, as hexadecimal digits.
-
-    Args:
-        path: the file.
-        progress: called with the number of bytes of each piece read.
-    """
+    """XXH3-128 of a file's bytes, as hexadecimal digits; ``progress`` gets the number of bytes of each piece read."""
     state = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_CHUNK_BYTES):
@@ -68,10 +63,9 @@ def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -
 
 @contextmanager
 def plain_path(folder: Path) -> Iterator[Path]:
-    """Yield a path of a folder without glob characters; DeepSpeed (0.19.8) finds its files by glob patterns.
+    """Yield a path of a folder without glob characters, by which DeepSpeed (0.19.8) finds its files.
 
-    Args:
-        folder: the folder; if its path has brackets, stars or question marks, a temporary link to it is yielded.
+    If the path has brackets, stars or question marks, it is that of a temporary link to the folder.
     """
     if glob.escape(str(folder)) == str(folder):
         yield folder
@@ -91,12 +85,9 @@ def delete_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path | str) -> list[str]:
-    """Remove what killed saves left in a checkpoint folder, which need not exist.
+    """Remove what killed saves left in a checkpoint folder, which need not exist; returns the actions, one line each.
 
     A checkpoint that was moved aside for a newer one of the same step is restored if the newer one was not committed.
-
-    Returns:
-        The actions taken, one line an entry.
     """
     path = Path(folder)
     done: list[str] = []

@@ -66,9 +66,6 @@ class InitialWeights:
     """A folder of initial weights, read layer by layer; each file's checksum is verified before use.
 
     Attributes:
-        path: the folder.
-        manifest: its ``weights.json``.
-        model: the section that describes the weights.
         vocab_size: rows of the word embedding.
 
     Raises:

@@ -87,11 +87,7 @@ def kind_of(path: Path | str) -> str | None:
 
 
 def explain_folder(path: Path | str, needed: str) -> str | None:
-    """Message that a folder is of another kind than the one that a command needs.
-
-    Returns:
-        A sentence with a remedy; None if the kind is unknown.
-    """
+    """A sentence that a folder is of another kind than ``needed``, with a remedy; None if its kind is unknown."""
     kind = kind_of(path)
     if kind is None:
         return None

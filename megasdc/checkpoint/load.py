@@ -43,8 +43,6 @@ def load_checkpoint(
     Args:
         engine: the PipelineEngine.
         chosen: what ``find_checkpoint`` returned.
-        dims: layout and this rank's position in it.
-        ranks: all ranks of the world.
         check: called with ``shared_state`` before anything else is compared; raises CheckpointError to refuse it.
 
     Raises:
@@ -80,11 +78,7 @@ def load_checkpoint(
 
 
 def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, str] | None]:
-    """Names of the files that a rank of this engine opens.
-
-    Returns:
-        For a layer's file the data type and shape of each of the engine's tensors; None for other files.
-    """
+    """Files that a rank of this engine opens; for a layer's file data type and shape of each tensor, else None."""
     module = engine.module
     files: dict[str, dict[str, str] | None] = {
         Path(engine._get_ckpt_name(str(folder), ".")).name: None,
@@ -150,15 +144,10 @@ class CheckedReader:
 
 
 def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
-    """Let DeepSpeed load a folder into an engine, each file checked against the allow-list first.
+    """Let DeepSpeed load a folder into a PipelineEngine, each file checked against the allow-list first.
 
-    Args:
-        engine: the PipelineEngine.
-        folder: of the checkpoint.
-        steps: number of steps that the engine must have taken afterwards.
-
-    Returns:
-        The problem of this rank, None if there is none, and the client state. Nothing is raised: the ranks must agree.
+    Returns this rank's problem, None if there is none, and the client state; raises nothing: the ranks must agree. The
+    engine must have taken ``steps`` steps afterwards.
     """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}

@@ -28,8 +28,6 @@ class OpenUniversal:
     """A universal checkpoint that was verified.
 
     Attributes:
-        path: its folder.
-        manifest: its manifest.
         shared_state: the shared state of the checkpoint that it was made from.
         place: which ranks share the folder.
     """
@@ -45,7 +43,6 @@ def open_universal(folder: Path | str, ranks: Ranks, *, verify: bool = True) -> 
 
     Args:
         folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
-        ranks: all ranks of the world.
         verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
 
     Raises:
@@ -105,12 +102,10 @@ def load_universal(engine: Any, found: OpenUniversal) -> None:
 
 @contextmanager
 def _universal_load(engine: Any) -> Iterator[Any]:
-    """Switch DeepSpeed to universal checkpoints for one load, with its last collective deferred.
+    """Switch DeepSpeed to universal checkpoints for one load; yields its last collective, which is deferred.
 
-    ``load_universal_checkpoint`` reads the switch from the configuration at every call.
-
-    Returns:
-        The collective, which copies master weights into the model.
+    It copies master weights into the model. ``load_universal_checkpoint`` reads the switch from the configuration at
+    every call.
     """
     settings, optimizer = engine._config, engine.optimizer
     before, finish = settings.load_universal_checkpoint, optimizer.update_lp_params

@@ -35,10 +35,8 @@ class FileRecord(Record):
 
     Attributes:
         name: path relative to the checkpoint's folder.
-        size_bytes: its size.
         xxh3_128: checksum of its bytes.
         rank: global rank that wrote it.
-        node: node of this rank.
         tensors: for a layer's file, data type and shape of each tensor, such as ``float32[64, 64]``; else None.
         content: its tensors and their blocks; None: saved by a version that did not record them.
     """
@@ -86,7 +84,6 @@ class Manifest(Record):
         nodes: global ranks of each node.
         node: the node whose files these are; None with shared storage.
         engine: names of the optimizer classes and the number of steps taken, compared before loading.
-        versions: of the packages that wrote the files.
         files: in order of name.
     """
 
@@ -140,10 +137,7 @@ def describe_file(
     """Make the record of a file that this rank has written; the file is read once.
 
     Args:
-        folder: folder of the checkpoint.
         name: path relative to it.
-        rank: this rank.
-        node: this rank's node.
         tensors: see ``FileRecord``.
 
     Raises:
@@ -197,18 +191,13 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> Manifest:
 def read_other_nodes(folder: Path) -> list[Manifest]:
     """The manifests of other nodes, each copied into the folder as ``manifest.NODE.json`` with that node's files.
 
-    Raises:
-        CheckpointError: see ``read_manifest``.
+    Errors as in ``read_manifest``.
     """
     return [read_manifest(folder, path.name) for path in sorted(folder.glob("manifest.*.json"))]
 
 
 def write_marker(folder: Path, manifest: Manifest) -> None:
-    """Write the marker, on this node, that every node has committed the save.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the marker, on this node, that every node has committed the save."""
     write_durably(folder / MARKER_FILE, manifest.save_id + "\n")
 
 

@@ -30,14 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerifiedMark(Record):
-    """Mark of a verified checkpoint: a later audit agreed.
-
-    Attributes:
-        save_id: of the checkpoint's save; see ``Manifest``.
-        step: optimizer step of the checkpoint, first is 1.
-        audit_step: step of the audit.
-        time: when the mark was written, in seconds since the epoch.
-    """
+    """Mark of a verified checkpoint: the later audit of ``audit_step`` agreed; ``time``: seconds since the epoch."""
 
     format_version: int
     save_id: str
@@ -49,10 +42,7 @@ class VerifiedMark(Record):
 class CorruptionMark(Record):
     """Mark of a run that ended because of corruption; kept until a resume from a verified checkpoint.
 
-    Attributes:
-        step: optimizer step in which corruption was found.
-        incident: path of the incident report.
-        time: when the mark was written, in seconds since the epoch.
+    ``step``: where corruption was found; ``incident``: path of the report; ``time``: seconds since the epoch.
     """
 
     format_version: int
@@ -82,14 +72,7 @@ class Standing:
 
 
 def read_mark(folder: Path | str) -> VerifiedMark | None:
-    """Read the mark of a verified checkpoint.
-
-    Returns:
-        The mark; None for a candidate.
-
-    Raises:
-        CheckpointError: there is a mark, but it is damaged or of another save of this step.
-    """
+    """Read the mark of a checkpoint; None: it is a candidate. CheckpointError if it is damaged or of another save."""
     path = Path(folder) / VERIFIED_FILE
     try:
         if not path.exists():
@@ -103,11 +86,7 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
 
 
 def find_standing(folder: Path | str) -> Standing | None:
-    """Find out whether a checkpoint is verified.
-
-    Returns:
-        None if no audits are in use: no mark on it or on any checkpoint beside it, and no corruption mark.
-    """
+    """Whether a checkpoint is verified; None: no audits are in use, no mark here or beside it, no corruption mark."""
     path = Path(folder)
     try:
         mark = read_mark(path)
@@ -144,9 +123,7 @@ def mark_verified(
     A mark that cannot be written is logged as a warning: the checkpoint stays a candidate until the next audit.
 
     Args:
-        folder: the checkpoint folder.
         up_to_step: last step whose state the audit used: the one before it.
-        audit_step: step of the audit.
         place: of this rank; the leader of each folder writes, the others do nothing.
         passed_over: steps whose checkpoints the resume passed over; they are not part of this run's history.
         events: log of the rank that writes.
@@ -232,14 +209,7 @@ def find_corruption(folder: Path | str) -> str | None:
 
 
 def clear_corruption(folder: Path | str) -> bool:
-    """Remove the corruption mark of a checkpoint folder.
-
-    Returns:
-        Whether there was one.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove the corruption mark of a checkpoint folder; returns whether there was one."""
     path = Path(folder) / CORRUPTION_FILE
     there = path.exists()
     path.unlink(missing_ok=True)

@@ -40,8 +40,6 @@ class Place:
     """The checkpoint folder that a rank sees.
 
     Attributes:
-        rank: this rank.
-        node: name of this rank's node.
         nodes: global ranks of each node.
         ranks: global ranks that see the same folder, ascending.
         save_id: unique to each call of ``find_place``, the same on all ranks.
@@ -110,12 +108,7 @@ class Problem:
 
 
 def describe_error(error: BaseException, doing: str) -> Problem:
-    """Convert an exception into a problem that can be sent to the other ranks.
-
-    Args:
-        error: the exception.
-        doing: the action that failed, such as ``write /data/x.pt``.
-    """
+    """An exception as a problem to send to other ranks; ``doing``: what failed, such as ``write /data/x.pt``."""
     # torch's file writer reports every failed write as a RuntimeError of inline_container.cc, without an errno.
     failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -130,7 +123,6 @@ def raise_together(problem: Problem | None, place: Place, what: str) -> None:
 
     Args:
         problem: this rank's; None means none.
-        place: this rank's place.
         what: start of the message.
 
     Raises:

@@ -31,15 +31,10 @@ _CANDIDATE = "it is a candidate: no audit has agreed after it"
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to resume from.
+    """The checkpoint to resume from, as this rank sees it.
 
-    Attributes:
-        path: its folder, as this rank sees it.
-        step: optimizer step, first is 1.
-        manifest: of the folder that this rank sees.
-        skipped: newer checkpoints by step, each with the reasons for skipping it.
-        candidates: those of ``skipped`` that are not verified, if only verified ones count.
-        verified_only: whether only verified ones counted.
+    ``skipped``: newer checkpoints by step, each with the reasons; ``candidates``: those of them that are not verified,
+    if only verified ones counted (``verified_only``).
     """
 
     path: Path
@@ -66,9 +61,6 @@ def find_checkpoint(
     event with the reasons for each checkpoint passed over.
 
     Args:
-        folder: the checkpoint folder.
-        dims: layout and this rank's position in it.
-        ranks: all ranks of the world.
         verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
         resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
@@ -145,12 +137,9 @@ def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[in
 
 @dataclass(frozen=True)
 class _Found:
-    """Content of the checkpoint folders of all nodes.
+    """Content of the checkpoint folders of all nodes: steps on any node, newest first; those marked on any.
 
-    Attributes:
-        steps: found on any node, newest first.
-        verified: those with a mark on any node; a mark is written only after all ranks agreed.
-        corruption: text of the corruption mark of the first node that has one; None: no node has one.
+    A mark is written only after all ranks agreed. ``corruption``: text of the first node's mark; None: no mark.
     """
 
     steps: list[int]
@@ -185,8 +174,7 @@ def _look_together(path: Path, place: Place, *, clean: bool = True) -> _Found:
 def _examine(folder: Path, place: Place, dims: ParallelDims, verify: bool) -> tuple[Manifest | None, list[str]]:
     """Check a checkpoint with all ranks; return this rank's manifest and the problems of all ranks.
 
-    Raises:
-        CheckpointError: the checkpoint is complete but of another layout; on all ranks.
+    CheckpointError on all ranks if it is complete but of another layout.
     """
     manifest: Manifest | None = None
     try:

@@ -13,7 +13,7 @@ from megasdc.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept.
+    """Rules by which checkpoints are kept.
 
     Attributes:
         last: the newest, and the newest verified one; 0: all.
@@ -27,17 +27,10 @@ class Retention:
 def plan_retention(
     steps: Iterable[int], newest: int, keep_last: int, keep_every: int, verified: Collection[int] = ()
 ) -> list[int]:
-    """Choose the checkpoints to delete.
+    """Steps of complete checkpoints to delete, ascending; ``newest``, just saved, and later ones are never deleted.
 
-    Args:
-        steps: steps of complete checkpoints.
-        newest: the step just saved; it and later ones are never deleted.
-        keep_last: number kept, including ``newest``; 0: all.
-        keep_every: checkpoints whose step is a multiple are kept too; 0: none.
-        verified: steps of verified checkpoints; the newest of them is kept too.
-
-    Returns:
-        Steps to delete, ascending.
+    ``keep_last`` are kept, including ``newest`` (0: all), those whose step is a multiple of ``keep_every`` (0: none),
+    and the newest of ``verified``.
     """
     if keep_last == 0:
         return []
@@ -51,14 +44,8 @@ def apply_retention(
 ) -> tuple[list[int], list[str]]:
     """Delete the checkpoints that need not be kept; incomplete ones are neither counted nor deleted.
 
-    Args:
-        folder: the checkpoint folder.
-        newest: see ``plan_retention``.
-        keep: which are kept.
-        verified: see ``plan_retention``; from the marks of all nodes, so that all keep the same.
-
-    Returns:
-        The steps deleted, and one line for each that could not be deleted.
+    ``verified`` comes from the marks of all nodes, so that all keep the same. Returns the steps deleted, and one line
+    for each that could not be deleted.
     """
     if keep.last == 0:
         return [], []

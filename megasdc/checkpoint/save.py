@@ -64,14 +64,9 @@ class SavedState:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Result of a save, the same on all ranks except for ``path``.
+    """Result of a save, the same on all ranks except for ``path``; ``size_bytes``: written over all ranks.
 
-    Attributes:
-        path: folder of the checkpoint.
-        step: optimizer step, first is 1.
-        size_bytes: bytes written, over all ranks.
-        duration_s: wall-clock time of the save.
-        deleted: steps whose checkpoints were deleted.
+    ``deleted``: steps whose checkpoints were deleted.
     """
 
     path: Path
@@ -96,9 +91,6 @@ def save_checkpoint(
         engine: the PipelineEngine.
         folder: the checkpoint folder; created if absent.
         step: optimizer step, first is 1. A checkpoint of the same step is replaced.
-        state: saved beside the engine's own.
-        dims: layout and this rank's position in it.
-        ranks: all ranks of the world.
         keep: which checkpoints are kept; None: all.
 
     Raises:

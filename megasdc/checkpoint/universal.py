@@ -34,7 +34,6 @@ class UniversalManifest(Record):
         precision: of the run that saved it.
         engine: see ``Manifest``.
         parameters: unsharded shape by name; all tensors are fp32.
-        versions: of the packages that made it.
         files: in order of name, without the manifest.
     """
 
@@ -78,11 +77,7 @@ def write_universal_manifest(folder: Path, manifest: UniversalManifest) -> None:
 
 
 def read_universal_manifest(folder: Path) -> UniversalManifest:
-    """Read and check the manifest of a universal checkpoint.
-
-    Raises:
-        CheckpointError: the folder or the manifest is missing, or the manifest is damaged.
-    """
+    """Read and check the manifest of a universal checkpoint; CheckpointError if it is missing or damaged."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a universal checkpoint is made by megasdc convert-checkpoint")
     if not is_universal(folder):

@@ -29,16 +29,10 @@ CHECKED, NOT_ASKED = "checked", "not requested"
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """Result of the verification of one checkpoint.
+    """Result of the verification of one checkpoint; ``step`` is None if the manifest cannot be read.
 
-    Attributes:
-        path: its folder.
-        step: optimizer step; None if the manifest cannot be read.
-        problems: one sentence an entry; empty if there are none.
-        num_files: files in the manifest.
-        size_bytes: their bytes.
-        standing: whether an audit has verified it; None if no audits are in use.
-        contents: whether the files' content was checked too: ``CHECKED``, ``NOT_ASKED``, or why not.
+    ``standing``: whether an audit has verified it, None if no audits are in use; ``contents``: whether the files'
+    content was checked too: ``CHECKED``, ``NOT_ASKED``, or why not.
     """
 
     path: str
@@ -74,7 +68,6 @@ def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
     """Checkpoints at a path: the path itself, or all in it, newest first.
 
     Args:
-        path: the folder.
         universal: include universal checkpoints, after the others.
 
     Raises:
@@ -102,7 +95,6 @@ def verify_checkpoint(
     """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle, completeness.
 
     Args:
-        path: folder of the checkpoint, such as ``checkpoints/step_00000100``.
         checksums: read the files; otherwise only sizes and pickles.
         progress: draw a bar on standard error where it is a terminal.
         workers: threads that read; None: one per CPU, at most 8. Checksums are computed without the GIL.
@@ -148,7 +140,6 @@ class Source:
     """A checkpoint of which the files of all ranks are in one folder, to convert it.
 
     Attributes:
-        path: its folder.
         manifest: of this node, or of shared storage.
         records: all files by name, of all nodes whose manifests are in the folder.
     """

@@ -22,11 +22,9 @@ from megasdc.tensors.bits import dtype_name
 
 
 class RecordingWriter:
-    """Replaces DeepSpeed's checkpoint engine during one save.
+    """Replaces DeepSpeed's checkpoint engine during one save; ``problem`` is its first error.
 
-    Attributes:
-        problem: the first error; None: no error.
-        written: data types and shapes by path for files of layers, None for other files.
+    ``written``: by path, data types and shapes for files of layers, None for other files.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -84,15 +82,10 @@ def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
 def wrapped_writer(engine: Any, *, writes_model: bool, every_node: bool) -> Iterator[RecordingWriter]:
     """Context that installs a recording writer in a PipelineEngine and removes it again.
 
-    DeepSpeed writes the weights on the first replica only. With node-local storage, the first rank of each stage and
-    tensor rank on a node is made to write them too: ``save_non_zero_checkpoint`` opens the file of the stage, and the
-    grid's ``data_parallel_id`` the files of its layers. Its two recovery scripts are not copied: they cannot read
-    checkpoints of a pipeline engine.
-
-    Args:
-        engine: the PipelineEngine.
-        writes_model: whether this rank writes the weights of its stage.
-        every_node: whether every node has a folder of its own.
+    DeepSpeed writes the weights on the first replica only. With node-local storage (``every_node``), the first rank of
+    each stage and tensor rank on a node is made to write them too: ``save_non_zero_checkpoint`` opens the file of the
+    stage, and the grid's ``data_parallel_id`` the files of its layers. Its two recovery scripts are not copied: they
+    cannot read checkpoints of a pipeline engine.
     """
     grid, module = engine.grid, engine.module
     before = (engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id)

@@ -57,10 +57,6 @@ class BlendedTokens(torch.utils.data.Dataset):
     Args:
         parts: the streams, each at least `num_samples` long.
         weights: of each, above 0; only their ratios matter.
-        num_samples: length of the blend.
-        vocab_size: number of the model's token ids.
-        cache: folder of sample indices.
-        on_damage: called when a damaged one is rebuilt.
 
     Attributes:
         path: the parts' ``.bin`` files, for messages.
@@ -131,10 +127,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         return int(repeated[0]) if len(repeated) else None
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return one sample.
-
-        Args:
-            position: in [0, len).
+        """The sample at a position in [0, len).
 
         Returns:
             tokens [s] int64, labels [s] int64 (the next token of each), loss_mask [s] float32.
@@ -143,7 +136,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         return self.parts[part][inner]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the part that a sample comes from, and its position there."""
+        """The part that a sample comes from, and its position there."""
         if not 0 <= position < self.num_samples:
             raise IndexError(f"position {position} is not in [0, {self.num_samples}) of {self.path}")
         return int(self._part_of[position]), int(self._position_in_part[position])
@@ -155,14 +148,9 @@ class BlendedTokens(torch.utils.data.Dataset):
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Megatron-core's order of a blend.
+    """Megatron-core's order of a blend of ``size`` samples, for weights with sum 1.
 
-    Args:
-        weights: with sum 1.
-        size: number of samples.
-
-    Returns:
-        The part of each sample [size] int16, and its position in that part [size] int64.
+    Returns the part of each sample, [size] int16, and its position in that part, [size] int64.
     """
     part_of = np.zeros(size, dtype=np.int16)
     position = np.zeros(size, dtype=np.int64)

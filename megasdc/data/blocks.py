@@ -46,15 +46,7 @@ def write_checksums(path: Path, block_bytes: int = BLOCK_BYTES) -> Path:
 
 
 class BlockChecksums:
-    """The checksums of one ``.bin`` file.
-
-    Args:
-        path: the ``.bin`` file.
-        block_bytes: size of a block.
-
-    Raises:
-        OSError: the checksums cannot be read.
-    """
+    """The checksums of one ``.bin`` file, in blocks of ``block_bytes``; OSError if they cannot be read."""
 
     def __init__(self, path: Path, block_bytes: int) -> None:
         self.path = path
@@ -105,13 +97,7 @@ class BinReader(Protocol):
 
 
 class CheckedReader:
-    """Reads a ``.bin`` file and checks every block before its first use in this process.
-
-    Args:
-        reader: reads without checks.
-        checksums: of the file.
-        size_bytes: of the file.
-    """
+    """Reads a ``.bin`` file of ``size_bytes`` and checks every block before its first use in this process."""
 
     def __init__(self, reader: BinReader, checksums: BlockChecksums, size_bytes: int) -> None:
         self._reader = reader
@@ -120,11 +106,7 @@ class CheckedReader:
         self._checked = bytearray(len(checksums))
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        """``count`` elements from byte ``offset`` on.
-
-        Raises:
-            DataError: a block is damaged; the message names it.
-        """
+        """``count`` elements from byte ``offset`` on; DataError, which names the block, if one is damaged."""
         size = self._checksums.block_bytes
         first, end = int(offset) // size, num_blocks(int(offset) + int(count) * np.dtype(dtype).itemsize, size)
         if self._checked.count(0, first, end):

@@ -81,17 +81,11 @@ def build_datasets(
 def build_split(
     section: DataSection, vocab_size: int, split: str, num_samples: int, cache_dir: Path | str | None = None
 ) -> TokenDataset | BlendedTokens:
-    """Build the stream of one split.
+    """Build the stream of one split; arguments and errors as in `build_datasets`.
 
     Args:
-        section: as in `build_datasets`.
-        vocab_size: as in `build_datasets`.
         split: ``train``, ``valid`` or ``test``.
         num_samples: length of the stream.
-        cache_dir: as in `build_datasets`.
-
-    Raises:
-        DataError: as `build_datasets`.
 
     Collective:
         None.
@@ -142,7 +136,6 @@ def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]
     """Check that the prepared data of a section are complete and compatible.
 
     Args:
-        section: names one folder or a blend.
         checksums: compare every byte of all files, see `verify_prepared`.
 
     Returns:
@@ -202,15 +195,6 @@ def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list
 
 class TokenDataset(torch.utils.data.Dataset):
     """A stream of samples of one split; a position always holds the same sample, whatever the stream's length.
-
-    Args:
-        section: see `build_datasets`.
-        manifest: of the folder.
-        split: which split.
-        num_samples: length of the stream.
-        vocab_size: ids that the model knows.
-        cache: folder of sample indices.
-        on_damage: called when a damaged one is rebuilt.
 
     Attributes:
         path: the ``.bin`` file, for messages.
@@ -276,10 +260,7 @@ class TokenDataset(torch.utils.data.Dataset):
         return self.samples_per_epoch
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return one sample.
-
-        Args:
-            position: in [0, len).
+        """The sample at a position in [0, len).
 
         Returns:
             tokens [s] int64, labels [s] int64 (the next token of each), loss_mask [s] float32.
@@ -294,7 +275,7 @@ class TokenDataset(torch.utils.data.Dataset):
         return tokens, labels, loss_mask
 
     def _epoch(self, number: int) -> GPTDataset:
-        """Return the dataset of an epoch; the latest two epochs are kept in memory."""
+        """The dataset of an epoch; the latest two epochs are kept in memory."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]

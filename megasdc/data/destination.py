@@ -34,7 +34,7 @@ def describe_settings(section: DataSection) -> dict[str, Any]:
 
 
 def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
-    """Return the manifest of equal prepared data, or None if data can be written; with force every byte is checked."""
+    """The manifest of equal prepared data, or None if data can be written; with force every byte is checked."""
     if not out.exists():
         return None
     if not out.is_dir() or not (out / MANIFEST_FILE).exists():

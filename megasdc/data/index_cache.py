@@ -40,19 +40,10 @@ def tell_nobody(folder: Path, problem: str) -> None:
 def kept_index(
     folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = tell_nobody
 ) -> Arrays:
-    """Return the arrays of a cached index, memory-mapped; build and save them if they are missing or damaged.
+    """The arrays of a cached index, memory-mapped; built and saved if missing or damaged. No collective.
 
-    Args:
-        folder: folder of this index; its name must identify everything that the content depends on.
-        names: names of the arrays.
-        build: makes the arrays, in the order of the names.
-        on_damage: see `OnDamage`; a warning is logged too.
-
-    Returns:
-        The arrays. If they cannot be saved, those that `build` made, with a warning.
-
-    Collective:
-        None.
+    The folder's name must identify everything that the content depends on; ``build`` makes the arrays in the order of
+    ``names``. If they cannot be saved, those are returned, with a warning.
     """
     try:
         if folder.is_dir():

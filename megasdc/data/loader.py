@@ -37,10 +37,7 @@ class MicroBatchLoader:
     """Yields micro-batches of one replica and tracks its position.
 
     Args:
-        dataset: the stream.
         micro_batch_size: samples b of a micro-batch.
-        dp_rank: this replica.
-        dp_size: number of replicas.
         position: start position of this replica.
         samples_per_epoch: of the stream, to use samples that were passed over before their epoch ends; None: it has no
             common epochs.
@@ -67,7 +64,7 @@ class MicroBatchLoader:
         return self
 
     def __next__(self) -> MicroBatch:
-        """Return the next micro-batch.
+        """The next micro-batch.
 
         Raises:
             DataError: the stream has ended, or an id is outside the model's vocabulary; the position stays.
@@ -102,7 +99,6 @@ class MicroBatchLoader:
         """Skip the next micro-batches.
 
         Args:
-            micro_batches: number to skip.
             again: use their samples before their epoch ends, instead of never.
 
         Raises:
@@ -116,7 +112,7 @@ class MicroBatchLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this replica's position as JSON-compatible values."""
+        """This replica's position as JSON-compatible values."""
         order = self.position.order
         return {
             "dp_rank": self.dp_rank,
@@ -154,10 +150,7 @@ class EvalLoader:
     may thus have weight 0.
 
     Args:
-        dataset: the stream.
         micro_batch_size: samples b of a micro-batch.
-        dp_rank: this replica.
-        dp_size: number of replicas.
         num_samples: n; None: the whole stream.
     """
 

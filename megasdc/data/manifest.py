@@ -183,12 +183,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def digest_settings(settings: dict[str, Any]) -> str:
-    """Return the XXH3-64 of the canonical JSON of settings, or of a manifest."""
+    """The XXH3-64 of the canonical JSON of settings, or of a manifest."""
     return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode())
 
 
 def checksum_file(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
-    """Return the XXH3-64 of a file's bytes; `advance` is called with the bytes of each piece read."""
+    """The XXH3-64 of a file's bytes; `advance` is called with the bytes of each piece read."""
     state = xxhash.xxh3_64()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

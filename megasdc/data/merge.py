@@ -13,21 +13,11 @@ from megasdc.errors import DataError
 
 
 def assign_splits(num_documents: int, shares: Sequence[int], seed: int) -> np.ndarray:
-    """Assign documents to the splits at random, with exact counts.
+    """Assign documents to splits at random, with exact counts; returns each one's split, [num_documents] uint8.
 
-    Counts are the shares rounded by largest remainder; a split with a share gets at least one document, taken from the
-    largest. Documents are taken in order of a hash of (seed, index), so that their order in the source does not matter.
-
-    Args:
-        num_documents: total number of documents.
-        shares: relative size of each split, integers.
-        seed: changes the assignment.
-
-    Returns:
-        Index of the split of each document, [num_documents] uint8.
-
-    Raises:
-        DataError: fewer documents than splits with a share above 0, or no such split.
+    Counts are the integer ``shares`` rounded by largest remainder; a split with a share gets at least one document,
+    taken from the largest. Documents are taken in order of a hash of (seed, index), so that their order in the source
+    does not matter. DataError if there are fewer documents than splits with a share above 0, or no such split.
     """
     wanted = [split for split, share in enumerate(shares) if share]
     if not wanted:
@@ -61,16 +51,9 @@ def merge_shards(
 ) -> tuple[dict[str, SplitRecord], np.ndarray, str]:
     """Write ``train.bin``, ``train.idx`` and so on from shards, documents in stream order.
 
-    Args:
-        paths: the shards in order.
-        splits: split of each document, [documents].
-        folder: output folder.
-        vocab_size: determines the width of a token, by Megatron's rule.
-        advance: called with 1 after each shard.
-
-    Returns:
-        Sizes of the splits that hold documents, frequency of each id in the training split [v] int64, and the NumPy
-        name of the tokens' type.
+    ``splits``: of each document, [documents]; ``vocab_size`` determines the width of a token, by Megatron's rule;
+    ``advance`` gets 1 after each shard. Returns the sizes of the splits that hold documents, the frequency of each id
+    in the training split, [v] int64, and the NumPy name of the tokens' type.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -107,7 +90,7 @@ def merge_shards(
 
 
 def entropy_nats(frequencies: np.ndarray) -> float:
-    """Return the entropy of a frequency table, in nats; 0 for an empty one."""
+    """The entropy of a frequency table, in nats; 0 for an empty one."""
     counts = frequencies[frequencies > 0].astype(np.float64)
     if not counts.size:
         return 0.0

@@ -19,15 +19,10 @@ from megasdc.errors import DataError
 
 
 class WorkerPool:
-    """Worker processes that write shards.
+    """Worker processes that write shards, each one at a time.
 
-    Processes are started through plain `subprocess`: `multiprocessing` would import the caller's main module again,
-    and with it torch, in each of them.
-
-    Args:
-        kind: kind of the tokenizer.
-        tokenizer_folder: folder or file of the tokenizer.
-        num_workers: processes; each writes one shard at a time.
+    Processes are started through plain `subprocess`: `multiprocessing` would import the caller's main module again, and
+    with it torch, in each of them. ``kind`` and ``tokenizer_folder`` (or file) are those of the tokenizer.
     """
 
     def __init__(self, kind: str, tokenizer_folder: Path, num_workers: int) -> None:

@@ -16,12 +16,7 @@ from megasdc.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Order:
-    """Order in which the positions of a stream are distributed to replicas.
-
-    Args:
-        left_over: positions that come first.
-        start: position from which the stream follows.
-    """
+    """Order in which positions of a stream are distributed to replicas: ``left_over``, then those from ``start`` on."""
 
     left_over: tuple[int, ...] = ()
     start: int = 0
@@ -38,7 +33,6 @@ class Position:
 
     Args:
         consumed: samples of the order consumed, including skipped ones.
-        order: order of the samples.
         again: skipped positions that it uses before their epoch ends, ascending.
     """
 
@@ -55,8 +49,6 @@ class Position:
 
         Args:
             count: of samples.
-            dp_rank: this replica.
-            dp_size: number of replicas.
             epoch: samples per epoch; needed if ``again`` is not empty.
 
         Returns:
@@ -77,8 +69,6 @@ class Position:
 
         Args:
             count: of samples.
-            dp_rank: this replica.
-            dp_size: number of replicas.
             epoch: samples per epoch; if given, the samples are used before their epoch ends.
         """
         positions, after = self.take(count, dp_rank, dp_size, epoch)

@@ -68,7 +68,6 @@ def prepare(
     """Make a folder of prepared data, or reuse an equal one.
 
     Args:
-        section: sources, tokenizer, shares and seed.
         out_dir: the folder to make; None: `section.path`.
         workers: tokenizing processes; the result does not depend on it.
         progress: show a progress bar on standard error.

@@ -25,12 +25,10 @@ SHARD_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens of consecutive documents.
+    """The tokens of consecutive documents, one after the other, [total tokens] int32.
 
-    Attributes:
-        tokens: ids of all documents one after the other, [total tokens] int32.
-        lengths: tokens of each document with its end-of-document token, [documents] int64.
-        num_bytes: UTF-8 bytes of each document, [documents] int64.
+    ``lengths``: tokens of each document with its end-of-document token, [documents] int64; ``num_bytes``: UTF-8 bytes
+    of each, [documents] int64.
     """
 
     tokens: np.ndarray
@@ -66,8 +64,7 @@ def shard_path(folder: Path, index: int, texts: Sequence[str], tokenizer_checksu
 def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     """Tokenize texts and write a shard atomically; it is on disk when this returns.
 
-    Raises:
-        DataError: the tokenizer returned an id outside its own vocabulary.
+    DataError if the tokenizer returned an id outside its own vocabulary.
     """
     ids = tokenizer.encode_arrays(texts)
     lengths = np.array([len(document) + 1 for document in ids], dtype=np.int64)
@@ -86,11 +83,7 @@ def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard; the archive's CRC32 protects every array, the stored name detects a copy.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read a shard; CRC32s protect every array, the stored name detects a copy. DataError if it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as content:
             if str(content["name"]) != path.name:

@@ -40,8 +40,7 @@ LICENCES = {
 class LeftOut(Counter[str]):
     """Counts of skipped documents of a source, by reason.
 
-    Attributes:
-        places: location of the first of each reason, by file and row; rows count from 0.
+    ``places``: location of the first of each reason, by file and row; rows count from 0.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,6 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
     """Yield the documents of one source, the same in every call.
 
     Args:
-        section: which source.
         skipped: counts skipped documents, by reason, while the iterator runs.
 
     Returns:
@@ -112,8 +110,7 @@ def sample_documents(documents: Iterable[str], num_characters: int) -> tuple[lis
 def fingerprint_source(section: SourceSection) -> dict[str, Any]:
     """Fingerprint of a source's input without reading it: names, sizes and times of its files.
 
-    Raises:
-        DataError: there are no files.
+    DataError if there are no files.
     """
     if section.kind == "hub":
         return {"kind": "hub"}
@@ -133,13 +130,10 @@ def describe_source(section: SourceSection) -> str:
 
 
 def list_files(section: SourceSection) -> list[Path]:
-    """List the files of a `files` source, sorted by name.
+    """The files of a `files` source, sorted by name.
 
     A folder is searched recursively for the known endings; hidden files and folders are skipped. A file or glob must
-    match known endings only.
-
-    Raises:
-        DataError: no file, an unknown ending, an empty file, or no permission.
+    match known endings only. DataError for no file, an unknown ending, an empty file, or no permission.
     """
     where = _need_path(section)
     try:

@@ -29,7 +29,6 @@ class StepBatches:
     """Yields the micro-batches of one replica, and those of the current step again after ``rewind``.
 
     Args:
-        loader: of this replica.
         batches: the loader, possibly wrapped.
     """
 
@@ -60,11 +59,7 @@ class StepBatches:
         self._next = micro_batch
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch.
-
-        Raises:
-            DataError: see ``MicroBatchLoader``.
-        """
+        """The next micro-batch; errors as in ``MicroBatchLoader``."""
         if self._next == len(self._kept):
             self._kept.append(self._read())
         self._next += 1

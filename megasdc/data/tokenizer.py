@@ -45,44 +45,36 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every text, without an end-of-document id."""
+        """The ids of every text, without an end-of-document id."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of every text as `encode` does, each as an array [ids] int32."""
+        """The ids of every text as by `encode`, each as an array [ids] int32."""
         return [np.array(ids, dtype=np.int32) for ids in self.encode(texts)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; an end-of-document id gives no text."""
+        """The text of ids; an end-of-document id gives no text."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the model files into a folder that `load_tokenizer` reads."""
 
     def worker_files(self, folder: Path, scratch: Path) -> tuple[str, Path]:
-        """What a worker process must load to encode in the same way.
+        """Kind and path with which `load_tokenizer` makes one in a worker process that encodes in the same way.
 
-        Args:
-            folder: folder in which `save` wrote this tokenizer.
-            scratch: a writable folder.
-
-        Returns:
-            Kind and path for `load_tokenizer`.
+        ``folder``: where `save` wrote this tokenizer; ``scratch``: a writable folder.
         """
         return self.kind, folder
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model.
+    """A SentencePiece model, at the path of a model file, or of a folder that holds `tokenizer.model`.
 
     ``decode(encode(text)) == text`` holds for models trained here, except for U+2581, which SentencePiece uses for the
     space and decodes as one.
 
-    Args:
-        path: a model file, or a folder that holds `tokenizer.model`.
-
     Attributes:
-        model_file: path of the model file.
+        model_file: path of the model file, also if a folder was given.
     """
 
     kind = "sentencepiece"
@@ -107,17 +99,17 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every text."""
+        """The ids of every text."""
         return self._model.encode(list(texts), num_threads=1)
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of every text; without lists of Python integers if SentencePiece supports it."""
+        """The ids of every text; without lists of Python integers if SentencePiece supports it."""
         if not hasattr(self._model, "encode_as_numpy"):  # older versions of SentencePiece
             return super().encode_arrays(texts)
         return self._model.encode_as_numpy(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """The text of ids."""
         return self._model.decode([int(token) for token in ids])
 
     def save(self, folder: Path) -> None:
@@ -127,11 +119,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of `transformers`.
-
-    Args:
-        path: a folder, or a name on the hub.
-    """
+    """A tokenizer of `transformers`, from a folder, or by a name on the hub."""
 
     kind = "huggingface"
 
@@ -160,7 +148,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 self.checksum = checksum_tokenizer(self.kind, folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every text."""
+        """The ids of every text."""
         if self._backend is not None:
             return self._backend.encode(texts)
         return self._model(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -173,7 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._backend.kind, scratch / "backend"
 
     def _find_backend(self) -> BackendTokenizer | None:
-        """Return the Rust tokenizer if it does all the encoding, or None if Python code takes part."""
+        """The Rust tokenizer if it does all the encoding, or None if Python code takes part."""
         from transformers import PreTrainedTokenizerFast
 
         kind = type(self._model)
@@ -186,7 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return BackendTokenizer(self._model.backend_tokenizer.to_str(), self.vocab_size, self.end_of_document)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """The text of ids."""
         kept = [int(token) for token in ids if token != self.end_of_document]
         return self._model.decode(kept, clean_up_tokenization_spaces=False)
 
@@ -196,15 +184,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class BackendTokenizer(Tokenizer):
-    """The Rust part of a Hugging Face tokenizer, without `transformers`.
+    """The Rust part of a Hugging Face tokenizer, without `transformers`, from the JSON of a `tokenizers.Tokenizer`.
 
     It returns the same ids as `transformers`, without computing token offsets, and loads without importing
     `transformers`, which takes longer than the start of Python.
-
-    Args:
-        definition: JSON of a `tokenizers.Tokenizer`.
-        vocab_size: ids are in [0, vocab_size).
-        end_of_document: the id put after every document.
     """
 
     kind = "backend"
@@ -228,11 +211,11 @@ class BackendTokenizer(Tokenizer):
         return cls(content["definition"], content["vocab_size"], content["end_of_document"])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every text."""
+        """The ids of every text."""
         return [found.ids for found in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; an end-of-document id gives no text."""
+        """The text of ids; an end-of-document id gives no text."""
         kept = [int(token) for token in ids if token != self.end_of_document]
         return self._model.decode(kept, skip_special_tokens=False)
 
@@ -277,7 +260,7 @@ def kind_of_files(path: Path | str) -> str:
 
 
 def checksum_tokenizer(kind: str, path: Path | str) -> str:
-    """Return the XXH3-64 of a tokenizer's local files, without loading it.
+    """The XXH3-64 of a tokenizer's local files, without loading it.
 
     Raises:
         DataError: there is no such file.
@@ -305,8 +288,6 @@ def train_sentencepiece(texts: Iterable[str], path: Path, vocab_size: int, model
     consist of whitespace, which is frequent in source code.
 
     Args:
-        texts: training text.
-        path: the model file to write.
         vocab_size: number of pieces; including 256 bytes, the unknown piece and the end-of-document piece.
         model_type: ``bpe`` or ``unigram``.
 

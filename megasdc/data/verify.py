@@ -16,15 +16,11 @@ ADD_CHECKSUMS = "megasdc verify-data --add-checksums"
 
 
 def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
-    """Check that prepared data are complete and unchanged.
+    """Check that a folder of prepared data is complete and unchanged; returns its manifest.
 
     Args:
-        folder: the folder of prepared data.
         quick: check the size and a few blocks of each ``.bin`` file, and every byte of all others; false: every byte of
             all files.
-
-    Returns:
-        The manifest.
 
     Raises:
         DataError: a file is missing, has another size or checksum; names it.
@@ -47,15 +43,7 @@ def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Result of the verification of a folder of prepared data.
-
-    Attributes:
-        folder: the folder.
-        problems: one sentence each.
-        num_files: files in the manifest.
-        size_bytes: their bytes.
-        note: see ``unchecked``.
-    """
+    """Result of the verification of prepared data; problems are one sentence each; ``note``: see ``unchecked``."""
 
     folder: str
     problems: list[str]
@@ -87,7 +75,6 @@ def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: Non
     """Verify every byte of prepared data; report all problems, not only the first.
 
     Args:
-        folder: the folder of prepared data.
         advance: called with the bytes of each piece read.
     """
     try:
@@ -104,10 +91,7 @@ def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: Non
 def add_checksums(folder: Path) -> None:
     """Add block checksums to data of an earlier version and update its manifest; run `check_folder` before.
 
-    No other file is changed; running jobs may keep using the data.
-
-    Raises:
-        StorageError: the folder cannot be written.
+    No other file is changed; running jobs may keep using the data. StorageError if the folder cannot be written.
     """
     manifest = Manifest.load(folder)
     if manifest.block_bytes is not None:

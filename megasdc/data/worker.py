@@ -30,11 +30,7 @@ def send(stream: IO[bytes], message: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """Read one message.
-
-    Raises:
-        EOFError: the other end closed the stream, also in the middle of a message.
-    """
+    """Read one message; EOFError if the other end closed the stream, also in the middle of a message."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError("the other process has ended")

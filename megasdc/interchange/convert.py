@@ -58,23 +58,14 @@ _LOG = "conversion.log"
 _TAIL_LINES = 15
 _ASKED_BYTES = 8 << 20
 _END_S = 2.0
-"""How long to wait for killed processes to end; without a process that reaps them they stay in the group."""
+"""Time to wait for killed processes to end; without a process that reaps them they stay in the group."""
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Result of a conversion.
+    """Result of a conversion; ``num_parameters``: each unsharded, with its states; ``num_files``: without the manifest.
 
-    Attributes:
-        source: the checkpoint that was converted.
-        path: the universal checkpoint.
-        step: optimizer step, first is 1.
-        source_layout: layout that the source was saved with.
-        num_parameters: number of parameters, each unsharded, with its states.
-        num_files: files written, without the manifest.
-        size_bytes: their bytes.
-        duration_s: wall-clock time.
-        skipped: newer checkpoints that were passed over, each with its problems.
+    ``skipped``: newer checkpoints that were passed over, each with its problems.
     """
 
     source: str
@@ -160,13 +151,10 @@ def convert_to_universal(
 
 
 def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
-    """Check DeepSpeed's output before anything loads it unrestricted; ``names``: parameters that the source holds.
+    """Check DeepSpeed's output before anything loads it unrestricted; returns the full shape of each parameter.
 
-    Returns:
-        Full shape of each parameter.
-
-    Raises:
-        CheckpointError: a pickle is refused, or a parameter or one of its states is missing or unexpected.
+    ``names``: parameters that the source holds. CheckpointError if a pickle is refused, or a parameter or one of its
+    states is missing or unexpected.
     """
     for file in sorted(folder.glob("*.pt")):
         check_pickle(file)

@@ -36,19 +36,10 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Result of an export.
+    """Result of an export; ``num_parameters`` is without padding, and counts tied ones once.
 
-    Attributes:
-        source: the folder that was read.
-        step: its optimizer step; None: initial weights.
-        path: the folder that was written.
-        architecture: the class of ``transformers``.
-        dtype: type of the tensors.
-        num_parameters: without padding, tied ones counted once.
-        files: safetensors files.
-        size_bytes: their bytes.
-        tokenizer: ``auto``: AutoTokenizer loads it with the same ids; ``model file``: see ``note``.
-        note: what to know about the tokenizer; None: nothing.
+    ``step`` is None for initial weights. ``tokenizer`` is ``auto`` if AutoTokenizer loads it with the same ids; else
+    see ``note``, which is about it.
     """
 
     source: str
@@ -74,11 +65,7 @@ class ExportResult:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text such as ``2GB`` (10^9), ``500MiB`` or ``1000000``.
-
-    Raises:
-        ConfigError: it is no size, or 0.
-    """
+    """Bytes of a text such as ``2GB`` (10^9), ``500MiB`` or ``1000000``; ConfigError if it is no size, or 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
         raise ConfigError(f"--max-shard-size: got {text!r}; allowed: a number above 0 with KB, MB, GB, KiB, MiB or GiB")
@@ -146,17 +133,10 @@ def _compare_ids(tokenizer: Tokenizer, folder: Path, own: Path) -> None:
 
 
 def check_out(out: Path, force: bool, sign: str, text: str, source: Path | str) -> None:
-    """Refuse to overwrite an existing output.
+    """Refuse to overwrite an existing output, with a ConfigError, unless ``force`` is set and this command made it.
 
-    Args:
-        out: the folder to write.
-        force: replace it if the same command made it; an empty folder needs no force.
-        sign: a file that the command writes into its folder.
-        text: a text in that file.
-        source: path that is read; it must not lie in ``out``.
-
-    Raises:
-        ConfigError: it exists and may not be replaced.
+    That is so if the folder has a file ``sign`` with ``text`` in it; an empty folder needs no force. ``source``, which
+    is read, must not lie in ``out``.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -190,7 +170,6 @@ def export_hf(
 
     Args:
         source: a checkpoint of any layout, a folder of checkpoints (newest complete one), or imported initial weights.
-        out: the folder to write.
         dtype: type of the tensors; ``as-saved``: the type that the model was trained in. Of a bf16 run the values are
             those of the bf16 weights, not of the optimizer's fp32 copies.
         max_shard_size: bytes of one safetensors file, such as ``2GB``; a larger tensor gets a file of its own.
@@ -243,8 +222,7 @@ def export_hf(
 def writing_folder(target: Path) -> Iterator[Path]:
     """Context that creates a folder under a temporary name, renames it at the end, and removes it after an error.
 
-    Raises:
-        StorageError: it cannot be written.
+    StorageError if it cannot be written.
     """
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     try:
@@ -262,14 +240,9 @@ def writing_folder(target: Path) -> Iterator[Path]:
 
 
 def divide(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
-    """Divide tensors into files of at most ``limit`` bytes, in order; a larger tensor gets a file of its own.
+    """Divide tensors (meta suffices) into files of at most ``limit`` bytes, in order; a larger one gets its own.
 
-    Args:
-        tensors: meta tensors by name.
-        limit: bytes.
-
-    Returns:
-        The tensors of each file, by file name as ``transformers`` expects it.
+    Returns the tensors of each file, by file name as ``transformers`` expects it.
     """
     groups: list[dict[str, Tensor]] = []
     size = 0

@@ -32,17 +32,9 @@ PROBES = (
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """Write a tokenizer's files for ``transformers`` into a folder.
+    """Write the tokenizer of the prepared data into an exported model's folder, for ``transformers``.
 
-    Args:
-        tokenizer: the one that the data were prepared with.
-        folder: the exported model's folder.
-
-    Returns:
-        None if ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Returns None if ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.save(folder)

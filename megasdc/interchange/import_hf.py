@@ -37,17 +37,10 @@ _TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "adde
 
 @dataclass(frozen=True)
 class ImportResult:
-    """Result of an import.
+    """Result of an import; ``num_parameters`` counts tied ones once, ``vocab_size`` the rows of the word embedding.
 
-    Attributes:
-        source: folder or name that was read.
-        path: the folder that was written.
-        architecture: its class in ``transformers``.
-        num_parameters: tied ones counted once.
-        vocab_size: rows of the word embedding.
-        tokenizer_vocab_size: entries of its tokenizer; None: it has none that can be used.
-        model: the ``model`` section to put into a configuration.
-        note: what to know about the tokenizer; None: nothing.
+    ``tokenizer_vocab_size``: None: it has no usable tokenizer, about which ``note`` tells more; ``model``: the
+    ``model`` section to put into a configuration.
     """
 
     source: str
@@ -65,7 +58,6 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
 
     Args:
         source: a local folder, or a name on the hub.
-        out: the folder to write.
         force: replace an earlier import.
         progress: draw a bar on standard error where it is a terminal.
 
@@ -137,10 +129,9 @@ def _local(source: Path | str) -> Path:
 
 
 def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None, str | None]:
-    """Copy the files of a tokenizer, if there are any.
+    """Copy the files of a tokenizer, if there are any; returns number of entries, end-of-document id, and the problem.
 
-    Returns:
-        Number of entries, end-of-document id (both None if unknown), and the problem (None if there is none).
+    The first two are None if unknown, the last if there is none.
     """
     names = [
         path

@@ -23,15 +23,10 @@ _LOCK_TIMEOUT_S = 600.0
 
 
 def use_cache() -> Path:
-    """Set up the folder, next to DeepSpeed's operators unless the user set one; call before compiling.
+    """Set up the folder, next to DeepSpeed's operators unless the user set one, and return it; call before compiling.
 
     A rank compiles in its own process: the functions are few, and a worker pool would take longer to start.
-
-    Returns:
-        The folder.
-
-    Raises:
-        StorageError: compiled code cannot be kept there.
+    StorageError if compiled code cannot be kept there.
     """
     default = Path(os.environ.get(EXTENSIONS_VARIABLE, default_extensions_dir())) / "inductor"
     folder = Path(os.environ.setdefault(CACHE_VARIABLE, str(default)))
@@ -62,15 +57,10 @@ def _remove_cut_libraries(folder: Path) -> None:
 
 
 def remove_unloadable(error: BaseException, folder: Path, began: float) -> bool:
-    """Remove the library that an error of an import names, if it lies in the folder.
+    """Remove the library that an error of loading compiled code names; returns whether it lies in the folder.
 
-    Args:
-        error: raised while compiled code was loaded.
-        folder: the folder of compiled code.
-        began: time at which this process began to compile; what another has written since then stays.
-
-    Returns:
-        Whether there was one; it is compiled again when it is needed.
+    It is compiled again when it is needed. What another process has written since ``began``, when this one began to
+    compile, stays.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -85,8 +75,7 @@ def remove_unloadable(error: BaseException, folder: Path, began: float) -> bool:
 def is_whole(library: Path) -> bool:
     """Whether a library reaches to the end of its table of sections, which a linker writes last.
 
-    Raises:
-        FileNotFoundError: it has gone.
+    FileNotFoundError if it has gone.
     """
     with open(library, "rb") as file:
         header = file.read(64)

@@ -30,9 +30,7 @@ Kind = tuple[Any, ...]
 class Compiled:
     """A function of tensors without gradients, compiled at the first call with each kind of arguments.
 
-    Args:
-        function: takes tensors or None and returns tensors; its control flow must not depend on values of tensors.
-        name: of the function, for messages.
+    ``function`` takes tensors or None and returns tensors; its control flow must not depend on values of tensors.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], name: str) -> None:
@@ -41,11 +39,7 @@ class Compiled:
         self.kinds: dict[Kind, Callable[..., Sequence[Tensor]]] = {}
 
     def __call__(self, *args: Tensor | None) -> Sequence[Tensor]:
-        """Compute; in-place changes of arguments take effect.
-
-        Raises:
-            LaunchError: the code cannot be compiled.
-        """
+        """Compute; in-place changes of arguments take effect. LaunchError if the code cannot be compiled."""
         kind = (torch.get_num_threads(), *((a.shape, a.stride(), a.dtype, a.device) for a in args if a is not None))
         key = (*kind, *(a is None for a in args))
         run = self.kinds.get(key)
@@ -106,10 +100,7 @@ def _options() -> dict[str, Any]:
 
 
 def require_compiler(device: str) -> None:
-    """Check before a run starts that fused modules can be compiled.
-
-    Args:
-        device: type of the device that the run trains on.
+    """Check before a run starts that fused modules can be compiled for a type of device.
 
     Raises:
         LaunchError: there is no compiler, or on a GPU no Triton; with the remedy.
@@ -135,11 +126,7 @@ def code_generator() -> str:
 
 
 def find_triton() -> str:
-    """Triton with its own version: its distribution has other names in some images.
-
-    Raises:
-        LaunchError: Triton cannot be imported.
-    """
+    """Triton with its own version: its distribution has other names in some images. LaunchError without Triton."""
     try:
         import triton
     except ImportError as error:
@@ -154,11 +141,7 @@ def find_triton() -> str:
 def find_compiler(device: str) -> str:
     """First line of the version of Inductor's compiler: for kernels on a CPU, for their launch code on a GPU.
 
-    Args:
-        device: type of the device.
-
-    Raises:
-        LaunchError: there is no compiler, or it does not run.
+    LaunchError if there is no compiler, or it does not run.
     """
     names = [os.environ.get("CXX") or "g++"] if device == "cpu" else [os.environ.get("CC") or "", "gcc", "clang"]
     path = next((found for name in names if name and (found := shutil.which(name))), None)

@@ -18,11 +18,7 @@ from megasdc.model.compiled import Compiled
 
 
 class Fused:
-    """A function of tensors, with its gradient.
-
-    Args:
-        function: takes tensors or None and returns one tensor or several.
-    """
+    """A function of tensors, with its gradient; it takes tensors or None and returns one tensor or several."""
 
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         self.function = function
@@ -34,11 +30,7 @@ class Fused:
         return _Apply.apply(self, *args)
 
     def backward(self, wanted: tuple[bool, ...]) -> Compiled:
-        """The compiled function (gradients of the results, arguments) -> gradients of some arguments.
-
-        Args:
-            wanted: for each argument, whether its gradient is computed.
-        """
+        """The compiled function (gradients of the results, arguments) -> gradients of the arguments ``wanted``."""
         if wanted not in self._backwards:
             self._backwards[wanted] = Compiled(
                 partial(self._gradients, wanted), f"the gradient of {self.function.__name__}"
@@ -81,11 +73,7 @@ class _Apply(torch.autograd.Function):
 
 @cache
 def rms_norm(eps: float) -> Fused:
-    """RMSNorm over the last dimension: (x [..., h], weight [h]) -> [..., h].
-
-    Args:
-        eps: added to the mean square.
-    """
+    """RMSNorm over the last dimension: (x [..., h], weight [h]) -> [..., h]; ``eps`` is added to the mean square."""
 
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -96,10 +84,8 @@ def rms_norm(eps: float) -> Fused:
 
 @cache
 def layer_norm(eps: float) -> Fused:
-    """LayerNorm over the last dimension: (x [..., h], weight [h], bias [h]) -> [..., h].
-
-    Args:
-        eps: added to the variance.
+    """LayerNorm over the last dimension: (x [..., h], weight [h], bias [h]) -> [..., h]; ``eps``: added to the
+    variance.
     """
 
     def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -117,11 +103,8 @@ def activation(
 ) -> Fused:
     """Activation between the two linear layers of an MLP: (x [..., f] or [..., 2 f], bias or None) -> [..., f].
 
-    Args:
-        function: element-wise function.
-        gated: whether x is [gate, linear] in its last dimension; the result is function(gate) * linear.
-        clamp: with a gate, bound of linear on both sides and of gate from above; None: no bound.
-        offset: added to linear, with a gate.
+    If ``gated``, x is [gate, linear] in its last dimension, and the result function(gate) * (linear + ``offset``);
+    ``clamp`` bounds linear on both sides and gate from above, None: no bound.
     """
 
     def activation(x: Tensor, bias: Tensor | None) -> Tensor:

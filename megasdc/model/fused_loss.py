@@ -25,16 +25,10 @@ Observe = Callable[[str, Tensor], None]
 
 
 def token_losses(logits: Tensor, labels: Tensor, real_columns: int, overwrite: bool) -> Tensor:
-    """Loss of every token if the whole vocabulary is on this rank.
+    """Loss of every token, [t] fp32, of logits [t, v] and labels [t], if the whole vocabulary is on this rank.
 
-    Args:
-        logits: [t, v].
-        labels: [t].
-        real_columns: columns without padding; padding columns do not contribute and get zero gradient.
-        overwrite: whether the gradient may overwrite the logits.
-
-    Returns:
-        [t], fp32.
+    Columns from ``real_columns`` on are padding: they do not contribute and get zero gradient. With ``overwrite`` the
+    gradient may overwrite the logits.
     """
     return _CrossEntropy.apply(logits, labels, real_columns, overwrite)  # type: ignore[no-any-return]
 
@@ -48,19 +42,11 @@ def parallel_token_losses(
     group: dist.ProcessGroup,
     observe: Observe | None,
 ) -> Tensor:
-    """Loss of every token over logits whose columns are split over the ranks of a group.
+    """Loss of every token, [t] fp32, over logits [t, v/tp] whose columns are split over the ranks of a group.
 
-    Args:
-        logits: [t, v/tp].
-        labels: [t], over the whole vocabulary.
-        real_columns: as in ``token_losses``, of this rank.
-        overwrite: as in ``token_losses``.
-        first_column: index of this rank's first column in the vocabulary.
-        group: the tensor group.
-        observe: None, or called with ``maximum``, ``predicted`` and ``sum``, each [t], before they are reduced.
-
-    Returns:
-        [t], fp32.
+    Arguments as in ``token_losses``, ``real_columns`` of this rank; labels are over the whole vocabulary, of which
+    ``first_column`` is this rank's first. ``observe`` is None, or called with ``maximum``, ``predicted`` and ``sum``,
+    each [t], before they are reduced.
 
     Collective: the group, in forward only.
     """

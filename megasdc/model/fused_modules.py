@@ -44,10 +44,9 @@ class FusedHeadNorm(HeadNorm):
 
 
 def fuse_layer(layer: nn.Module) -> None:
-    """Make rotation, residual sums and activation of a transformer layer use compiled functions.
+    """Make rotation, residual sums and activation of Megatron-core's layer use compiled functions.
 
-    Args:
-        layer: Megatron-core's layer, built with the modules of ``megasdc.model.modules``.
+    It must have been built with the modules of ``megasdc.model.modules``.
     """
     for module in layer.modules():
         if isinstance(module, TorchAttention):

@@ -27,7 +27,6 @@ class InputProbe:
 
     Args:
         submodules: result of ``list_submodules``.
-        show: called with the tensors.
     """
 
     def __init__(self, submodules: Iterable[Submodule], show: OnInputs) -> None:

@@ -31,19 +31,10 @@ from megasdc.parallel.dims import ParallelDims
 
 @dataclass
 class LayerContext:
-    """State shared by all layers of a stage.
+    """State shared by all layers of a stage; ``config`` is Megatron-core's TransformerConfig.
 
-    Args:
-        config: Megatron-core's TransformerConfig.
-        dims: layout and this rank's position in it.
-        streams: dropout generators of the current micro-batch.
-        seed: seed of the initial weights.
-        vocab_size: padded vocabulary size v.
-        max_positions: rows of the learned position table.
-        learned_positions: whether there is such a table; else rotary embeddings.
-        rotary_base: base of the rotary frequencies.
-        backend: source of the modules, ``torch`` or ``transformer_engine``.
-        fuse: whether the modules of backend ``torch`` compute with compiled functions.
+    ``vocab_size`` is padded; ``learned_positions``: whether there is a table of ``max_positions`` rows, else rotary
+    embeddings; ``fuse``: whether the modules of backend ``torch`` compute with compiled functions.
     """
 
     config: Any
@@ -117,9 +108,8 @@ def _local_embedding() -> type:
 class TiedOutput(nn.Module):
     """Output of a model with tied embeddings; has no weights of its own.
 
-    Args:
-        tensor_parallel: whether there is more than one tensor rank.
-        sequence_parallel: whether hidden states are split along the sequence.
+    ``tensor_parallel``: there is more than one tensor rank; ``sequence_parallel``: hidden states are split along the
+    sequence.
     """
 
     def __init__(self, tensor_parallel: bool, sequence_parallel: bool) -> None:

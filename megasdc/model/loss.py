@@ -24,7 +24,6 @@ class TokenLoss:
     Args:
         vocab_size: entries of the vocabulary without padding.
         padded_vocab_size: entries with padding, v.
-        tp_rank: tensor rank.
         tensor: tensor-parallel size.
         fuse: whether the gradient is computed in the forward pass, by compiled functions.
     """
@@ -42,14 +41,11 @@ class TokenLoss:
         self.observe: Observe | None = None
 
     def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute the loss of one micro-batch.
+        """Loss of one micro-batch: a scalar, fp32.
 
         Args:
             logits: [s, b, v/tp].
             labels_and_mask: labels [b, s] int64 and mask [b, s] float32, 0 for unused tokens.
-
-        Returns:
-            scalar, fp32.
 
         Collective: the tensor group.
         """
@@ -62,14 +58,7 @@ class TokenLoss:
         return (loss * mask).sum() / labels.numel()
 
     def per_token(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of every token.
-
-        Args:
-            logits: [s, b, v/tp].
-            labels: [b, s].
-
-        Returns:
-            [b, s], fp32.
+        """Loss of every token, [b, s] fp32, of logits [s, b, v/tp] and labels [b, s].
 
         Collective: the tensor group.
         """
@@ -125,18 +114,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         observe: Observe | None,
     ) -> Tensor:
-        """Loss of every token.
+        """Loss of every token, [s, b] fp32, of logits [s, b, v/tp] fp32 and labels [s, b] over the whole vocabulary.
 
-        Args:
-            ctx: autograd's context.
-            logits: [s, b, v/tp], fp32.
-            labels: [s, b], over the whole vocabulary.
-            first_column: index of this rank's first column in the vocabulary.
-            group: the tensor group.
-            observe: None, or called with ``maximum``, ``predicted`` and ``sum``, each [s, b], before they are reduced.
-
-        Returns:
-            [s, b], fp32.
+        ``first_column``: index of this rank's first column in the vocabulary. ``observe`` is None, or called with
+        ``maximum``, ``predicted`` and ``sum``, each [s, b], before they are reduced.
         """
         observe = observe or (lambda name, value: None)
         maximum = logits.amax(-1)  # subtracted before exp, which then cannot overflow

@@ -43,7 +43,7 @@ class Norm:
     kinds: ClassVar[dict[str, Callable[..., nn.Module]]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
-        """Return the norm of ``config.normalization`` over the last dimension, [hidden_size]."""
+        """The norm of ``config.normalization`` over the last dimension, [hidden_size]."""
         norm = cls.kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ class HeadNorm(Norm):
     """Creates the norm of queries or keys; each tensor rank applies it to its own heads: gradients are partial sums."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> nn.Module:  # type: ignore[misc]
-        """Return the norm over the last dimension, [hidden_size], the width of one head."""
+        """The norm over the last dimension, [hidden_size], the width of one head."""
         norm = super().__new__(cls, config, hidden_size, eps, **options)
         for parameter in norm.parameters():
             parameter.partial_over_tensor = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
@@ -79,17 +79,7 @@ class TorchAttention(nn.Module):
         self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
-        """Attend causally.
-
-        Args:
-            query: [s, b, n/tp, d].
-            key: [s, b, g/tp, d].
-            value: [s, b, g/tp, d].
-            attention_mask: must be None; attention is causal.
-
-        Returns:
-            [s, b, h/tp].
-        """
+        """Attend causally: query [s, b, n/tp, d], key and value [s, b, g/tp, d] -> [s, b, h/tp]; the mask is None."""
         if attention_mask is not None:
             raise ValueError("attention is causal; no other mask is supported")
         s, b = query.shape[:2]
@@ -124,16 +114,9 @@ class TorchAttention(nn.Module):
 
 
 def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding, halves not interleaved.
+    """Rotary position embedding, halves not interleaved, of query [s, b, n, d] and key [s, b, g, d]; returns both.
 
-    Args:
-        query: [s, b, n, d].
-        key: [s, b, g, d].
-        cosine: [s, 1, 1, d].
-        sine: [s, 1, 1, d], its first half negated.
-
-    Returns:
-        Both rotated.
+    Cosine and sine are [s, 1, 1, d]; the sine's first half is negated.
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864).
     """
@@ -165,20 +148,11 @@ class ResidualAdd(nn.Module):
         self.sum: Callable[..., Tensor] = residual_sum
 
     def __call__(self, training: bool, fusion: bool) -> Callable[..., Tensor]:
-        """Return the module's own call; Megatron-core's ``training`` and ``fusion`` are ignored."""
+        """The module's own call; Megatron-core's ``training`` and ``fusion`` are ignored."""
         return super().__call__
 
     def forward(self, x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-        """Add the bias, apply dropout, add the residual.
-
-        Args:
-            x_with_bias: branch output [s, b, h] (or [s/tp, b, h]) and its bias [h] or None.
-            residual: [s, b, h] (or [s/tp, b, h]).
-            prob: probability of dropping.
-
-        Returns:
-            the shape of ``residual``.
-        """
+        """Add the bias [h] (or None), drop out with ``prob``, add the residual: [s, b, h] or [s/tp, b, h], all."""
         x, bias = x_with_bias
         mask = None
         if self.training and prob > 0:
@@ -189,20 +163,10 @@ class ResidualAdd(nn.Module):
 def hidden_masks(
     streams: DropoutStreams | None, x: Tensor, prob: float, layer: int, site: int, shard: tuple[int, int]
 ) -> Tensor:
-    """Dropout masks for hidden states.
+    """Dropout masks for hidden states x, [s/parts, b, h], scaled by 1 / (1 - prob).
 
-    With sequence parallelism every tensor rank draws the mask of the whole sequence and uses its own part.
-
-    Args:
-        streams: the generators of the current micro-batch.
-        x: [s/parts, b, h].
-        prob: probability of dropping.
-        layer: index of the layer.
-        site: number of the dropout site in the layer.
-        shard: (which part of the sequence x is, number of parts).
-
-    Returns:
-        [s/parts, b, h], scaled by 1 / (1 - prob).
+    With sequence parallelism every tensor rank draws the mask of the whole sequence and uses its own part: ``shard`` is
+    the number of x's part and the number of parts. ``site``: number of the dropout site in the layer.
     """
     if streams is None:
         raise RuntimeError("dropout needs dropout streams")

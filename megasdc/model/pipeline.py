@@ -34,12 +34,8 @@ TIED_KEY = "embedding"
 class GPTPipeline(PipelineModule):
     """A GPT as pipeline stages.
 
-    Differs from DeepSpeed's class in that the caller sets the number of layers per stage.
-
-    Args:
-        layers: specifications of all layers.
-        layers_per_stage: transformer layers of each stage.
-        **options: passed to ``PipelineModule``.
+    Differs from DeepSpeed's class in that the caller sets the number of transformer layers of each stage. ``options``
+    are passed to ``PipelineModule``.
     """
 
     def __init__(self, layers: list[Any], layers_per_stage: list[int], **options: Any) -> None:
@@ -76,9 +72,6 @@ def build_pipeline(
     """Build this rank's stage of the model.
 
     Args:
-        model: the ``model`` section.
-        parallel: the ``parallel`` section.
-        dims: layout and this rank's position in it.
         vocab_size: entries of the tokenizer's vocabulary, unpadded.
         seed: seed of initial weights and dropout.
         dtype: type of the parameters while training.
@@ -118,12 +111,7 @@ def build_pipeline(
 
 
 def layer_specs(context: LayerContext, tied: bool) -> list[Any]:
-    """Specifications of all layers of the pipeline, in order.
-
-    Args:
-        context: state shared by the layers.
-        tied: whether the output weights are the word embedding.
-    """
+    """Specifications of all layers of the pipeline, in order; ``tied``: the output weights are the word embedding."""
     layers = context.config.num_layers
     output = LEADING_LAYERS + layers + 1
     weight = "word_embeddings.weight"

@@ -39,12 +39,9 @@ def seeded_build(seed: int, layer: int) -> Iterator[None]:
 
 
 class DropoutStreams:
-    """Generators for the dropout masks of the current micro-batch.
+    """Generators for the dropout masks of the current micro-batch, seeded by the run's seed.
 
     The engine calls ``enter`` before each forward and backward pass; modules call ``keep_masks``.
-
-    Args:
-        seed: the run's seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -64,17 +61,11 @@ class DropoutStreams:
     def keep_masks(
         self, shape: tuple[int, ...], prob: float, layer: int, site: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """Dropout masks: 0 for dropped elements, 1 / (1 - prob) for the others.
+        """Dropout masks, [b, *shape], of type and device of ``like``: 0 for dropped elements, 1 / (1 - prob) for the
+        others.
 
-        Args:
-            shape: shape of one sample's mask.
-            prob: probability of dropping, in [0, 1).
-            layer: index of the layer in the whole model.
-            site: number of the dropout site in the layer.
-            like: gives device and type.
-
-        Returns:
-            [b, *shape], the type of ``like``.
+        ``shape``: of one sample's mask; ``prob`` in [0, 1); ``layer``: index in the whole model; ``site``: number of
+        the dropout site in the layer.
         """
         if not self._samples:
             raise RuntimeError("dropout masks were requested before a micro-batch was entered")

@@ -22,7 +22,7 @@ TIED_EMBEDDING = "tied_modules.embedding.word_embeddings.weight"
 
 
 class Split(Enum):
-    """How a parameter is split over tensor ranks."""
+    """Kinds of a parameter's split over tensor ranks."""
 
     REPLICATED = "every tensor rank has all of it"
     COLUMN = "dimension 0, one run of rows a rank"
@@ -133,10 +133,7 @@ def take_shard(whole: Tensor, split: Split, tensor: int, tp_rank: int) -> Tensor
     """The shard of a parameter for one tensor rank; the reverse of ``join``.
 
     Args:
-        whole: the unsharded parameter.
-        split: how it is split.
         tensor: number of tensor ranks; must divide the dimension.
-        tp_rank: the tensor rank.
 
     Returns:
         A view if the shard is one run of rows or columns, else a copy.

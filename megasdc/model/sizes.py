@@ -14,13 +14,10 @@ class ModelSizes:
     """Parameter counts of a model's parts.
 
     Args:
-        embedding: word embedding.
         positions: learned position table.
-        layer: one transformer layer.
         layer_matrices: those of ``layer`` that are in matrix products.
         final_norm: the norm before the output.
         output: output weights; 0 if tied to the embedding.
-        num_layers: number of transformer layers.
         attention_width: query heads times width of a head.
         logits: parameters of the output product, also if tied.
     """
@@ -56,7 +53,6 @@ def model_sizes(section: ModelSection, ffn: int, vocab_size: int) -> ModelSizes:
     """Count parameters.
 
     Args:
-        section: the model.
         ffn: width of the MLP.
         vocab_size: padded vocabulary size v.
     """
@@ -88,7 +84,6 @@ def layers_per_stage(parallel: ParallelSection, sizes: ModelSizes) -> list[int]:
     """Number of transformer layers of each stage.
 
     Args:
-        parallel: number of stages and kind of partition.
         sizes: parameter counts, for partition by parameters.
 
     Raises:

@@ -30,17 +30,10 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 
 
 def build_transformer_config(model: ModelSection, parallel: ParallelSection, dtype: torch.dtype) -> TransformerConfig:
-    """Translate the sections into Megatron-core's configuration.
+    """Translate the sections into Megatron-core's configuration; ``dtype``: type of the parameters while training.
 
-    Pipeline parallelism is DeepSpeed's, so Megatron-core is configured with one stage.
-
-    Args:
-        model: sizes and kinds.
-        parallel: the layout.
-        dtype: type of the parameters while training.
-
-    Raises:
-        ConfigError: Megatron-core refuses the combination; names in ``model.megatron`` were checked on loading.
+    Pipeline parallelism is DeepSpeed's, so Megatron-core is configured with one stage. ConfigError if Megatron-core
+    refuses the combination; names in ``model.megatron`` were checked on loading.
     """
     from megatron.core.transformer import TransformerConfig
 

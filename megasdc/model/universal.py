@@ -57,8 +57,7 @@ def universal_info(model: ModelSection, vocab_size: int) -> dict[str, Any]:
 def name_pattern(name: str) -> str:
     """A pattern for one parameter, or for the same parameter of all transformer layers.
 
-    Args:
-        name: as in ``parameter_splits``, such as ``2.layer.mlp.linear_fc1.weight``.
+    ``name``: as in ``parameter_splits``, such as ``2.layer.mlp.linear_fc1.weight``.
     """
     first, dot, rest = name.partition(".layer.")
     if dot and first.isdigit():

@@ -39,7 +39,6 @@ def compare_checkpoints(
     """Compare two or more checkpoints of any formats and layouts.
 
     Args:
-        views: the checkpoints.
         options: what is compared; None: everything, exactly.
         progress: called with the bytes of each tensor that was read.
         jobs: threads; None: as many as there are cores for this process.

@@ -53,8 +53,6 @@ class PieceDamage:
     """The differing elements of one piece.
 
     Attributes:
-        piece: the piece, with its file and owner.
-        num_different: elements that differ.
         first: index of the first in the logical tensor.
         last: index of the last.
         offsets: offset in the piece of the first and the last.
@@ -172,8 +170,7 @@ class _Scan:
 class Classifying:
     """Names the pattern of a difference between two tensors that are passed range by range.
 
-    Args:
-        copy: storage of the unexpected tensor; its shape may have more rows than are passed.
+    ``copy``: storage of the unexpected tensor; its shape may have more rows than are passed.
     """
 
     def __init__(self, copy: Copy) -> None:
@@ -210,7 +207,7 @@ class Classifying:
         return Damage(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
 
     def _belongs(self, piece: Piece, scan: _Scan) -> str:
-        """Which other piece's elements a piece holds; empty: none."""
+        """The other piece whose elements a piece holds; empty: none."""
         if piece.holds:
             return f"{piece.file.name} holds {piece.holds}"
         for other, like in zip(self.pieces, self.scans, strict=True):

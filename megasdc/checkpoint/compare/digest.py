@@ -40,11 +40,9 @@ class FileContent(Record):
 
     Attributes:
         name: path relative to its checkpoint.
-        size_bytes: its size.
         xxh3_128: of its bytes.
         saved: its XXH3-128 when saved, from the checkpoint's manifest; None: not in a manifest.
         rank: global rank that wrote it; None: not known.
-        node: node of this rank.
         content: its tensors and blocks; None: saved by a version that did not record them.
         problem: why it cannot be parsed, though its bytes can be read; None: it can.
     """
@@ -87,7 +85,6 @@ class Digest(Record):
 
     Attributes:
         host: where it was read.
-        path: what was read.
         time: when, in seconds since the epoch.
         as_saved: whether it describes what was written (``manifest.json``) instead of what was read.
         checkpoints: one, or those of a folder in order of step.
@@ -187,11 +184,7 @@ def digest_path(
 
 
 def count_bytes(path: Path) -> int:
-    """Bytes that ``digest_path`` reads.
-
-    Raises:
-        CheckpointError: there is nothing to read.
-    """
+    """The bytes that ``digest_path`` reads; CheckpointError if there is nothing to read."""
     return sum(file.stat().st_size for name in _names(path) for file in _files(path / name if name else path))
 
 

@@ -23,12 +23,10 @@ WHATS: dict[What, str] = {
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Adjacent blocks of a tensor that differ.
+    """Adjacent blocks of a tensor that differ: first and last byte in the file, first and last element of the tensor.
 
-    Attributes:
-        bytes: first and last byte in the file.
-        elements: first and last element of the tensor; None if the tensor is not contiguous or not known.
-        parameters: parameters in these blocks, as ``fqn/slot``.
+    ``elements`` is None if the tensor is not contiguous or not known; ``parameters`` are in these blocks, as
+    ``fqn/slot``.
     """
 
     bytes: tuple[int, int]
@@ -42,18 +40,13 @@ class Difference:
 
     Attributes:
         checkpoint: name of the checkpoint, if a folder of several was read; else empty.
-        file: its name.
         name: tensor or value in the file; empty: the file.
-        what: see ``WHATS``.
         digest: label of the one that differs.
         against: label of the one that it was compared with.
         basis: why ``against`` is expected to be right; empty: either may be wrong.
-        detail: description of this case.
         rank: global rank that wrote the file; None: not known.
-        node: node of this rank.
         unchanged: whether the file is as it was saved; None: not known.
-        num_blocks: blocks that differ.
-        ranges: the same, adjacent blocks merged.
+        ranges: the blocks that differ, adjacent ones merged.
     """
 
     checkpoint: str
@@ -76,7 +69,6 @@ class DigestReport(Outcome):
     """Result of a comparison of manifests.
 
     Attributes:
-        digests: the manifests.
         labels: name of each: host and path.
         num_files: files that are in at least two of them.
         differences: in order of checkpoints and files.

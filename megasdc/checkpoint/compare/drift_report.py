@@ -22,7 +22,6 @@ class StepDrift:
     Attributes:
         run: its checkpoint folder.
         step: optimizer step, first is 1.
-        slot: what was compared.
         submodules: by full name, in order of the pipeline.
         torn: tensors whose copies within one of the checkpoints differ; the first copy was used.
     """

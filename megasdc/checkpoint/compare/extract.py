@@ -31,15 +31,10 @@ Key = tuple[str, str, str]
 
 
 class ExtractedTensor(Record):
-    """A tensor with blocks in an extract.
+    """A tensor with blocks in an extract; ``checkpoint`` and ``file`` as in ``Key``, ``rank`` None if not known.
 
-    Attributes:
-        checkpoint: see ``Key``.
-        file: see ``Key``.
-        rank: global rank that wrote the file; None: not known.
-        node: node of this rank.
-        content: of the file, reduced to this tensor, with the digests of all its blocks.
-        blocks: numbers of the blocks in the extract, ascending.
+    ``content`` is that of the file, reduced to this tensor, with the digests of all its blocks; ``blocks`` are the
+    numbers of those in the extract, ascending.
     """
 
     checkpoint: str
@@ -77,13 +72,7 @@ class ExtractedTensor(Record):
 
 
 class ExtractIndex(Record):
-    """The first line of an extract; the blocks follow in the same order.
-
-    Attributes:
-        host: host where the blocks were read.
-        path: path that was read.
-        tensors: tensors with differing blocks.
-    """
+    """The first line of an extract, with host and path that were read; the blocks follow in the same order."""
 
     format_version: int
     host: str
@@ -93,24 +82,14 @@ class ExtractIndex(Record):
 
 @dataclass(frozen=True)
 class Extract:
-    """An extract on the disk.
-
-    Attributes:
-        path: the file.
-        index: its first line.
-        start: offset of the first block.
-    """
+    """An extract on the disk; ``start``: offset of the first block."""
 
     path: Path
     index: ExtractIndex
     start: int
 
     def read_block(self, key: Key, number: int) -> bytes:
-        """One block.
-
-        Raises:
-            CheckpointError: the block is not in the extract, has changed, or cannot be read.
-        """
+        """One block; CheckpointError if it is not in the extract, has changed, or cannot be read."""
         if (key, number) not in self._places:
             raise CheckpointError(
                 f"{self.path} does not hold block {number} of {' '.join(filter(None, key))}, which differs too: the "
@@ -131,11 +110,7 @@ class Extract:
 
 
 def read_block(path: Path, place: int, size: int, digest: str) -> bytes:
-    """Read a block and check it.
-
-    Raises:
-        CheckpointError: it has another digest, or cannot be read.
-    """
+    """Read a block; CheckpointError if it has another digest, or cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(place)
@@ -148,11 +123,7 @@ def read_block(path: Path, place: int, size: int, digest: str) -> bytes:
 
 
 def read_extract(path: Path) -> Extract:
-    """Open an extract; blocks are read on demand.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another version.
-    """
+    """Open an extract; blocks are read on demand. CheckpointError if it is missing, damaged, or of another version."""
     try:
         with open(path, "rb") as file:
             line = file.readline()
@@ -166,7 +137,6 @@ def write_extracts(report: DigestReport, paths: dict[int, Path], folder: Path) -
     """Write the differing blocks of each side that is on this machine.
 
     Args:
-        report: of the comparison.
         paths: by index in ``report.digests``, the path of that side on this machine.
         folder: output folder; created if absent.
 

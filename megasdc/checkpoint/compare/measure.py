@@ -16,8 +16,6 @@ class Measure:
     """Difference between two tensors of one data type and shape.
 
     Attributes:
-        num_different: elements that differ in some bit.
-        numel: number of elements.
         first: index of the first that differs.
         last: index of the last.
         max_ulp: largest distance in representable values; None: not a floating-point type, or a NaN against another
@@ -47,11 +45,7 @@ class Measure:
 
 @dataclass
 class Measuring:
-    """Accumulates a ``Measure`` of two tensors that are passed range by range.
-
-    Attributes:
-        shape: shape of both.
-    """
+    """Accumulates a ``Measure`` of two tensors of one shape that are passed range by range."""
 
     shape: tuple[int, ...]
     _numel: int = 0

@@ -8,12 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a comparison found.
-
-    Attributes:
-        problems: what could not be read and was not compared.
-        notes: further remarks, such as what was not compared because not all sides have it.
-    """
+    """Result of a comparison; ``problems``: what could not be read and was not compared; ``notes``: further remarks."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -24,7 +19,7 @@ class Outcome:
         raise NotImplementedError
 
     def details(self) -> dict[str, Any]:
-        """What this kind of comparison found, as JSON-compatible values."""
+        """Results of this kind of comparison, as JSON-compatible values."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:

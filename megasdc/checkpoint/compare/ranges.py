@@ -27,13 +27,7 @@ _READ_BYTES = 1 << 21
 
 @dataclass(frozen=True)
 class Range:
-    """Elements of a copy of a tensor.
-
-    Attributes:
-        opened: the copy.
-        start: the first.
-        stop: one past the last.
-    """
+    """Elements ``start`` to ``stop`` (one past the last) of a copy of a tensor."""
 
     opened: OpenCopy
     start: int
@@ -83,11 +77,7 @@ class PendingDigest:
     place: int
 
     def result(self) -> bytes:
-        """Wait for it.
-
-        Raises:
-            CheckpointError: a file cannot be read, or has changed.
-        """
+        """Wait for it; CheckpointError if a file cannot be read, or has changed."""
         found = self.batch.start().result()[self.place]
         if isinstance(found, CheckpointError):
             raise found
@@ -102,12 +92,7 @@ class RangeDigester:
         self._filling: dict[Hashable, _Batch] = {}
 
     def digest(self, group: Hashable, one: Range) -> PendingDigest:
-        """Queue a range to be digested.
-
-        Args:
-            group: ranges of the same group are read by the same task, such as those of a checkpoint.
-            one: the range.
-        """
+        """Queue a range to be digested; ranges of one group, such as a checkpoint, are read by one task."""
         batch = self._filling.get(group)
         if batch is None or batch.future is not None:
             batch = self._filling[group] = _Batch(self._pool)

@@ -16,12 +16,11 @@ from megasdc.checkpoint.views.view import Slot, View
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and what counts as a difference.
+    """Selection of what is compared, and of what counts as a difference.
 
     Attributes:
         only: shell patterns of ``fqn`` or ``fqn/slot``; empty: everything.
         ignore: the same; these are not compared.
-        weights_only: compare weights alone.
         ulp: tensors whose elements differ by at most this many representable values count as equal.
         rtol: the same for the maximum relative difference.
     """
@@ -56,13 +55,9 @@ class Finding:
     """One tensor or value of one checkpoint that differs from the expected one.
 
     Attributes:
-        fqn: its name.
-        slot: see ``Slot``.
         checkpoint: the one that differs.
         against: the one that it was compared with; itself, where its own copies differ.
         basis: why ``against`` is expected to be right; empty: either may be wrong.
-        pattern: kind of the difference.
-        detail: description of this case.
         measure: size of the difference; None where values cannot be compared.
         pieces: where it lies, and which rank owns it.
         unchanged: for each of their files, by name, whether it is as it was saved; None: not known.
@@ -124,10 +119,9 @@ class Finding:
 
 @dataclass
 class Report(Outcome):
-    """What a comparison of checkpoints found.
+    """Result of a comparison of checkpoints.
 
     Attributes:
-        views: the checkpoints.
         num_compared: tensors and values of which there are at least two copies.
         num_tolerated: tensors that differ within the tolerance.
         findings: in order of the checkpoints' tensors.

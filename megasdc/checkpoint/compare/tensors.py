@@ -39,14 +39,9 @@ _WAITING = 4
 def compare_tensors(
     report: Report, options: Options, keys: Sequence[tuple[str, Slot]], jobs: int, progress: Callable[[int], None]
 ) -> None:
-    """Compare tensors, and add differences to the report.
+    """Compare tensors, by name and slot, in ``jobs`` threads, and add differences to the report.
 
-    Args:
-        report: of the checkpoints.
-        options: what counts as a difference.
-        keys: name and slot of each tensor.
-        jobs: threads.
-        progress: called with the bytes of each copy that was read.
+    ``progress`` gets the bytes of each copy that was read.
     """
     found: dict[tuple[str, Slot], Report] = {}
     reading: deque[_Tensor] = deque()

@@ -9,14 +9,10 @@ INTACT = "what lies in files that are as they were saved, which the others are n
 
 
 def find_expected(votes: list[int], states: Sequence[Sequence[bool | None]]) -> tuple[int, str]:
-    """Find the class of equal content that is expected to be right.
+    """The index of the class of equal content that is expected to be right, and why; 0 and "" if it cannot be decided.
 
-    Args:
-        votes: number of checkpoints in each class.
-        states: for each member of each class, whether its files are as they were saved; None: not known.
-
-    Returns:
-        The index of the class and the reason; 0 and an empty reason if it cannot be decided.
+    ``votes``: number of checkpoints in each class; ``states``: for each member of each class, whether its files are as
+    they were saved (None: not known).
     """
     most = [place for place, count in enumerate(votes) if count == max(votes)]
     if len(most) == 1:

@@ -33,8 +33,8 @@ ALLOWED_GLOBALS: frozenset[str] = frozenset(
 """Classes allowed besides those that torch itself considers safe; none has side effects when created."""
 
 MEMBER = "builtins.getattr"
-"""How Python 3.11.0 to 3.11.3 pickle enum members. The real ``getattr`` would give access to anything; ``enum_member``
-replaces it, and only in files that no other unpickler opens."""
+"""Function in the pickles of enum members by Python 3.11.0 to 3.11.3. The real ``getattr`` would give access to
+anything; ``enum_member`` replaces it, and only in files that no other unpickler opens."""
 
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 
@@ -42,12 +42,8 @@ _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy"
 def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> list[str]:
     """Names in a file's pickle that are not on the list; nothing of the file is executed.
 
-    Args:
-        path: a file written by ``torch.save``.
-        content: the bytes to read instead, in memory, where they are part of the file at ``path``.
-
-    Raises:
-        CheckpointError: the file is no complete file of ``torch.save``.
+    ``content``: the bytes to read instead, where they are part of the file at ``path``. CheckpointError if the file is
+    no complete file of ``torch.save``.
     """
     check_regular(path)
     try:
@@ -64,21 +60,13 @@ def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> li
 
 
 def check_regular(path: Path | str) -> None:
-    """Refuse an existing path that is not a regular file: opening a pipe would block.
-
-    Raises:
-        CheckpointError: with the path.
-    """
+    """CheckpointError for an existing path that is not a regular file: opening a pipe would block."""
     if Path(path).exists() and not Path(path).is_file():
         raise CheckpointError(f"{path} is not a file; get it again from where it came from")
 
 
 def check_pickle(path: Path | str) -> None:
-    """Refuse a file whose pickle names a class that is not on the list.
-
-    Raises:
-        CheckpointError: with the file and the classes; or the file is not one of ``torch.save``.
-    """
+    """CheckpointError for a file that is not of ``torch.save``, or whose pickle names a class not on the list."""
     _check(path, None, members=False)
 
 
@@ -94,9 +82,8 @@ def refuse_classes(path: Path | str, unsafe: list[str]) -> CheckpointError:
 def load_part(path: Path, start: int, num_bytes: int) -> Any:
     """Check and load a file of ``torch.save`` that is part of another file, through torch's restricted unpickler.
 
-    Raises:
-        FileNotFoundError: the file is not there.
-        CheckpointError: it is too short, cannot be read, or the part is unsafe or damaged.
+    CheckpointError if it is too short, cannot be read, or the part is unsafe or damaged; FileNotFoundError if there is
+    no file.
     """
     check_regular(path)
     try:
@@ -115,11 +102,9 @@ def load_part(path: Path, start: int, num_bytes: int) -> Any:
 
 
 def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = False, members: bool = False) -> Any:
-    """Check a file and load it through torch's restricted unpickler.
+    """Check a file of ``torch.save`` and load it through torch's restricted unpickler.
 
     Args:
-        path: a file written by ``torch.save``.
-        map_location: as in ``torch.load``.
         mmap: map tensors instead of reading them; enough to learn whether the file can be loaded.
         members: accept members of enumerations in the form of ``MEMBER``; only where DeepSpeed does not open the file.
 
@@ -131,11 +116,7 @@ def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = Fa
 
 
 def enum_member(kind: Any, name: Any) -> Any:
-    """A member of an enumeration; refuses everything else.
-
-    Raises:
-        ValueError: the arguments do not name a member.
-    """
+    """A member of an enumeration; ValueError for arguments that do not name one."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise ValueError(f"{name!r} of {kind!r} is no member of an enumeration")

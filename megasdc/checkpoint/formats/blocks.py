@@ -17,10 +17,7 @@ from megasdc.checkpoint.formats.open_copy import Part
 class Block:
     """A rectangular block of a tensor; its elements are stored row-major within the block.
 
-    Attributes:
-        offsets: index of its first element, by dimension.
-        sizes: by dimension.
-        shape: of the whole tensor.
+    ``offsets``: index of its first element, by dimension; ``sizes``: its shape; ``shape``: the whole tensor's.
     """
 
     offsets: tuple[int, ...]
@@ -58,11 +55,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockArrangement:
-    """A tensor that is divided into blocks.
-
-    Attributes:
-        blocks: one for each piece.
-    """
+    """A tensor that is divided into blocks, one for each piece."""
 
     blocks: tuple[Block, ...]
 

@@ -64,10 +64,9 @@ class TensorContent(Record):
 
 
 class Content(Record):
-    """What is in one file.
+    """Content of one file.
 
     Attributes:
-        block_bytes: size of a block.
         tensors: in order of their offsets in the file.
         values: counters and rates by name, as text.
         rest: XXH3-128 of all other values but the configuration and the global random generators; None: the file's
@@ -90,12 +89,9 @@ class Content(Record):
 
 
 def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    """Parse the text of ``type_text``; the data type is None for one that only the file's format names.
+    """Parse the text of ``type_text``, else ValueError; data type None for one that only the file's format names.
 
     For example ``I64 [2]``, with a space: a type of safetensors that training does not write.
-
-    Raises:
-        ValueError: the text is not of that form.
     """
     match = _TYPE.fullmatch(text)
     dtype = getattr(torch, match[1], None) if match and not match[2] else None
@@ -116,16 +112,9 @@ def type_of_bytes(count: int) -> str:
 
 
 def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tuple[str, str, int, int]]:
-    """The parameters that a tensor of a file holds.
+    """Yield the parameters in a tensor of a file: name, slot, first element in the tensor, number of elements.
 
-    Args:
-        file: its name in the checkpoint.
-        tensor: one of ``content.tensors``.
-        content: of the file.
-
-    Yields:
-        Full name, slot, first element in the tensor and number of elements; the name in the file with slot ``weight``
-        where the parameter is not known.
+    Where the parameter is not known, the name is that in the file, with slot ``weight``.
     """
     numel = prod(tensor.shape) if tensor.dtype is not None else 0
     if (layer := layer_of(file)) is not None:

@@ -38,14 +38,9 @@ _RECORDS = frozenset(
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor, or a whole value, with its file and byte range.
+    """A block of a tensor, or a whole value, in bytes of a file that are a complete ``torch.save`` file.
 
-    Attributes:
-        offsets: index of its first element in the tensor, by dimension; empty for a value.
-        sizes: its shape; empty for a value.
-        file: name of the file.
-        start: first byte.
-        num_bytes: number of bytes; they are a complete ``torch.save`` file.
+    ``offsets``: index of its first element, by dimension; ``sizes``: its shape; both are empty for a value.
     """
 
     offsets: tuple[int, ...]
@@ -57,14 +52,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor or a value.
-
-    Attributes:
-        path: keys of the dictionaries that it was in, and its own.
-        shape: of the whole tensor; None: a value that is no tensor.
-        dtype: of the tensor.
-        chunks: its blocks; one for a value.
-    """
+    """A tensor, or a value (``shape`` is None, one chunk); ``path``: the keys of its dictionaries, and its own."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -92,8 +80,7 @@ class _Record:
 def read_dcp_metadata(folder: Path) -> list[Item]:
     """All items of the folder, in the order of saving.
 
-    Raises:
-        CheckpointError: the file is missing, damaged or unsafe, or blocks do not cover a tensor exactly.
+    CheckpointError if the file is missing, damaged or unsafe, or blocks do not cover a tensor exactly.
     """
     path = folder / METADATA_FILE
     check_regular(path)

@@ -18,14 +18,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The digests of one file.
-
-    Attributes:
-        size_bytes: its size.
-        xxh3_128: of all its bytes.
-        content: its tensors and their blocks.
-        problem: why it cannot be parsed; None: it can.
-    """
+    """The digests of one file, its tensors and their blocks; ``problem``: why it cannot be parsed, None if it can."""
 
     size_bytes: int
     xxh3_128: str
@@ -36,12 +29,7 @@ class FileDigest:
 def digest_file(
     path: Path, *, block_bytes: int = BLOCK_BYTES, progress: Callable[[int], None] | None = None
 ) -> FileDigest:
-    """Read a file once, from its first byte to its last.
-
-    Raises:
-        CheckpointError: it became shorter while it was read.
-        OSError: it cannot be read.
-    """
+    """Read a file once, from its first byte to its last; CheckpointError if it became shorter meanwhile."""
     structure = read_structure(path)
     size = path.stat().st_size
     spans = sorted({(span.offset, span.offset + span.size_bytes) for span in structure.spans if span.size_bytes})

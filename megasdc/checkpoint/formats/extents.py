@@ -24,14 +24,7 @@ _OPEN_FILES = 8
 
 @dataclass(frozen=True)
 class Stamp:
-    """Identity of one state of a file.
-
-    Attributes:
-        device: of the file system.
-        inode: of the file.
-        num_bytes: its size.
-        modified_ns: time of the last change.
-    """
+    """Identity of one state of a file: device and inode, size, and the time of the last change."""
 
     device: int
     inode: int
@@ -40,25 +33,16 @@ class Stamp:
 
     @classmethod
     def of(cls, file: Path | int) -> Stamp:
-        """The stamp of a file, by its path or descriptor.
-
-        Raises:
-            OSError: it does not exist.
-        """
+        """The stamp of a file, by its path or descriptor."""
         found = os.stat(file)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of elements in a file.
+    """A run of elements in a file, in row-major order.
 
-    Attributes:
-        file: the file.
-        stamp: of the file when its offsets were determined.
-        offset: byte of the first element.
-        dtype: type of the elements.
-        shape: of the tensor, whose elements are in row-major order.
+    ``stamp``: of the file when its offsets were determined; ``offset``: byte of the first element.
     """
 
     file: Path
@@ -94,25 +78,15 @@ class Reader:
             raise next(iter(changed.values()))
 
     def close(self) -> dict[Path, CheckpointError]:
-        """Close all files.
-
-        Returns:
-            The error for each file that has changed.
-        """
+        """Close all files; returns the error for each file that has changed."""
         for file in list(self._open):
             self._close(file)
         return self._changed
 
     def read(self, extent: Extent, start: int, out: Tensor) -> None:
-        """Read elements of an extent.
+        """Read elements into ``out``, [n], contiguous and of the extent's type; ``start`` is the first.
 
-        Args:
-            extent: the extent.
-            start: the first.
-            out: [n], of the extent's type, contiguous; receives the elements.
-
-        Raises:
-            CheckpointError: the file cannot be read, or has changed.
+        CheckpointError if the file cannot be read, or has changed.
         """
         target = memoryview(out.view(torch.uint8).numpy().data)
         place, done = extent.offset + start * extent.dtype.itemsize, 0
@@ -160,10 +134,9 @@ def changed_error(file: Path, before: Stamp, now: Stamp) -> CheckpointError:
 
 
 def place_in_file(value: Tensor) -> tuple[int, int]:
-    """Offset in the file of a tensor that was loaded onto ``meta``.
+    """Byte of the first element in its file of a tensor that was loaded onto ``meta``, and number of stored elements.
 
-    Returns:
-        Byte of its first element; number of stored elements from its first to its last, gaps included.
+    Counted from its first element to its last, gaps included.
     """
     stored: Any = value.untyped_storage()  # torch.load notes the place in the file on it (2.13)
     offset = int(stored._checkpoint_offset) + int(value.storage_offset()) * value.element_size()
@@ -172,11 +145,7 @@ def place_in_file(value: Tensor) -> tuple[int, int]:
 
 
 def read_whole(extent: Extent) -> Tensor:
-    """Read all elements, in the extent's shape.
-
-    Raises:
-        CheckpointError: see ``Reader.read``.
-    """
+    """Read all elements, in the extent's shape; errors as in ``Reader.read``."""
     flat = torch.empty(extent.numel(), dtype=extent.dtype)
     with Reader() as reader:
         reader.read(extent, 0, flat)

@@ -57,13 +57,9 @@ class Structure:
 
 
 def read_structure(path: Path) -> Structure:
-    """Find the tensors and values of a file.
+    """Find the tensors and values of a file of ``torch.save``, of safetensors, or ``megasdc.json``.
 
-    Args:
-        path: a file of ``torch.save``, of safetensors, ``megasdc.json``, or any other, which is treated as bytes.
-
-    Raises:
-        OSError: it cannot be read.
+    Any other file is treated as bytes.
     """
     size = path.stat().st_size
     whole = [Span("", type_of_bytes(size), 0, size)] if size else []
@@ -147,11 +143,9 @@ def _read_safetensors(path: Path, size: int) -> Structure:
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts, lists and objects, each with its path; their repr is equal in every process.
+    """Yield the leaves of nested dicts, lists and objects of the allow-list, each with its path below ``name``.
 
-    Args:
-        name: path of ``value``; empty: the root.
-        value: plain values, tensors, and objects of the allow-list.
+    Their repr is equal in every process.
     """
     items: Any
     if isinstance(value, dict):

@@ -38,12 +38,7 @@ class Arrangement:
     """Maps elements to pieces.
 
     Shards are interleaved: the whole tensor is [periods, shards, width], and shard s has [:, s] of it. This covers
-    tensors split by columns, and gated ones whose halves are split.
-
-    Attributes:
-        numel: elements of the whole tensor.
-        width: elements of a shard in each period.
-        pieces: elements of each piece, by shard; together those of the shard.
+    tensors split by columns, and gated ones whose halves are split. ``pieces``: elements of each piece, by shard.
     """
 
     numel: int
@@ -66,12 +61,7 @@ class Arrangement:
         return [0, *accumulate(map(len, self.pieces))]
 
     def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
-        """Cut a range of the whole tensor at piece boundaries; parts of a piece come in order.
-
-        Args:
-            start: place of its first element.
-            flat: the range, [n].
-        """
+        """Cut a range of the whole tensor, [n] from place ``start`` on, at piece ends; parts of a piece in order."""
         place, end = start, start + flat.numel()
         while place < end:
             turn, rest = divmod(place, self.period)
@@ -120,14 +110,7 @@ def _runs(rows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class OpenCopy:
-    """A copy whose pieces were located and have the expected shapes and types.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        arrangement: maps elements to pieces.
-        sources: the elements of each piece, flat.
-    """
+    """A copy whose pieces were located and have the expected shapes and types; ``sources`` are flat."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -135,12 +118,9 @@ class OpenCopy:
     sources: Sequence[Extent | Tensor]
 
     def ranges(self, num_bytes: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Cut elements into ranges of at most ``num_bytes``, at row ends if a row fits.
+        """Cut elements ``start`` up to ``stop`` into ranges of at most ``num_bytes``, at row ends if a row fits.
 
-        Args:
-            num_bytes: limit; at least the size of an element.
-            start: the first element.
-            stop: one past the last element.
+        ``num_bytes`` must be at least the size of an element; ``stop`` is one past the last.
         """
         row = max(1, prod(self.shape[1:]))
         size = num_bytes // self.dtype.itemsize
@@ -149,15 +129,9 @@ class OpenCopy:
             yield place, min(place + size, stop)
 
     def fill(self, start: int, out: Tensor, reader: Reader) -> None:
-        """Read a range of the whole tensor.
+        """Read a range of the whole tensor, from place ``start`` on, into ``out``, [n] and contiguous.
 
-        Args:
-            start: place of its first element.
-            out: [n], contiguous; receives the elements.
-            reader: of this thread.
-
-        Raises:
-            CheckpointError: see ``Reader.read``.
+        ``reader`` must be this thread's; errors as in ``Reader.read``.
         """
         for number, first, part in self.arrangement.cut(start, out):
             source = self.sources[number]

@@ -19,15 +19,7 @@ from megasdc.tensors.bits import dtype_name
 
 @dataclass(frozen=True)
 class Owner:
-    """The rank that wrote a piece.
-
-    Attributes:
-        rank: global rank; None, like the other fields, if the format does not store it.
-        dp: its dp rank.
-        pp: its pp rank.
-        tp: its tp rank.
-        host: its node.
-    """
+    """The rank that wrote a piece: global, dp, pp and tp rank, and node; None: the format does not store it."""
 
     rank: int | None = None
     dp: int | None = None
@@ -55,15 +47,8 @@ class PieceError(Exception):
 class Piece:
     """A run of contiguous elements in one file.
 
-    Attributes:
-        file: the file.
-        owner: rank that wrote it.
-        numel: number of elements expected.
-        stored: returns the stored tensor that contains it: its extent in the file, or its values.
-        start: its first element in the stored tensor.
-        shape: shape that ``stored`` must have; None: any with enough elements.
-        dtype: type that ``stored`` must have; None: any.
-        holds: the other piece that the file claims to hold; empty: none.
+    ``stored`` returns the stored tensor that contains it (its extent, or its values), which must have ``shape`` and
+    ``dtype`` unless None; ``start``: its first element there; ``holds``: another piece that the file claims to hold.
     """
 
     file: Path
@@ -76,12 +61,7 @@ class Piece:
     holds: str = ""
 
     def find(self) -> Extent | Tensor:
-        """Locate its elements, flat.
-
-        Raises:
-            PieceError: it is missing, or its shape or type is unexpected.
-            CheckpointError: the file cannot be read.
-        """
+        """Locate its elements, flat; PieceError: missing or unexpected; CheckpointError: not readable."""
         try:
             tensor = self.stored()
         except (FileNotFoundError, KeyError) as error:
@@ -103,12 +83,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of a whole logical tensor.
+    """One copy of a whole logical tensor; ``shape`` includes the vocabulary's padding if the format stores it.
 
-    Attributes:
-        shape: of the whole tensor; the vocabulary with its padding if the format stores it.
-        shards: for each tensor rank that it is split over, its pieces in order.
-        split: how it is split over tensor ranks.
+    ``shards``: for each tensor rank that it is split over, its pieces in order.
     """
 
     shape: tuple[int, ...]
@@ -134,12 +111,7 @@ class Copy:
         return Arrangement(numel, numel // (periods * len(shards)), shards)
 
     def open(self) -> OpenCopy:
-        """Locate all pieces.
-
-        Raises:
-            PieceError: pieces are missing or unexpected; lists all with the first kind of problem.
-            CheckpointError: a file cannot be read.
-        """
+        """Locate all pieces; PieceError: lists all with the first kind of problem; CheckpointError: not readable."""
         sources: list[Extent | Tensor] = []
         wrong: list[PieceError] = []
         for piece in self.pieces:
@@ -157,11 +129,7 @@ class Copy:
         return OpenCopy(self.shape, sources[0].dtype, self.arrangement, sources)
 
     def read(self) -> Tensor:
-        """Read the whole tensor.
-
-        Raises:
-            PieceError, CheckpointError: as ``open``.
-        """
+        """Read the whole tensor; errors as in ``open``."""
         found = self.open()
         whole = torch.empty(found.shape, dtype=found.dtype)
         with Reader() as reader:

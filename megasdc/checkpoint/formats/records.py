@@ -37,12 +37,7 @@ class Record(BaseModel):
 
 
 def record_text(record: BaseModel, indent: int | None = 1) -> str:
-    """A record as JSON, with a checksum of its own content.
-
-    Args:
-        record: the record.
-        indent: spaces per level; None: all in one line.
-    """
+    """A record as JSON, with a checksum of its own content; ``indent``: spaces per level, None: all in one line."""
     content = record.model_dump(mode="json")
     separators = None if indent is not None else (",", ":")
     whole = {**content, "checksum": _digest(content)}
@@ -50,24 +45,14 @@ def record_text(record: BaseModel, indent: int | None = 1) -> str:
 
 
 def write_record(path: Path, record: BaseModel) -> None:
-    """Write a record as JSON, with a checksum of its own content.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a record as JSON, with a checksum of its own content."""
     write_durably(path, record_text(record))
 
 
 def read_record(path: Path, kind: type[R], version: int) -> R:
-    """Read and check a record of ``write_record``.
+    """Read and check a record of ``write_record``, whose class has a field ``format_version``, of this version.
 
-    Args:
-        path: the file.
-        kind: class of the record; it has a field ``format_version``.
-        version: the version that this code reads.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, changed since it was written, or of another version.
+    CheckpointError if it is missing, unreadable, changed since it was written, or of another version.
     """
     try:
         return read_text(path, path.read_text(encoding="utf-8"), kind, version)
@@ -78,16 +63,9 @@ def read_record(path: Path, kind: type[R], version: int) -> R:
 
 
 def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
-    """Parse and check a text of ``record_text``.
+    """Parse and check a text of ``record_text``, whose class has a field ``format_version``; ``path`` is for messages.
 
-    Args:
-        path: its file, for messages.
-        text: all of it.
-        kind: class of the record; it has a field ``format_version``.
-        version: the version that this code reads.
-
-    Raises:
-        CheckpointError: it is incomplete, changed since it was written, or of another version.
+    CheckpointError if it is incomplete, changed since it was written, or of another version.
     """
     try:
         if not text.endswith("}\n"):

@@ -37,11 +37,7 @@ def counters_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(state: dict[str, Any], folder: Path) -> ModelSection:
-    """The model section in a shared state.
-
-    Raises:
-        CheckpointError: it is missing or invalid; names the file in ``folder``.
-    """
+    """The model section in a shared state; CheckpointError, with the file in ``folder``, if missing or invalid."""
     try:
         return ModelSection.model_validate(state["config"]["megasdc"]["model"])
     except (KeyError, TypeError, ValidationError) as error:

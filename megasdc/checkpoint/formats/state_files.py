@@ -26,9 +26,7 @@ class StateFiles:
     def load(self, path: Path) -> Any:
         """The content of a file, with tensors of more than 4 KiB on ``meta``.
 
-        Raises:
-            FileNotFoundError: it does not exist.
-            CheckpointError: it is unsafe or damaged.
+        FileNotFoundError if it does not exist, CheckpointError if it is unsafe or damaged.
         """
         if path not in self._states:
             self._stamps[path] = Stamp.of(path)
@@ -47,9 +45,7 @@ class StateFiles:
     def tensor(self, path: Path, *keys: Any) -> Extent | Tensor:
         """Extent of a tensor in a file; the tensor itself if it is small.
 
-        Raises:
-            KeyError: there is none under these keys.
-            FileNotFoundError, CheckpointError: as ``load``.
+        KeyError if there is none under these keys; other errors as in ``load``.
         """
         value = self.load(path)
         for key in keys:
@@ -61,11 +57,7 @@ class StateFiles:
         return self.place(path, value)
 
     def place(self, path: Path, value: Tensor) -> Extent | Tensor:
-        """Extent of a tensor of ``load`` in its file; the tensor itself if it is small or not contiguous.
-
-        Raises:
-            CheckpointError: its elements cannot be read.
-        """
+        """Extent of a tensor of ``load`` in its file; the tensor itself if it is small or not contiguous."""
         if value.device.type != "meta":
             return value.detach()
         if value.layout is not torch.strided or value.is_quantized:
@@ -77,11 +69,7 @@ class StateFiles:
         return run.as_strided(value.shape, value.stride())
 
     def read(self, path: Path, value: Any) -> Any:
-        """A value of ``load``, with its elements if it is a tensor.
-
-        Raises:
-            CheckpointError: its elements cannot be read.
-        """
+        """A value of ``load``, with its elements if it is a tensor; CheckpointError if they cannot be read."""
         if not isinstance(value, Tensor):
             return value
         found = self.place(path, value)

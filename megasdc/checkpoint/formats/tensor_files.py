@@ -77,9 +77,7 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Names, types and offsets of a file's tensors, and the byte at which its data begin.
 
-    Raises:
-        ValueError: the file ends before its header does, or the header is no JSON object.
-        OSError: it cannot be read.
+    ValueError if the file ends before its header does, or the header is no JSON object.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -94,11 +92,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; ``keys()`` and ``get_tensor(name)`` of the result read it.
-
-    Raises:
-        CheckpointError: it is missing, not readable, or damaged.
-    """
+    """Open a safetensors file, read by ``keys()`` and ``get_tensor(name)``; CheckpointError if missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -113,12 +107,9 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def locate_tensors(path: Path) -> dict[str, Extent]:
-    """Extents of the tensors of a safetensors file, by name.
+    """Extents of the tensors of a safetensors file, by name; parsed here because the library memory-maps the file.
 
-    The header is parsed here because the library memory-maps the file.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or has an unknown data type.
+    CheckpointError if it is missing or damaged, or has an unknown data type.
     """
     try:
         stamp = Stamp.of(path)

@@ -69,7 +69,7 @@ def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool 
 
 
 def _why_apart(folder: Path) -> str | None:
-    """Why the tensors of a checkpoint cannot be assembled here; None: they can."""
+    """The reason why tensors of a checkpoint cannot be assembled here; None: they can."""
     if is_called_universal(folder):
         return None
     manifest = read_manifest(folder)
@@ -83,18 +83,11 @@ def _why_apart(folder: Path) -> str | None:
 
 
 def check_contents(view: View, progress: Callable[[int], None] | None = None) -> list[str]:
-    """Check every tensor and counter of a checkpoint.
+    """Check every tensor and counter of a checkpoint; the problems, a sentence each, with tensor and file.
 
     Shapes and types match the layout; copies that several ranks hold are bitwise equal; weights are the master weights
     rounded to their type, as DeepSpeed does after every step; no element is NaN or infinite; every rank and every group
-    of the optimizer is at the same step.
-
-    Args:
-        view: of the checkpoint.
-        progress: called with the bytes of each tensor that was read.
-
-    Returns:
-        The problems, one sentence an entry, with the tensor and the file; empty if there are none.
+    of the optimizer is at the same step. ``progress`` gets the bytes of each tensor that was read.
     """
     problems = list(view.problems)
     for fqn in dict.fromkeys(fqn for fqn, _ in view.entries):

@@ -35,12 +35,7 @@ _Place = tuple[str, Literal["weight", "exp_avg", "exp_avg_sq", "step"]]
 
 @dataclass(frozen=True)
 class Blocks(Copy):
-    """A tensor in rectangular blocks that need not be contiguous in it.
-
-    Attributes:
-        offsets: for each piece, the index of its first element.
-        sizes: shape of each piece.
-    """
+    """A tensor in rectangular blocks that need not be contiguous in it; ``offsets``: of their first elements, in it."""
 
     offsets: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
@@ -53,13 +48,9 @@ class Blocks(Copy):
 
 
 def open_dcp(path: Path) -> View:
-    """Open the view of a folder, with every block located.
+    """Open the view of a folder with ``.metadata`` and files ``__RANK_N.distcp``, with every block located.
 
-    Args:
-        path: the folder with ``.metadata`` and files ``__RANK_N.distcp``.
-
-    Raises:
-        CheckpointError: the metadata cannot be read, are unsafe or inconsistent, or two tensors have one name.
+    CheckpointError if the metadata cannot be read, are unsafe or inconsistent, or two tensors have one name.
     """
     entries: dict[tuple[str, Slot], Entry] = {}
     scalars: dict[str, Scalar] = {}

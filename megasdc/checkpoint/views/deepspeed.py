@@ -32,24 +32,16 @@ from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, spli
 
 
 def open_deepspeed(path: Path) -> View:
-    """Open the view of a checkpoint, with every piece located.
+    """Open the view of a checkpoint, ``step_NNNNNNNN``, with every piece located.
 
-    Args:
-        path: its folder, ``step_NNNNNNNN``.
-
-    Raises:
-        CheckpointError: the manifest, ``megasdc.json`` or the file of a stage cannot be read, files of other nodes are
-            missing, or the layout of parameters is not supported.
+    CheckpointError if the manifest, ``megasdc.json`` or the file of a stage cannot be read, files of other nodes are
+    missing, or the layout of parameters is not supported.
     """
     return _Opening(path).view()
 
 
 def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
-    """Counters and loader position in the ``megasdc.json`` of a checkpoint, and its whole content.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Counters and loader position in a checkpoint's ``megasdc.json``, and its content; else CheckpointError."""
     state = read_shared_state(path)
     found = {
         name if name.startswith("loader/") else f"run/{name}": Scalar(repr(value), path / SHARED_STATE_FILE, Owner())

@@ -56,7 +56,6 @@ class HfShards:
         """Detect whether names lack their prefix, as in files of the bare model; compare all names and shapes.
 
         Args:
-            model: the section made from ``config.json``.
             wanted: shape of each tensor that such a model has.
 
         Raises:

@@ -35,8 +35,6 @@ class WeightSource(Protocol):
     """Unsharded weights of a model: a checkpoint of any layout, or a folder of initial weights.
 
     Attributes:
-        path: the folder.
-        model: the section that describes the weights.
         vocab_size: real rows of the vocabulary.
         tokenizer_checksum: of the tokenizer that it was trained with; None: not known.
         step: optimizer step of a checkpoint; None: initial weights.
@@ -56,14 +54,10 @@ class WeightSource(Protocol):
 
 
 class CheckpointWeights:
-    """The weights of one checkpoint.
+    """The weights of one checkpoint, ``step_NNNNNNNN``; its files are not verified here.
 
-    Args:
-        path: its folder, ``step_NNNNNNNN``; not verified here.
-
-    Raises:
-        CheckpointError: manifest or shared state cannot be read, or a layer's file is not in the manifest.
-        DataError: an older checkpoint does not store its vocabulary size, and its prepared data cannot be read.
+    CheckpointError if manifest or shared state cannot be read, or a layer's file is not in the manifest; DataError if
+    an older checkpoint does not store its vocabulary size, and its prepared data cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,16 +94,9 @@ class CheckpointWeights:
     def layer(self, index: int, device: str = "cpu") -> dict[str, Tensor]:
         """Unsharded parameters of one pipeline layer, by the names of backend ``torch`` without the layer's number.
 
-        Args:
-            index: index of the layer in the pipeline.
-            device: ``cpu``, or ``meta`` for types and shapes only.
-
-        Returns:
-            Tensors in their saved types; the vocabulary without its padding. Empty for a layer without parameters.
-
-        Raises:
-            CheckpointError: a file cannot be loaded, does not hold the parameters of this model, or copies that must be
-                equal differ; names the file.
+        In their saved types, the vocabulary without its padding; empty for a layer without parameters. Device ``meta``
+        gives types and shapes only. CheckpointError if a file cannot be loaded or does not hold this model's
+        parameters, or copies that must be equal differ.
         """
         splits = self._splits.get(index)
         if splits is None:
@@ -191,12 +178,10 @@ def load_weights(
     """Copy unsharded weights into the parameters of one rank; each layer is read once.
 
     Args:
-        weights: their source.
         parameters: (name in the pipeline, parameter) of this rank.
         model: the section that the parameters were built from.
         vocab_size: real entries of the vocabulary.
         tensor: number of tensor ranks.
-        tp_rank: tensor rank of this process.
 
     Raises:
         CheckpointError: a parameter is missing, or has another shape.

@@ -25,11 +25,9 @@ TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Entry:
-    """A logical tensor.
+    """A logical tensor: at least one copy, all of which must be bitwise equal.
 
-    Attributes:
-        copies: at least one; they must be bitwise equal.
-        real_rows: rows without the vocabulary's padding; None: not split over the vocabulary, or not known.
+    ``real_rows``: rows without the vocabulary's padding; None: not split over the vocabulary, or not known.
     """
 
     copies: tuple[Copy, ...]
@@ -48,12 +46,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value that is not a tensor of the model: a counter, a learning rate, a digest of a generator's state.
+    """A value that is not a tensor of the model, as text: a counter, a learning rate, a digest of a generator's state.
 
-    Attributes:
-        value: as text; None: its file is missing or does not hold it.
-        file: its file.
-        owner: rank that wrote it.
+    None: its file is missing or does not hold it.
     """
 
     value: str | None
@@ -63,20 +58,10 @@ class Scalar:
 
 @dataclass
 class View:
-    """A checkpoint in canonical form.
+    """A checkpoint in canonical form: entries by (fqn, slot), scalars by name (those of one rank begin with ``rank``).
 
-    Attributes:
-        path: as given by the user.
-        kind: its format, as text.
-        layout: of the ranks that saved it; None: a format without one.
-        slots: those that the format has.
-        entries: by (fqn, slot).
-        scalars: by name; names of one rank begin with ``rank``.
-        records: the manifest's records of files, by path.
-        problems: files of values that cannot be read; those of tensors are found when a tensor is read.
-        notes: remarks about its files.
-        derived: weights computed from master weights, if the format stores no weights.
-        save_id: identifies the save, equal in all copies of it; None: not known.
+    ``layout``: of the ranks that saved it, None for a format without one; ``problems``: files of values that cannot be
+    read, those of tensors are found on reading; ``derived``: weights from master weights, if the format stores none.
     """
 
     path: Path
@@ -94,11 +79,7 @@ class View:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def changed(self, file: Path) -> bool | None:
-        """Whether a file changed since it was saved; None: not in a manifest. Reads the file once.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Whether a file changed since it was saved; None: not in a manifest. Reads it once, else CheckpointError."""
         with self._lock:
             if file not in self._changed:
                 record = self.records.get(file)
@@ -109,9 +90,8 @@ class View:
 def with_derived_weights(views: Sequence[View]) -> list[View]:
     """Make checkpoints with only master weights comparable with those with only weights, such as exported models.
 
-    Returns:
-        The same views; if one has weights but no master weights, those without weights get weights derived from their
-        master weights, and a note that says so.
+    Returns the same views; if one has weights but no master weights, those without weights get weights derived from
+    their master weights, and a note that says so.
     """
     if not any("weight" in view.slots and "master" not in view.slots for view in views):
         return list(views)

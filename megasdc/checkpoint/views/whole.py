@@ -46,10 +46,8 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 def open_universal_view(path: Path) -> View:
     """Open a universal checkpoint: master weight and moments of each parameter, unsharded.
 
-    Weights are derived: master weights rounded to the run's precision, as its optimizer does.
-
-    Raises:
-        CheckpointError: its manifest or ``megasdc.json`` cannot be read.
+    Weights are derived: master weights rounded to the run's precision, as its optimizer does. CheckpointError if the
+    manifest or ``megasdc.json`` cannot be read.
     """
     manifest, files = read_universal_manifest(path), StateFiles()
     scalars, state = shared_scalars(path)
@@ -89,8 +87,7 @@ def open_universal_view(path: Path) -> View:
 def open_hf_view(path: Path) -> View:
     """Open a folder of a Hugging Face model in safetensors: only weights, under megasdc's names.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, or the model is not supported.
+    CheckpointError if a file is missing or damaged, or the model is not supported.
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -133,8 +130,7 @@ def _check_zero(rule: Rule, theirs: Extent) -> None:
 def open_file_view(path: Path) -> View:
     """Open a single file; its tensors become weights under their names in the file.
 
-    Raises:
-        CheckpointError: the file is of another kind, unsafe or damaged.
+    CheckpointError if the file is of another kind, unsafe or damaged.
     """
     entries: dict[tuple[str, Slot], Entry] = {}
     scalars: dict[str, Scalar] = {}

@@ -38,14 +38,10 @@ _OF_DEEPSPEED = frozenset(
 
 
 def open_zero1(path: Path) -> View:
-    """Open the view of a checkpoint, with every piece located.
+    """Open the view of a checkpoint, ``global_stepN``, with every piece located.
 
-    Args:
-        path: its folder, ``global_stepN``.
-
-    Raises:
-        CheckpointError: the file of the model cannot be read, the checkpoint is of a pipeline, of model-parallel ranks
-            or of another stage of ZeRO, or the layout of parameters is not supported.
+    CheckpointError if the file of the model cannot be read, the checkpoint is of a pipeline, of model-parallel ranks or
+    of another stage of ZeRO, or the layout of parameters is not supported.
     """
     files, first = StateFiles(), path / stage_file()
     writer = Owner(0, 0, 0, 0)

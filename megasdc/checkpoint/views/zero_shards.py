@@ -31,14 +31,9 @@ Fragments = dict[str, tuple[int, int]]
 
 
 def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
-    """Layout of a group's parameters over ZeRO-1 shards.
+    """Elements of each rank's ZeRO-1 shard of a group, with padding, and the fragments in each of ``replicas`` shards.
 
-    Args:
-        shapes: of one stage and tensor rank, in order.
-        replicas: ranks that share them.
-
-    Returns:
-        Elements of each rank's shard, including padding, and the fragments in each shard.
+    ``shapes``: of one stage and tensor rank, in order.
     """
     total = sum(prod(shape) for shape in shapes.values())
     length = -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
@@ -57,19 +52,10 @@ def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fra
 def locate_shards(
     files: StateFiles, shards: Sequence[tuple[Path, Owner]], group: int, shapes: dict[str, torch.Size]
 ) -> tuple[dict[tuple[str, Slot], tuple[Piece, ...]], dict[str, Scalar]]:
-    """Locate master weights and moments of one group of a stage's parameters.
+    """Locate master weights and moments of a group of a stage's parameters; also step and rate of each rank.
 
-    Args:
-        files: cache of opened files.
-        shards: file and rank of each shard, by dp rank.
-        group: number of the optimizer's parameter group.
-        shapes: of the group's parameters on this stage and tensor rank, in order.
-
-    Returns:
-        The pieces of each parameter and slot, in order; step and learning rate of each rank.
-
-    Raises:
-        CheckpointError: the map in a file is none that ZeRO-1 makes.
+    ``shards``: file and rank of each, by dp rank; ``shapes``: of the group's parameters on this stage and tensor rank,
+    in order. CheckpointError if the map in a file is none that ZeRO-1 makes.
     """
     laid = lay_out(shapes, len(shards))
     found: dict[tuple[str, Slot], list[Piece]] = {}
@@ -121,13 +107,9 @@ def _shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> d
 def read_stage(
     files: StateFiles, file: Path, owner: Owner, pp_rank: int, tp_rank: int
 ) -> tuple[dict[str, Any], dict[str, Scalar]]:
-    """Read the file of a stage.
+    """Read the file of a stage: its content, with ``param_shapes`` (shapes by name, for each group), and its counters.
 
-    Returns:
-        Its content, with ``param_shapes`` (for each group the shapes of parameters by name), and its counters.
-
-    Raises:
-        CheckpointError: it is missing, or lacks required keys.
+    CheckpointError if it is missing, or lacks required keys.
     """
     try:
         state: dict[str, Any] = files.load(file)

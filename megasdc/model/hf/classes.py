@@ -57,7 +57,6 @@ def hf_config(model: ModelSection, vocab_size: int, end_of_document: int | None,
     """Content of ``config.json``.
 
     Args:
-        model: the resolved section.
         vocab_size: real entries of the vocabulary.
         end_of_document: id of the end-of-document token; None if not known.
         dtype: name of the tensors' type, such as ``float32``.

@@ -20,7 +20,7 @@ from megasdc.model.sharding import LEADING_LAYERS
 
 
 class Form(Enum):
-    """How the tensors of one rule relate."""
+    """Kinds of relation between the tensors of one rule."""
 
     SAME = "one tensor, unchanged"
     TRANSPOSED = "one tensor, dimensions swapped"
@@ -56,7 +56,6 @@ def rules(model: ModelSection, index: int) -> list[Rule]:
     """Rules for the parameters of a pipeline layer; our names are without the layer's number.
 
     Args:
-        model: the resolved section.
         index: place of the layer in the pipeline.
 
     Raises:
@@ -118,7 +117,6 @@ def hf_shapes(model: ModelSection, vocab_size: int) -> dict[str, list[int]]:
     """The shape that every tensor of a Hugging Face model must have, by its full name.
 
     Args:
-        model: the resolved section.
         vocab_size: rows of the word embedding.
 
     Raises:
@@ -158,7 +156,6 @@ def to_hf(model: ModelSection, index: int, ours: Mapping[str, Tensor]) -> dict[s
     """Convert one pipeline layer to Hugging Face's tensors.
 
     Args:
-        model: the resolved section.
         index: place of the layer in the pipeline.
         ours: unsharded parameters by name, without the layer's number; the vocabulary without its padding.
 
@@ -191,7 +188,6 @@ def from_hf(model: ModelSection, index: int, theirs: Mapping[str, Tensor]) -> di
     """Convert Hugging Face's tensors to one pipeline layer; the reverse of ``to_hf``.
 
     Args:
-        model: the resolved section.
         index: place of the layer in the pipeline.
         theirs: at least the tensors in ``rules``.
 
@@ -212,7 +208,6 @@ def to_ours(model: ModelSection, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     """Convert Hugging Face's tensors to one parameter of megasdc.
 
     Args:
-        model: the resolved section.
         rule: its rule; not of ``Form.ZERO``.
         parts: their tensors, in the rule's order.
     """
@@ -233,9 +228,7 @@ def shape_of_ours(model: ModelSection, rule: Rule, shapes: Sequence[Sequence[int
 def split_qkv(model: ModelSection, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, [n d, ...] and twice [g d, ...], of Megatron-core's interleaved tensor [(n + 2 g) d, ...].
 
-    Args:
-        model: gives query heads n, groups g and the width d of a head.
-        whole: for each group its query heads, its key head, its value head.
+    ``whole`` has for each of g groups its query heads, its key head, its value head, each of width d.
     """
     groups, head = query_groups(model), head_width(model)
     queries = model.num_attention_heads // groups
