@@ -29,7 +29,7 @@ class Messages:
     """Sends JSON lines to the process that started the ranks.
 
     Args:
-        descriptor: where to; None sends nothing, as on all ranks but the first.
+        descriptor: file descriptor to write to; None sends nothing, as on all ranks but the first.
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -66,9 +66,9 @@ def run_ranks(
     Args:
         module: run with ``python -m``.
         request: its first argument, as JSON.
-        ranks: how many.
+        ranks: their number.
         threads: CPU threads of each.
-        folder: where their output goes.
+        folder: gets their output.
         on_message: called with each message of rank 0, which waits for its return if it asked.
         fresh: see ``start_module``; for ranks whose memory or time from the start on is measured.
 
