@@ -40,8 +40,6 @@ class GradientBounds(Hook):
     """Runs the entries of `optimizer_hooks`; the last hook that changes gradients before the optimizer.
 
     Args:
-        specs: the entries.
-        run: with engine and events.
         interval: steps between reports.
         writer: where rank 0 writes metrics; None on other ranks.
 
