@@ -65,14 +65,10 @@ def judge(
 
     Args:
         host_of_rank: host of each expected rank.
-        records: the records found.
         launcher_code: exit code of DeepSpeed's launcher; negative: it was killed by that signal.
         unreachable: why a host's records could not be read, by host.
         stopped_by: number of the signal that the front received; None means none.
         outlived: whether processes of the launch still ran when DeepSpeed's launcher had ended.
-
-    Returns:
-        Exit code and explanation.
     """
     expected = range(len(host_of_rank))
     failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)
