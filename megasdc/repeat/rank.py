@@ -31,17 +31,9 @@ DISTINCT_STEPS = 8
 
 
 def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messages: Messages) -> None:
-    """Train some steps and write this rank's trace.
+    """Train some steps and write this rank's trace to ``folder``; ``messages`` gets each step.
 
-    Args:
-        config: the configuration.
-        steps: how many.
-        prepared: whether to read the prepared data; otherwise random tokens from a fixed seed.
-        folder: where the trace goes.
-        messages: told about each step.
-
-    Raises:
-        MegasdcError: with the class that says what is wrong.
+    ``prepared``: read the prepared data; otherwise random tokens from a fixed seed.
 
     Collective: all ranks of the world.
     """
