@@ -1,4 +1,4 @@
-"""Fault injection into what is not observed: tokens, gradients before their sum, optimizer states, saved files."""
+"""Fault injection into data that is not observed: tokens, gradients before their sum, optimizer states, saved files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment that ranks get, and what may stand on command lines that remote shells read.
+"""Environment of the ranks, and rules for command lines that remote shells read.
 
 Over pdsh DeepSpeed 0.19.8 exports only ``PYTHON*``, ``MLFLOW*``, ``MV2*``, ``UCX*`` and the lines of
 ``.deepspeed_env``, and quotes neither those nor most arguments. Other variables are passed in the encoded argument of

@@ -30,10 +30,10 @@ of its own. ``TORCH_NCCL_BLOCKING_WAIT=1`` raises in the rank instead, but waits
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a launch ended.
+    """Verdict on how a launch ended.
 
     Attributes:
-        exit_code: what the front returns; 0 only if every rank reported done with 0.
+        exit_code: returned by the front; 0 only if every rank reported done with 0.
         rank: the rank that failed first; None if there is none or it is not known.
         host: its host, as in the hostfile; also set for a launcher that was killed.
         lines: the explanation, the cause first.

@@ -1,4 +1,4 @@
-"""Identity of a rank's launch: what distinguishes launches, on one host and across hosts; no torch."""
+"""Identity of a rank's launch: properties that distinguish launches, on one host and across hosts; no torch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ ORPHANED = 79
 
 
 class Process(Protocol):
-    """What ``subprocess.Popen`` and ``Fork`` have in common."""
+    """Common interface of ``subprocess.Popen`` and ``Fork``."""
 
     @property
     def pid(self) -> int:

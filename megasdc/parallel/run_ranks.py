@@ -42,7 +42,7 @@ class Messages:
             self._file.flush()
 
     def ask(self, **message: Any) -> None:
-        """Send one message and wait until it has been dealt with; other ranks do not wait.
+        """Send one message and wait until it has been handled; other ranks do not wait.
 
         Raises:
             MegasdcError: the process that started the ranks is gone.
@@ -143,7 +143,7 @@ def _drain(master: int, log: Path) -> None:
 
 
 def _end_all_after_failure(processes: list[Process]) -> None:
-    """Once a rank has failed, give the others a moment and end them, so that nobody waits for it for ever."""
+    """Once a rank has failed, give the others a moment and end them, so that none waits forever."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             time.sleep(GRACE_S)

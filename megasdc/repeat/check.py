@@ -77,9 +77,9 @@ def compare_two_runs(
 class RepeatReport:
     """Causes that could make two runs differ, and the comparison of two runs.
 
-    ``layout`` is None, and ``difference`` too, if no runs were made; ``data``: what they were trained on;
-    ``observations``: results of each run that were compared; ``observed``: results of submodules are among them, which
-    they are not where the model's backend hides them.
+    ``layout`` is None if only the causes were listed; ``difference`` also if the runs agree; ``data``: kind of the
+    training data; ``observations``: results of each run that were compared; ``observed``: results of submodules are
+    among them, which they are not where the model's backend hides them.
     """
 
     causes: list[Cause]

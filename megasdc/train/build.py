@@ -116,7 +116,7 @@ def build_run(
 
 @dataclass(frozen=True)
 class _Place:
-    """What this rank trains: ``config`` is its run's, ``whole`` the launch's (another one in a study)."""
+    """Configurations of this rank: ``config`` of its run, ``whole`` of the launch, which in a study is another one."""
 
     config: RunConfig
     whole: RunConfig

@@ -53,7 +53,7 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class Drills:
-    """Fault injection of a run: in tensors, in this rank's process, and delays with their report; None without."""
+    """Fault injection of a run, each None without: in tensors, in this rank's process, and delays with their report."""
 
     injector: Injector | None
     process_faults: ProcessFaults | None

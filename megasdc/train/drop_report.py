@@ -153,7 +153,7 @@ class DropReport:
         return self._run.step % self._interval == 0 or self._run.is_last_step
 
     def totals(self, dropped: int, since: tuple[int, int], rate: float, tau_s: float) -> None:
-        """Report micro-batches dropped, and their share, since the run began; ``since``: (dropped, planned) lately."""
+        """Report micro-batches dropped since the run began; ``since``: dropped and planned since the last report."""
         share = since[0] / since[1] if since[1] else 0.0
         if self._writer is not None:
             values: dict[str, float | int] = {"drops/micro_batches": dropped, "drops/rate": share}

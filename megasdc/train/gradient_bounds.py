@@ -1,4 +1,4 @@
-"""Gradient bounds in a run: when they are applied in a step, what all ranks agree on, and the reports."""
+"""Gradient bounds in a run: points of a step at which they are applied, agreement of all ranks, and reports."""
 
 from __future__ import annotations
 

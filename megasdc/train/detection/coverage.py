@@ -43,7 +43,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """Whether all micro-batches of a step are checked, or one, another each step; coverage, a line for each tier."""
+    """Choice of the checked results: of all micro-batches of a step, or of one, another each step.
+
+    ``lines`` describe what is covered, a line for each tier.
+    """
 
     all_micro_batches: bool
     lines: tuple[str, ...]

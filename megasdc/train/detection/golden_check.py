@@ -51,7 +51,7 @@ class GoldenCheck:
         self._before = tuple(before)
 
     def unfit(self) -> list[str]:
-        """Why ranks cannot be compared with the trace, one reason for each such rank; empty: all can.
+        """Reasons why ranks cannot be compared with the trace, one for each such rank; empty: all can.
 
         Raises:
             TraceError: the file is missing or damaged where some rank reads it; on all ranks.
@@ -144,7 +144,7 @@ class _Beside:
 
 
 def unfit_for(path: Path, dims: ParallelDims) -> str | None:
-    """Why this rank cannot be compared with a golden trace; None: it can.
+    """The reason why this rank cannot be compared with a golden trace; None: it can.
 
     Raises:
         TraceError: the file is missing or damaged.

@@ -168,7 +168,7 @@ class NonFiniteSearch:
 
 
 def say(rank: int | None, origin: Origin | None, reproduced: bool | None) -> str:
-    """Where values became NaN or Inf on which rank, as a sentence for people.
+    """Rank and place at which values became NaN or Inf, as a sentence for people.
 
     ``rank`` None: no such result was found; ``reproduced`` None: it was not recomputed.
     """

@@ -57,7 +57,7 @@ class StartReport(Hook):
 
 
 def process_start_boot_s() -> float:
-    """When this process was started, on ``CLOCK_BOOTTIME``, to 10 ms.
+    """Start time of this process on ``CLOCK_BOOTTIME``, to 10 ms.
 
     Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields are counted from its bracket.
     """
