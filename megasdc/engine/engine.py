@@ -56,7 +56,6 @@ class TrainingEngine(PipelineEngine):
     """DeepSpeed's pipeline engine with hooks, averages over the tokens used, and numbered micro-batches.
 
     Args:
-        dims: layout and place of this rank.
         streams: dropout streams of the model; None for a model without.
         masks_tokens: whether the data can mask tokens out of the loss.
         **options: passed to DeepSpeed's engine.
@@ -201,10 +200,7 @@ class TrainingEngine(PipelineEngine):
     def rehearse(self, micro_batch: int) -> None:
         """Recompute one micro-batch of this step for the hooks; gradients and losses are restored.
 
-        The data iterator must yield this micro-batch next.
-
-        Args:
-            micro_batch: its number in the step.
+        The data iterator must yield this micro-batch, numbered in the step, next.
 
         Collective: all ranks of the replica, in ``Hook.after_micro_batches``, or in ``after_optimizer_step`` of
             a skipped step, whose parameters are unchanged.
@@ -408,7 +404,6 @@ def build_engine(
 
     Args:
         pipeline: the stage.
-        deepspeed_config: DeepSpeed's part of the configuration.
         groups: optimizer groups.
         **options: arguments of ``TrainingEngine``.
 

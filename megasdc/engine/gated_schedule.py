@@ -39,12 +39,7 @@ class MicroBatchGate(Protocol):
 class GatedSchedule(schedule.TrainSchedule):
     """The training schedule of one stage, decided while it runs.
 
-    Args:
-        micro_batches: planned.
-        stages: of the pipeline.
-        stage_id: this stage.
-        may_start: called before each forward pass.
-        announce: called with the decision, where the next stage waits for it.
+    ``may_start`` is called before each forward pass, ``announce`` with the decision, where the next stage waits for it.
     """
 
     def __init__(

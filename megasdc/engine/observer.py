@@ -38,7 +38,7 @@ class Observer(Hook):
     While it is attached, forward and backward passes in training are observed; evaluations are not.
 
     Args:
-        engine: the engine; the observer adds itself to its hooks, and ``close`` removes it.
+        engine: the observer adds itself to its hooks, and ``close`` removes it.
         submodules: to observe, from ``list_submodules(engine.module)``.
         listeners: called in this order for every result.
         gradients: whether backward results and weight gradients are observed too.

@@ -19,9 +19,6 @@ class Run:
     """The parts of a running job, and its progress.
 
     Args:
-        folder: the run folder.
-        dims: layout and place of this rank.
-        engine: runs one step.
         loader: this replica's training samples, with a saved position.
         batches: the loader as the engine reads it.
         events: this rank's event log.

@@ -42,7 +42,6 @@ class StepTimes(Hook):
     decisions are made on the host's clock, which ``wait_for`` keeps close to the device.
 
     Args:
-        device: where the engine computes.
         now: seconds on a monotonic clock.
     """
 

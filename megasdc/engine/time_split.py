@@ -20,9 +20,6 @@ class TimeSplit(Hook):
 
     On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, so
     that the host does not wait while steps run.
-
-    Args:
-        device: where the engine computes.
     """
 
     def __init__(self, device: torch.device) -> None:

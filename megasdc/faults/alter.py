@@ -19,20 +19,12 @@ class UnfitError(ValueError):
 
 
 def alter_elements(values: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
-    """New values of the elements that a fault hits.
+    """New values of the elements [n] that a fault hits, of the same type and device; no sync.
 
-    Args:
-        values: [n], the elements; fp32, bf16, fp16, fp64 or an integer type.
-        spec: the kind and its numbers.
-        draws: source of random bits and noise.
-
-    Returns:
-        [n], the same type and device.
+    ``values``: fp32, bf16, fp16, fp64 or an integer type; ``draws``: source of random bits and noise.
 
     Raises:
         UnfitError: the type has no such bits.
-
-    Sync: none.
     """
     if spec.kind in BIT_KINDS:
         return _alter_bits(values, spec, draws)
@@ -61,16 +53,7 @@ def _alter_bits(values: Tensor, spec: FaultSpec, draws: np.random.Generator) -> 
 
 
 def bit_masks(dtype: torch.dtype, count: int, spec: FaultSpec, draws: np.random.Generator) -> np.ndarray:
-    """Mask of the bits to change in each element.
-
-    Args:
-        dtype: type of the elements.
-        count: number of elements.
-        spec: its ``bits`` and ``num_bits``.
-        draws: source of random bits.
-
-    Returns:
-        [count], signed integers as wide as the type.
+    """Mask of the bits to change in each element, [count], signed integers as wide as the type.
 
     Raises:
         UnfitError: the type has no such bits.

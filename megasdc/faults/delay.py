@@ -40,8 +40,7 @@ def draw_delays(
     """Delays of one entry in one step of one replica, whichever ranks the entry applies to.
 
     Args:
-        spec: the entry.
-        index: its index in the list.
+        index: of the entry in its list.
         step: first is 1.
         replica: its dp_rank.
         micro_batches: of a step.
@@ -84,7 +83,6 @@ class InjectedDelays(Hook):
 
     Args:
         specs: all entries of the run.
-        dims: place of this rank.
         host: name of this rank's host; None: the system's host name.
     """
 

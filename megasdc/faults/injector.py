@@ -37,12 +37,10 @@ class Firing:
         address: of the tensor. In phase ``tokens`` the name is ``tokens``, in ``checkpoint`` the file's name.
         rank: global rank.
         dtype: type of the elements.
-        shape: of the tensor.
-        elements: how many elements were chosen.
-        changed: how many of them changed bits; may be 0, as when a stuck bit had its value already.
+        elements: number of chosen elements.
+        changed: number of those whose bits changed; may be 0, as when a stuck bit had its value already.
         indices: row-major indices of the first ``SHOWN`` chosen elements.
-        bits_before: their bits before, as unsigned integers.
-        bits_after: their bits after.
+        bits_before: their bits before, as unsigned integers; ``bits_after`` likewise.
         before: their values before.
         after: their values after.
     """
@@ -101,7 +99,6 @@ class Injector:
 
     Args:
         specs: the faults, without profiles (``config.expand_faults``).
-        dims: layout and place of this rank.
         hidden_size: width of the model.
         on_firing: called with every firing.
         host: name of this rank's host; None: the system's host name.
@@ -141,7 +138,6 @@ class Injector:
         """Inject faults into a copy of one result, if a spec fires.
 
         Args:
-            address: of the result.
             result: any shape; is not changed.
 
         Returns:
@@ -155,8 +151,7 @@ class Injector:
         """Inject faults in place into stored data: states, gradients, bytes of a file.
 
         Args:
-            address: of the data.
-            kept: any shape; is changed.
+            kept: the data, any shape; is changed.
 
         Returns:
             Whether some bit changed.
@@ -294,21 +289,13 @@ def _differs(before: Tensor, after: Tensor) -> Tensor:
 
 
 def unsigned_bits(values: Tensor) -> tuple[int, ...]:
-    """The bits of each element as an unsigned integer.
-
-    Args:
-        values: [n], any real type.
-    """
+    """The bits of each element as an unsigned integer, for [n] of any real type."""
     mask = (1 << element_bits(values.dtype)) - 1
     return tuple(bits & mask for bits in _integers(values).tolist())
 
 
 def check_specs(specs: Sequence[FaultSpec], dims: ParallelDims) -> None:
-    """Refuse specs that cannot be injected at this layout.
-
-    Raises:
-        ConfigError: naming each spec and field.
-    """
+    """Refuse specs that cannot be injected at this layout, with a ConfigError naming each spec and field."""
     problems = []
     for index, spec in enumerate(specs):
         found = [*spec_problems(spec), *place_problems(spec, dims.tensor, dims.pipeline, dims.data)]

@@ -12,16 +12,10 @@ from megasdc.config import FaultSpec
 
 
 def pick_elements(result: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
-    """Choose the elements that a fault hits.
+    """Choose the elements that a fault hits: [n] distinct row-major indices, int64, on the result's device, maybe none.
 
-    Args:
-        result: any shape and type.
-        spec: pattern, count and range of values.
-        draws: source of random indices.
-
-    Returns:
-        [n], int64, on the device of ``result``: distinct row-major indices, possibly none. With a range of values,
-        random indices are drawn among the elements in range; other patterns drop those out of range.
+    With a range of values, random indices are drawn among the elements in range; other patterns drop those out of
+    range.
 
     Sync: waits for the device if a range is given.
     """

@@ -30,7 +30,6 @@ class ProcessFaults(Hook):
 
     Args:
         specs: all process faults of the run.
-        dims: place of this rank.
         on_firing: called before the fault; what it writes must be on disk when it returns.
         fired_before: indices of specs that fired on this rank before it was restarted; they act again only with
             ``after_restart``, or if they are ``slow``.

@@ -1,4 +1,4 @@
-"""When a fault fires, and its random numbers: stateless functions of seeds and addresses."""
+"""Steps in which a fault fires, and its random numbers: stateless functions of seeds and addresses."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class Draws:
     """Random draws of one spec on one rank.
 
     Args:
-        spec: the spec.
-        index: its index in the list.
+        index: of the spec in its list.
         rank: global rank.
     """
 
@@ -72,11 +71,7 @@ class Draws:
     def generator(self, step: int, micro_batch: int | None, name: str, call: int) -> np.random.Generator:
         """Generator of elements, bits and noise of one firing; the same at every firing with ``same_elements``.
 
-        Args:
-            step: see ``fires``.
-            micro_batch: see ``fires``.
-            name: see ``fires``.
-            call: see ``fires``.
+        The arguments are those of ``fires``.
         """
         if self._spec.same_elements:
             seed = mix(*self._shared, _SAME, _hash(name))

@@ -1,4 +1,4 @@
-"""Fault injection into what is not observed: tokens, gradients before their sum, optimizer states, saved files."""
+"""Fault injection into data that is not observed: tokens, gradients before their sum, optimizer states, saved files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class StateFaults(Hook):
     """Injects faults into accumulated gradients before their sum over replicas, and into optimizer states.
 
     Args:
-        engine: the engine; add the hook to its hooks where ``Injector.wants`` returns True.
-        injector: decides and records.
+        engine: add the hook to its hooks where ``Injector.wants`` returns True.
     """
 
     def __init__(self, engine: TrainingEngine, injector: Injector) -> None:
@@ -63,8 +62,7 @@ class HarmedBatches:
     An id that would leave the vocabulary is not changed, because a device fails on such an id.
 
     Args:
-        batches: yields the micro-batches of this replica.
-        injector: decides and records; made with ``vocab_size``.
+        injector: made with ``vocab_size``.
         engine: gives the running step and this rank's stage.
     """
 
@@ -96,8 +94,7 @@ def harm_file(path: Path, step: int, injector: Injector) -> bool:
 
     Args:
         path: the file, not empty.
-        step: step of its checkpoint.
-        injector: decides and records.
+        step: of its checkpoint.
 
     Returns:
         Whether some bit changed.

@@ -1,4 +1,4 @@
-"""Why an armed fault never fired, from the counts of all ranks."""
+"""Reasons why armed faults never fired, from the counts of all ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from megasdc.faults.injector import Tally
 
 
 def why_unfired(spec: FaultSpec, tallies: Sequence[Tally]) -> str | None:
-    """The reason why a spec changed nothing in a whole run, as far as it is known.
-
-    Args:
-        spec: the spec.
-        tallies: of each rank.
+    """The reason why a spec changed nothing in a whole run, as far as it is known, from the tallies of all ranks.
 
     Returns:
         None if some bit was changed on some rank.

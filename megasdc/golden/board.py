@@ -23,10 +23,6 @@ POLL_S = 0.2
 class Board:
     """Messages between the watchers of a launch, as JSON, each written once under a name.
 
-    Args:
-        rank: of this watcher.
-        world: number of watchers.
-
     Raises:
         LaunchError: rank 0 cannot be reached; by every method too, once rank 0 has gone.
     """
@@ -59,11 +55,7 @@ class Board:
             return json.loads(self._store.get(name)) if self._store.check([name]) else None
 
     def wait(self, name: str, what: str) -> Any:
-        """Wait for a message of another rank, and send signs of life meanwhile.
-
-        Args:
-            name: of the message.
-            what: who must do what, for people.
+        """Wait for a message of another rank, and send signs of life meanwhile; ``what``: who must do what, for people.
 
         Raises:
             PeerError: it was not written in time.
@@ -77,13 +69,10 @@ class Board:
         return message
 
     def leave(self, readers: int) -> None:
-        """Wait until all readers of the last message have read it, for at most ``GRACE_S`` seconds.
+        """Wait until all ``readers`` of the last message, this rank too, have read it, for at most ``GRACE_S`` seconds.
 
         The launcher ends all ranks of a host as soon as one of them ends with a non-zero exit code, and the store ends
         with rank 0.
-
-        Args:
-            readers: number of ranks that read it, this one included.
         """
         deadline = time.monotonic() + GRACE_S
         try:

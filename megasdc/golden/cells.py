@@ -28,24 +28,12 @@ LOG_LINES = 15
 
 @dataclass
 class RankReport:
-    """Report on one rank.
+    """Report on one rank of a cell; ``rank`` is its watcher's global rank, a negative ``code`` the signal of its end.
 
-    Args:
-        host: of the rank.
-        rank: global rank of the watcher.
-        cell: index of the cell.
-        cell_rank: rank in the cell.
-        ended: ``done``, ``died``, ``hung``, ``failed`` with a documented error, ``stopped`` after another rank of the
-            cell had ended, or ``absent``.
-        code: exit code; negative: the signal that killed it.
-        differences: parts of the key that differ, as [golden, here].
-        runs: one finding a run.
-        position: number of results computed when it ended.
-        last: address of the last of them.
-        silent_s: seconds since its last sign of life, when it ended.
-        detail: the reason, for people.
-        changed: of each fault of a drill, how often it changed bits; None while unknown.
-        acted: of each process fault of a drill, whether it acted, as 0 or 1; None while unknown.
+    ``ended``: ``done``, ``died``, ``hung``, ``failed`` with a documented error, ``stopped`` after another rank of the
+    cell had ended, or ``absent``; ``differences``: parts of the key that differ, as [golden, here]; ``position``:
+    number of results computed when it ended. Of each fault of a drill ``changed`` counts how often it changed bits, of
+    each process fault ``acted`` is 1 if it acted; None while unknown.
     """
 
     host: str
@@ -67,15 +55,11 @@ class RankReport:
 
 
 class WatchedRank:
-    """The process of one rank of a cell, and its report.
+    """The process of one rank of a cell, and its report, which is filled in as the rank reports.
 
-    Args:
-        request: of ``megasdc.golden.rank``; written to a file in its ``folder`` (the rank's own or its cell's), since a
-            drill can be longer than an argument may be.
-        environment: of the process, with rendezvous and rank.
-        report: filled in as the rank reports.
-        timeout_s: seconds without progress after which the rank counts as hung.
-        fresh: see ``start_module``.
+    ``request``: of ``megasdc.golden.rank``; written to a file in its ``folder`` (the rank's own or its cell's), since a
+    drill can be longer than an argument may be. ``environment``: with rendezvous and rank. ``timeout_s``: seconds
+    without progress after which the rank counts as hung. ``fresh``: see ``start_module``.
     """
 
     def __init__(
@@ -188,15 +172,10 @@ class WatchedRank:
 
 
 def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:
-    """Follow ranks on this host until all have ended.
+    """Follow started ranks on this host until all have ended; ``on_report`` is called once a second.
 
     Once one rank of a cell has died, hung or failed, the others of the cell cannot continue and get ``grace_s`` seconds
     to end by themselves; other cells are not affected.
-
-    Args:
-        ranks: started ones.
-        on_report: called once a second.
-        grace_s: seconds.
     """
     running = list(ranks)
     deadlines: dict[int, float] = {}  # by cell

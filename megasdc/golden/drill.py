@@ -38,7 +38,6 @@ def load_drill(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     """Read a file of faults and check it as in a run; profiles are expanded.
 
     Args:
-        path: the file.
         header: of the golden file whose workload gets the faults.
 
     Returns:
@@ -78,8 +77,7 @@ class Drill:
 
     Args:
         contents: from ``load_drill``.
-        workload: of this rank.
-        dims: its place in the cell.
+        dims: place in the cell.
         hidden_size: width of the model.
     """
 

@@ -176,10 +176,7 @@ def _own_address() -> str:
 class Collector:
     """Collects every rank's report on rank 0; a watcher that never started or fell silent is reported as absent.
 
-    Args:
-        board: with the reports.
-        size: ranks of a cell.
-        on_runs: called with the number of runs done by all ranks.
+    ``size``: ranks of a cell; ``on_runs`` is called with the number of runs done by all ranks.
     """
 
     def __init__(self, board: Board, size: int, on_runs: Callable[[int], None]) -> None:

@@ -48,11 +48,7 @@ collective that times out ends its process, with NCCL by a signal, so that a wai
 
 
 class Reports:
-    """Lines of JSON for the watching process; a thread adds signs of life with the progress.
-
-    Args:
-        path: the file.
-    """
+    """Lines of JSON for the watching process; a thread adds signs of life with the progress."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the process

@@ -44,9 +44,6 @@ def record(
         timeout_s: seconds without progress after which a rank hangs.
         on_progress: called with runs done and their total.
 
-    Returns:
-        The golden trace, as written.
-
     Raises:
         ConfigError: the configuration does not fit.
         TraceError: the workload did not repeat, or a rank has no result; names the first difference, or the rank.

@@ -123,12 +123,7 @@ def _all(result: VerifyResult) -> set[str]:
 
 
 def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> VerifyResult:
-    """The verdict on every rank.
-
-    Args:
-        reports: of all ranks of all cells.
-        header: of the golden file.
-    """
+    """The verdict on every rank of all cells; ``header`` is the golden file's."""
     layout = ParallelDims(**header["layout"])
     gaps = _gaps_of(header)
     cells: defaultdict[int, list[RankReport]] = defaultdict(list)

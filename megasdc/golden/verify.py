@@ -90,11 +90,7 @@ def golden_threads(header: dict[str, Any]) -> int:
 
 
 def layout_size(header: dict[str, Any]) -> int:
-    """Number of ranks of a cell.
-
-    Raises:
-        TraceError: the header's layout has none.
-    """
+    """Number of ranks of a cell; TraceError: the header's layout has none."""
     layout = header["layout"]
     size = int(layout["tensor"]) * int(layout["pipeline"]) * int(layout["data"])
     if size < 1:

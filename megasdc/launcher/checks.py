@@ -25,16 +25,9 @@ LOOPBACK = "127."
 class HostNeeds:
     """Requirements of a run on every host.
 
-    Attributes:
-        cwd: working folder of the ranks.
-        python_path: folders of PYTHONPATH.
-        path: folders put before PATH.
-        readable: files and folders that ranks must be able to read.
-        writable: folders that ranks must be able to write to.
-        master_port: port that rank 0 listens on; None: the launch reserves a free one.
-        compilers: compilers needed on hosts without an accelerator, each with the setting that needs it.
-        cpu_only: whether DeepSpeed is set to use no accelerator.
-        gloo_interface: whether GLOO_SOCKET_IFNAME is set for the ranks.
+    ``python_path``: folders of PYTHONPATH; ``path``: folders put before PATH; ``master_port`` None: the launch reserves
+    a free one; ``compilers``: needed on hosts without an accelerator, each with the setting that needs it;
+    ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set for the ranks.
     """
 
     cwd: str
@@ -62,16 +55,7 @@ class HostReport:
 
 
 def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) -> HostReport:
-    """Probe every host, and this one to compare versions.
-
-    Args:
-        placement: the hosts that take part.
-        transport: how to reach them.
-        needs: what the run needs.
-
-    Returns:
-        Facts and problems of all hosts.
-    """
+    """Probe every host, and this one to compare versions; returns facts and problems of all hosts."""
     request = {
         "cwd": needs.cwd,
         "python_path": needs.python_path,
@@ -101,15 +85,7 @@ def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) 
 
 
 def version_problems(versions: Mapping[str, Mapping[str, str | None]], here: Mapping[str, str | None]) -> list[str]:
-    """Compare package versions between hosts.
-
-    Args:
-        versions: version of each package, None if not installed, by host.
-        here: the same of the host that starts the run.
-
-    Returns:
-        One sentence for every package that is missing or differs between hosts.
-    """
+    """One sentence for every package that is missing (None) or differs between hosts; ``versions`` are by host."""
     problems = []
     for name in DISTRIBUTIONS:
         found = {host: own[name] for host, own in versions.items()}
@@ -162,16 +138,10 @@ def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several
 
 
 def master_address(first_host: str, addresses: Sequence[str]) -> str | None:
-    """Return the address that the first host's name resolves to, if the host has it on a network interface.
+    """The address that the first host's name resolves to, if the host has it on a network interface.
 
-    DeepSpeed uses the first address of ``hostname -I``, which may be that of a container bridge.
-
-    Args:
-        first_host: host of rank 0.
-        addresses: its own addresses, as the probe reports them.
-
-    Returns:
-        The address, or None: leave it to DeepSpeed.
+    DeepSpeed uses the first address of ``hostname -I``, which may be that of a container bridge. None: leave it to
+    DeepSpeed. ``addresses``: the host's own, as the probe reports them.
     """
     try:
         address = socket.gethostbyname(first_host.rpartition("@")[2])

@@ -75,11 +75,7 @@ class LauncherOptions:
 def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
     """Read the extra options, and refuse those that the front sets itself or a remote shell would interpret.
 
-    Args:
-        arguments: options for DeepSpeed's launcher, passed on unchanged.
-
-    Returns:
-        The options that the front needs too.
+    Returns the options that the front needs too.
 
     Raises:
         LaunchError: options are invalid; lists every problem.
@@ -107,12 +103,7 @@ def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
 
 
 def backend_problems(backend: str, filtered: bool) -> list[str]:
-    """Problems for which DeepSpeed would refuse a backend.
-
-    Args:
-        backend: name of the launcher backend.
-        filtered: whether only part of the hostfile is used.
-    """
+    """Problems for which DeepSpeed would refuse a backend; ``filtered``: only part of the hostfile is used."""
     if backend not in BACKENDS:
         return [f"--launcher {backend}: DeepSpeed has {', '.join(BACKENDS)}"]
     program = BACKEND_PROGRAM[backend]
@@ -127,12 +118,7 @@ def backend_problems(backend: str, filtered: bool) -> list[str]:
 
 
 def node_words(grace_s: float, logs: str | None) -> list[str]:
-    """Return the module that runs launch.py on a host, with its own options.
-
-    Args:
-        grace_s: seconds that ranks have to save.
-        logs: folder for the log of DeepSpeed's launcher; None: the console.
-    """
+    """Return the module that runs launch.py on a host, with its options; ``logs`` None: its log goes to the console."""
     return [NODE_MODULE, f"{GRACE_OPTION}{grace_s:g}", *([folder_option(logs)] if logs else [])]
 
 
@@ -141,13 +127,7 @@ def node_command(
 ) -> list[str]:
     """Return the command that starts all ranks on this host, as DeepSpeed's runner would build it.
 
-    Args:
-        placement: slots of this host.
-        rank: what every rank runs.
-        launch_id: identifies this launch on the command lines.
-        grace_s: seconds that ranks have to save.
-        logs: folder for the log of DeepSpeed's launcher.
-        master_port: port of the rendezvous.
+    ``launch_id`` identifies this launch on the command lines; ``logs``: folder for the log of DeepSpeed's launcher.
     """
     world = base64.urlsafe_b64encode(json.dumps(placement.slots).encode()).decode()
     command = [sys.executable, "-u", "-m", *node_words(grace_s, logs), f"--world_info={world}"]
@@ -166,13 +146,8 @@ def runner_command(
 ) -> list[str]:
     """Return the command that starts all ranks.
 
-    Args:
-        placement: hosts and slots that take part.
-        rank: what every rank runs.
-        launch_id: identifies this launch on the command lines of all hosts.
-        request: filters, backend and further options, which are handed on as given.
-        master_addr: address of rank 0's host; None leaves it to DeepSpeed or to ``launcher_args``.
-        master_port: port of the rendezvous; None leaves it to DeepSpeed or to ``launcher_args``.
+    ``launch_id`` identifies this launch on the command lines of all hosts; ``master_addr`` and ``master_port`` None:
+    left to DeepSpeed or to ``launcher_args``.
     """
     command = [sys.executable, "-u", "-m", "megasdc.launcher.runner"]
     if request.hostfile is None:

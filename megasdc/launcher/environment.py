@@ -1,4 +1,4 @@
-"""Environment that ranks get, and what may stand on command lines that remote shells read.
+"""Environment of the ranks, and rules for command lines that remote shells read.
 
 Over pdsh DeepSpeed 0.19.8 exports only ``PYTHON*``, ``MLFLOW*``, ``MV2*``, ``UCX*`` and the lines of
 ``.deepspeed_env``, and quotes neither those nor most arguments. Other variables are passed in the encoded argument of
@@ -68,11 +68,7 @@ def env_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
 def env_file_problems(path: Path) -> list[str]:
     """Problems of lines of a ``.deepspeed_env`` file on which DeepSpeed fails or that a shell would misread.
 
-    Args:
-        path: the file.
-
-    Returns:
-        One sentence per problem, with the line number.
+    One sentence per problem, with the line number.
     """
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -118,9 +114,6 @@ def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[s
 
 def stop_grace_s(environ: Mapping[str, str]) -> float:
     """Return the time in seconds that ranks have to save after SIGTERM or SIGUSR1.
-
-    Args:
-        environ: environment of the front.
 
     Raises:
         LaunchError: the value is no positive number.

@@ -61,7 +61,6 @@ def launch(
         hostfile: DeepSpeed's hostfile; None runs on this host only.
         launcher_args: further options for DeepSpeed's launcher.
         overrides: texts ``a.b.c=value``.
-        script: the training script.
         num_gpus: ranks on each host; None means all slots of the hostfile.
         allow_changed: paths ``a.b.c`` of fields that may differ on resume.
     """
@@ -81,7 +80,6 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
     """Check, start and supervise a run, and decide how it ended.
 
     Args:
-        request: what to start.
         dry_run: only check, and show the command; nothing is built, started or written.
         quiet: send the ranks' standard output to standard error, which leaves standard output to the caller.
 

@@ -22,10 +22,7 @@ from megasdc.launcher.verdict import judge
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how the launch ended and return its exit code.
-
-    Args:
-        argv: the command line without the program's name.
+    """Print how the launch ended and return its exit code; ``argv`` is without the program's name.
 
     Raises:
         ConfigError: the configuration cannot be read.

@@ -43,9 +43,6 @@ class Placement:
 def read_hostfile(path: Path | str) -> dict[str, int]:
     """Read a hostfile: one ``NAME slots=N`` per line, ``#`` starts a comment line.
 
-    Args:
-        path: the hostfile.
-
     Returns:
         Number of slots of each host, in the order of the file.
 
@@ -99,16 +96,10 @@ def _line_problem(text: str, line_of_host: Mapping[str, int]) -> str | None:
 def place_on_hosts(
     pool: Mapping[str, int], *, include: str = "", exclude: str = "", num_gpus: int | None = None
 ) -> Placement:
-    """Apply include or exclude, or the number of accelerators, to the hosts of a hostfile.
+    """Apply include or exclude, or the number of accelerators, to the hosts of a hostfile, which have ``pool`` slots.
 
-    Args:
-        pool: number of slots of each host.
-        include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, use only these; empty means all.
-        exclude: the same form, use all but these.
-        num_gpus: slots used on every host; None means all of them.
-
-    Returns:
-        The hosts and slots that take part.
+    ``include`` is ``NAME[:SLOT[,SLOT...]][@NAME...]``, empty means all; ``exclude`` has the same form; ``num_gpus``:
+    slots used on every host, None means all of them.
 
     Raises:
         LaunchError: a host or slot does not exist, nothing is left, or the filters contradict each other.
@@ -159,14 +150,9 @@ def _parse_filter(text: str, slots: Mapping[str, Sequence[int]], problems: list[
 
 
 def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None) -> Placement:
-    """Place ranks on this host only.
+    """Place ranks on this host only: ``num_gpus``, or one for each visible device.
 
-    Args:
-        num_gpus: number of ranks; None means one for each visible device.
-        visible_devices: value of CUDA_VISIBLE_DEVICES, which DeepSpeed ignores beside ``--num_gpus``.
-
-    Returns:
-        The slots of this host.
+    ``visible_devices``: value of CUDA_VISIBLE_DEVICES, which DeepSpeed ignores beside ``--num_gpus``.
 
     Raises:
         LaunchError: the number of ranks is not given, below 1, or above that of the visible devices.

@@ -50,9 +50,6 @@ def import_launch() -> Any:
     It is not possible if ``DS_ACCELERATOR`` names an accelerator whose devices another variable may list, if DeepSpeed
     was imported before, or if its release needs more than the stubs have, which is reported; then PyTorch is imported.
 
-    Returns:
-        The module.
-
     Raises:
         LaunchError: it lacks a name that megasdc relies on.
     """

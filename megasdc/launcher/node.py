@@ -44,8 +44,7 @@ Handler = Callable[[int, FrameType | None], None]
 class PatientStop:
     """Waits for the ranks of this host before DeepSpeed's own signal handler ends the rest.
 
-    Args:
-        grace_s: seconds that ranks have after SIGTERM or SIGUSR1.
+    ``grace_s``: seconds that ranks have after SIGTERM or SIGUSR1.
     """
 
     def __init__(self, grace_s: float) -> None:

@@ -22,7 +22,6 @@ def follow_parent(number: int = signal.SIGTERM, expected: int | None = None) -> 
     """Send this process a signal as soon as its parent has ended; kept across ``exec``, not inherited by children.
 
     Args:
-        number: the signal.
         expected: process id of the parent; if it differs, the parent has ended already, and this process exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

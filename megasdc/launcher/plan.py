@@ -71,11 +71,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     """Check everything that can be checked without leaving this host.
 
     Args:
-        request: what to start.
         tell: called with messages for the user.
-
-    Returns:
-        The plan.
 
     Raises:
         ConfigError: the configuration or its layout is wrong.

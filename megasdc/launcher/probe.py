@@ -97,7 +97,7 @@ def _output(*argv: str) -> str:
 
 
 def _port_problem(port: int | None) -> str | None:
-    """Why rank 0 could not listen on a port here; None if it could."""
+    """The reason why rank 0 could not listen on a port here; None if it could."""
     if port is None:
         return None
     with socket.socket() as server:

@@ -21,16 +21,10 @@ Say = Callable[[str], None]
 
 
 class LauncherProcess:
-    """DeepSpeed's launcher as a child process.
+    """DeepSpeed's launcher as a child process; ``stdout`` None: its output goes to that of this process.
 
     The first SIGINT, SIGTERM or SIGUSR1 that this process receives is forwarded, so that ranks can save; the second one
-    kills.
-
-    Args:
-        command: the launcher.
-        env: its environment.
-        stdout: target of its output; None means that of this process.
-        say: called with messages about signals.
+    kills. ``say`` is called with messages about signals.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
@@ -51,15 +45,11 @@ class LauncherProcess:
         self._previous[signal.SIGINT] = before
 
     def wait(self, how_to_end: Callable[[], signal.Signals | None], failure_grace_s: float) -> int:
-        """Wait for the launcher's end.
+        """Wait for the launcher's end; returns its exit code, negative: ended by that signal.
 
-        Args:
-            how_to_end: called periodically; None: nothing has failed; SIGTERM: the other ranks may still save, with the
-                full grace of a requested stop; SIGINT: they may wait forever.
-            failure_grace_s: seconds after a failure until the launcher is sent that signal.
-
-        Returns:
-            Its exit code; negative: ended by that signal.
+        ``how_to_end`` is called periodically; None: nothing has failed; SIGTERM: the other ranks may still save, with
+        the full grace of a requested stop; SIGINT: they may wait forever. The launcher is sent that signal
+        ``failure_grace_s`` seconds after a failure.
         """
         number: signal.Signals | None = None
         send_at = math.inf

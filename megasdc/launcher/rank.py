@@ -27,15 +27,10 @@ SOURCES_OF_RANK_VARIABLES = {
 
 @dataclass(frozen=True)
 class RankCommand:
-    """Command that every rank of a launch runs.
+    """Command that every rank of a launch runs; ``cwd`` and ``script`` are absolute.
 
-    Attributes:
-        cwd: working folder, absolute.
-        script: the training script, absolute.
-        arguments: arguments of the script.
-        environment: variables set before the script starts.
-        path: folders put before PATH.
-        fallback: variables set only if the launcher did not set them.
+    ``path``: folders put before PATH; ``environment`` is set before the script starts, ``fallback`` only where the
+    launcher did not set a variable.
     """
 
     cwd: str
@@ -56,12 +51,7 @@ class RankCommand:
 
 
 def rank_environment(command: RankCommand, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the complete environment of the training script.
-
-    Args:
-        command: what to run.
-        environ: environment set by the launcher.
-    """
+    """Return the complete environment of the training script, from that set by the launcher."""
     result = {**command.fallback, **environ, **command.environment}
     for name, sources in SOURCES_OF_RANK_VARIABLES.items():
         found = [environ[source] for source in sources if source in environ]
@@ -74,8 +64,7 @@ def rank_environment(command: RankCommand, environ: Mapping[str, str]) -> dict[s
 def main(argv: Sequence[str]) -> None:
     """Become the training script.
 
-    Args:
-        argv: optionally ``--local_rank=N`` (from DeepSpeed), then the launch id, then the encoded command.
+    ``argv``: optionally ``--local_rank=N`` (from DeepSpeed), then the launch id, then the encoded command.
 
     Raises:
         LaunchError: the working folder cannot be entered on this host.

@@ -85,7 +85,7 @@ def write_started(run_dir: Path | str, rank: int) -> Path | None:
     """Record that a rank has started.
 
     Args:
-        run_dir: the run folder; created if absent.
+        run_dir: created if absent.
         rank: global rank.
 
     Returns:
@@ -99,7 +99,7 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
     """Record how a rank ended; the last thing a rank does before it exits.
 
     Args:
-        run_dir: the run folder; created if absent.
+        run_dir: created if absent.
         rank: global rank.
         exit_code: exit code that the process will return.
         error: the exception that ended it, if any.
@@ -122,29 +122,16 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
 
 
 def write_host_failed(folder: Path, exit_code: int) -> Path | None:
-    """Record that the launcher of this host has failed.
+    """Record that this host's launcher has failed with an exit code, never 0, in ``records_dir``, created if absent.
 
-    Args:
-        folder: see ``records_dir``; created if absent.
-        exit_code: of the launcher, never 0.
-
-    Returns:
-        The file written; None when it could not be written.
+    Returns the file written; None when it could not be written.
     """
     record = HostRecord(socket.gethostname(), exit_code, time.time())
     return _write(folder, f"host_{record.host}.json", asdict(record))
 
 
 def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
-    """Read the records of one launch that this host can see.
-
-    Args:
-        run_dir: the run folder.
-        launch_id: id of the launch.
-
-    Returns:
-        The records; empty if the folder does not exist.
-    """
+    """Read the records of one launch that this host can see; empty if the folder does not exist."""
     folder = records_dir(run_dir, launch_id)
     if not folder.is_dir():
         return LaunchRecords()
@@ -160,14 +147,7 @@ def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
 
 
 def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
-    """Parse records from file names and contents, of this host or another.
-
-    Args:
-        texts: content of each file by its name.
-
-    Returns:
-        The records; files that are not valid records are listed in ``unreadable``.
-    """
+    """Parse records of any host from contents by file name; files that are no valid records are in ``unreadable``."""
     records = LaunchRecords()
     for name, text in sorted(texts.items()):
         try:

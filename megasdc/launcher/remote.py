@@ -54,10 +54,9 @@ class Transport:
         """Run the same program on all hosts, in parallel.
 
         Args:
-            hosts: target hosts.
             program: a Python file that needs only the standard library and defines ``answer(request)``.
             request: argument of ``answer``, sent as JSON.
-            timeout_s: time limit per host, in seconds.
+            timeout_s: time limit per host.
 
         Returns:
             One answer per host, in the order of ``hosts``.
@@ -68,12 +67,7 @@ class Transport:
             return list(pool.map(lambda host: self._run_on(host, text, timeout_s), hosts))
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` on a host.
-
-        Args:
-            host: target host.
-            argv: program and arguments; quoted against shells.
-        """
+        """The command that runs ``argv``, quoted against shells, on a host."""
         if not self.remote:
             return list(argv)
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={self.connect_timeout_s}"]
@@ -103,7 +97,6 @@ class Transport:
         """Message why a host gave no answer, with a remedy.
 
         Args:
-            host: the host.
             code: exit code of the command of ``command``.
             said: standard error of that command.
         """

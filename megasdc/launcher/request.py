@@ -1,4 +1,4 @@
-"""What a user asks of a launch."""
+"""The user's request for a launch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ class LaunchRequest:
         num_gpus: ranks on each host; None means all slots of the hostfile.
         include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, use only these.
         exclude: the same form, use all but these.
-        backend: launcher backend.
         launcher_args: further options for DeepSpeed's launcher.
         overrides: texts ``a.b.c=value``.
         allow_changed: paths ``a.b.c`` of fields that may differ on resume.
-        script: the training script.
         failure_grace_s: seconds that other ranks get after one has failed.
     """
 

@@ -1,4 +1,4 @@
-"""What the front of a launch learns of its ranks, here and over SSH: failures, records, processes that still run."""
+"""Supervision of a launch's ranks by its front, here and over SSH: failures, records, processes that still run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ class FailureWatch:
     """Checks periodically for a failed rank or host, and selects the signal to end the rest of the launch.
 
     Records that this host does not see (node-local run folders) are read over SSH in a background thread, so that a
-    slow host does not block.
-
-    Args:
-        plan: plan of the launch.
-        interval_s: seconds between two reads over SSH; doubled while no host answers.
+    slow host does not block, every ``interval_s`` seconds, doubled while no host answers.
     """
 
     def __init__(self, plan: LaunchPlan, interval_s: float = ASK_HOSTS_S) -> None:

@@ -30,10 +30,10 @@ of its own. ``TORCH_NCCL_BLOCKING_WAIT=1`` raises in the rank instead, but waits
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a launch ended.
+    """Verdict on how a launch ended.
 
     Attributes:
-        exit_code: what the front returns; 0 only if every rank reported done with 0.
+        exit_code: returned by the front; 0 only if every rank reported done with 0.
         rank: the rank that failed first; None if there is none or it is not known.
         host: its host, as in the hostfile; also set for a launcher that was killed.
         lines: the explanation, the cause first.
@@ -65,14 +65,10 @@ def judge(
 
     Args:
         host_of_rank: host of each expected rank.
-        records: the records found.
         launcher_code: exit code of DeepSpeed's launcher; negative: it was killed by that signal.
         unreachable: why a host's records could not be read, by host.
         stopped_by: number of the signal that the front received; None means none.
         outlived: whether processes of the launch still ran when DeepSpeed's launcher had ended.
-
-    Returns:
-        Exit code and explanation.
     """
     expected = range(len(host_of_rank))
     failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)

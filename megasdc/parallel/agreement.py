@@ -42,7 +42,6 @@ def compare_replicas(
     Args:
         values: unsigned 64-bit, equally many on every rank; compared over replicas.
         flags: equally many on every rank.
-        dims: layout and coordinates of this rank.
         group: a group of all ranks for tensors in host memory.
         stage_values: as ``values``; compared over all ranks of a stage, tensor ranks too.
 

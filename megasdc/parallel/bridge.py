@@ -25,10 +25,9 @@ class Bridge:
     """A group of the ranks of equal rank in all replicas; broadcasts one replica's values to the others.
 
     Args:
-        cut: run and rank of this process.
         trusted: the replica whose values are broadcast.
         store: shared by all ranks of the launch.
-        timeout_s: timeout of each exchange in seconds.
+        timeout_s: of each exchange.
 
     Collective: the ranks of equal rank in all replicas.
     """
@@ -108,10 +107,7 @@ class Bridge:
         return shared
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Every replica's numbers, in the order of replicas.
-
-        Args:
-            values: equally many in all replicas.
+        """Every replica's numbers, equally many in all, in the order of replicas.
 
         Collective: the ranks of equal rank in all replicas.
         """

@@ -10,10 +10,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in rank order, on every rank.
-
-    Args:
-        value: anything that can be pickled.
+    """Every rank's value, anything that can be pickled, in rank order, on every rank.
 
     Collective: the group, default the world.
     """

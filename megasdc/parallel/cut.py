@@ -12,7 +12,6 @@ class Cut:
 
     Args:
         replicas: number of runs.
-        launch_rank: rank in the launch.
         launch_size: ranks of the launch, a multiple of ``replicas``.
     """
 

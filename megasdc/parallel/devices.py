@@ -44,9 +44,6 @@ def ranks_on_device(share: bool) -> int:
 def choose_backend(share: bool) -> str:
     """Make this rank's GPU the current device, for Megatron-core and DeepSpeed too, and return the groups' backend.
 
-    Args:
-        share: see ``device_index``.
-
     Raises:
         LaunchError: see ``device_index``.
     """

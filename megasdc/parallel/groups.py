@@ -106,7 +106,7 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
     Args:
         tensor: tensor-parallel size.
         pipeline: number of pipeline stages.
-        timeout_s: timeout of the groups in seconds.
+        timeout_s: of the groups.
 
     Raises:
         ValueError: the world size is not a multiple of ``tensor * pipeline``.
@@ -149,15 +149,9 @@ def single_process() -> Iterator[None]:
 
 
 def set_all_timeouts(timeout_s: float) -> int:
-    """Set the timeout of every process group of this rank, those of DeepSpeed included.
+    """Set the timeout of every process group of this rank, those of DeepSpeed included; returns their number.
 
     DeepSpeed creates groups with torch's default of 30 minutes and ignores the timeout that it was given (0.19.8).
-
-    Args:
-        timeout_s: timeout of a collective in seconds.
-
-    Returns:
-        Number of groups that were set.
     """
     from torch.distributed import distributed_c10d
 
@@ -172,9 +166,6 @@ def new_host_group(ranks: list[int]) -> dist.ProcessGroup:
 
     ``set_all_timeouts`` is not enough: it changes the timeout of gloo's collectives, while point-to-point messages
     keep the timeout with which their group was created (torch 2.13).
-
-    Args:
-        ranks: of the group.
 
     Collective: all ranks of the world.
     """

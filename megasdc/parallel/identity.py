@@ -1,4 +1,4 @@
-"""Identity of a rank's launch: what distinguishes launches, on one host and across hosts; no torch."""
+"""Identity of a rank's launch: properties that distinguish launches, on one host and across hosts; no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE_RANK_VARIABLE = "CROSS_RANK"
 
 @dataclass(frozen=True)
 class Identity:
-    """What a rank publishes about itself at the rendezvous.
+    """Identity of a rank, which it publishes at the rendezvous.
 
     Attributes:
         rank: in the launch.
@@ -25,7 +25,6 @@ class Identity:
         launch: id set by ``megasdc launch`` or by the user; None: none.
         job: id of the scheduler's step that started the rank; None: none is known.
         run_dir: run folder as configured; None where there is none.
-        host: name of the host.
         processes: boot id and PID namespace in which ``parent`` is valid.
         node: index of the host in the launch; None: not started by DeepSpeed's launcher.
         parent: id and start time (clock ticks after boot; 0: not visible) of the process that started the rank.
@@ -43,14 +42,7 @@ class Identity:
 
     @classmethod
     def own(cls, rank: int, world_size: int, run_dir: str | None, environ: Mapping[str, str] = os.environ) -> Identity:
-        """The identity of this process.
-
-        Args:
-            rank: in the launch.
-            world_size: of the launch.
-            run_dir: run folder as configured.
-            environ: environment variables.
-        """
+        """The identity of this process; rank and world size are the launch's, ``run_dir`` is as configured."""
         host, boot, namespace = process_space()
         return cls(
             rank=rank,
@@ -84,10 +76,6 @@ def differences(one: Identity, other: Identity) -> list[str]:
     """Properties by which two ranks belong to different launches, in words; empty: none differs.
 
     Without a launch id or a scheduler's step, launches on different hosts differ by run folder and world size alone.
-
-    Args:
-        one: a rank.
-        other: another rank, possibly of another launch.
     """
     found = []
     if one.launch != other.launch:

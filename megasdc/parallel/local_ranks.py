@@ -48,7 +48,6 @@ def rank_environment(rank: int, ranks: int, threads: int, host: str, port: int) 
     """A launcher's variables for a rank, on top of ``base_environment``; the rendezvous is the store of ``hold_store``.
 
     Args:
-        rank: in the world.
         ranks: size of the world.
         threads: CPU threads of the rank (OMP_NUM_THREADS); 0: unchanged.
         host: of the store.

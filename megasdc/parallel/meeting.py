@@ -34,7 +34,6 @@ def meet(own: Identity, timeout_s: float) -> dist.Store:
     """Wait until all ranks of this launch have joined, and return their store.
 
     Args:
-        own: identity of this rank.
         timeout_s: seconds to wait for the other ranks; also the store's own timeout.
 
     Raises:
@@ -50,7 +49,6 @@ def join_store(own: Identity, timeout_s: float) -> dist.Store:
     """Host or join the store of this launch, without waiting for ranks other than rank 0.
 
     Args:
-        own: identity of this rank.
         timeout_s: seconds to wait for rank 0; also the store's own timeout.
 
     Raises:

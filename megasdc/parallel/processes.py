@@ -49,7 +49,7 @@ ORPHANED = 79
 
 
 class Process(Protocol):
-    """What ``subprocess.Popen`` and ``Fork`` have in common."""
+    """Common interface of ``subprocess.Popen`` and ``Fork``."""
 
     @property
     def pid(self) -> int:
@@ -70,11 +70,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """An open file that a process gets; among its arguments it stands for the number that the file has there.
-
-    Args:
-        number: here.
-    """
+    """An open file that a process gets; among its arguments it stands for the number that the file has there."""
 
     number: int
 
@@ -115,9 +111,7 @@ def start_module(
         module: whose ``__main__`` part is run.
         arguments: of the command line.
         environment: of the process, whole. Settings that PyTorch reads while it is imported are the server's in a fork.
-        stdin: an open file, or ``subprocess.DEVNULL``; the next two likewise.
-        stdout: see ``stdin``.
-        stderr: see ``stdin``.
+        stdin: an open file, or ``subprocess.DEVNULL``, as ``stdout`` and ``stderr``.
         fresh: no fork, also where there are no GPUs.
     """
     # PyTorch reads the number of threads when it is imported: of a fork it is the server's unless the module sets it.
@@ -141,8 +135,6 @@ class Fork:
     Args:
         context: from ``fork_server``; a spawned process where that one spawns.
         module: see ``start_module``; the others likewise.
-        arguments: of the command line.
-        environment: of the process.
         streams: its standard input, output and error.
     """
 
@@ -246,12 +238,9 @@ def _run(
 
 
 def run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module in this process as ``python -m`` does, on its standard streams, and end with its exit code.
+    """Run a module, or the path of a script, in this process as ``python -m`` does, and end with its exit code.
 
-    Args:
-        module: see ``start_module``; or the path of a script.
-        arguments: of the command line.
-        environment: what is left of this process's own is removed.
+    What ``environment`` lacks of this process's own is removed.
     """
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -29,7 +29,7 @@ class Messages:
     """Sends JSON lines to the process that started the ranks.
 
     Args:
-        descriptor: where to; None sends nothing, as on all ranks but the first.
+        descriptor: file descriptor to write to; None sends nothing, as on all ranks but the first.
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -42,7 +42,7 @@ class Messages:
             self._file.flush()
 
     def ask(self, **message: Any) -> None:
-        """Send one message and wait until it has been dealt with; other ranks do not wait.
+        """Send one message and wait until it has been handled; other ranks do not wait.
 
         Raises:
             MegasdcError: the process that started the ranks is gone.
@@ -66,9 +66,9 @@ def run_ranks(
     Args:
         module: run with ``python -m``.
         request: its first argument, as JSON.
-        ranks: how many.
+        ranks: their number.
         threads: CPU threads of each.
-        folder: where their output goes.
+        folder: gets their output.
         on_message: called with each message of rank 0, which waits for its return if it asked.
         fresh: see ``start_module``; for ranks whose memory or time from the start on is measured.
 
@@ -143,7 +143,7 @@ def _drain(master: int, log: Path) -> None:
 
 
 def _end_all_after_failure(processes: list[Process]) -> None:
-    """Once a rank has failed, give the others a moment and end them, so that nobody waits for it for ever."""
+    """Once a rank has failed, give the others a moment and end them, so that none waits forever."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             time.sleep(GRACE_S)

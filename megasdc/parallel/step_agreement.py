@@ -25,7 +25,7 @@ class Field:
         give: returns this rank's number, called when its gradients are reduced; None: this rank has none.
         reduction: ``MAX`` or ``MIN``, of the ranks' numbers.
         default: result where no rank has a number.
-        places: how many numbers are agreed on.
+        places: number of numbers that are agreed on.
         place: which of them this rank gives, from 0.
     """
 
@@ -63,11 +63,7 @@ class Field:
 
 
 class StepAgreement:
-    """The reduction of a step's fields.
-
-    Args:
-        group: a group of all ranks for tensors in host memory.
-    """
+    """The reduction of a step's fields, over a group of all ranks for tensors in host memory."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group

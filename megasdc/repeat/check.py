@@ -42,14 +42,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part.
+    """First difference between two runs.
 
     Attributes:
         address: of the first result that differs in execution order, and its rank.
         first: its checksum in the first run; None if it was not made there.
         second: the same of the second run.
-        different: results that differ, of all.
-        observations: of the longer run.
+        different: number of results that differ.
+        observations: number of results of the longer run.
     """
 
     address: str
@@ -62,16 +62,7 @@ class Difference:
 def compare_two_runs(
     first: Mapping[int, Trace], second: Mapping[int, Trace], layout: ParallelDims
 ) -> Difference | None:
-    """Find the first result in which two runs differ.
-
-    Args:
-        first: trace by rank of one run.
-        second: the same of the other.
-        layout: sizes of the parallel dimensions.
-
-    Returns:
-        The difference; None if all results are equal.
-    """
+    """Find the first result in which two runs differ, from their traces by rank; None if all results are equal."""
     found = compare_traces(first, second, layout)
     if not found.first:
         return None
@@ -84,16 +75,11 @@ def compare_two_runs(
 
 @dataclass(frozen=True)
 class RepeatReport:
-    """What was found.
+    """Causes that could make two runs differ, and the comparison of two runs.
 
-    Attributes:
-        causes: what could make two runs differ.
-        layout: of the two runs; None if only the list was made.
-        steps: that each run took.
-        data: what they were trained on.
-        observations: results of each run that were compared.
-        observed: whether results of submodules are among them; not where the model's backend hides them.
-        difference: where they part; None if they agree, or were not made.
+    ``layout`` is None if only the causes were listed; ``difference`` also if the runs agree; ``data``: kind of the
+    training data; ``observations``: results of each run that were compared; ``observed``: results of submodules are
+    among them, which they are not where the model's backend hides them.
     """
 
     causes: list[Cause]
@@ -149,11 +135,10 @@ def check_determinism(
     its trusted replica alone.
 
     Args:
-        config: the configuration.
         ranks: of each run; None: the smallest number that fits layout and batch sizes.
         steps: of each run.
         lint_only: make no run.
-        on_progress: told what is done, how much of it, and of how much.
+        on_progress: called with what is done, how much of it, and of how much.
 
     Raises:
         MegasdcError: the layout or the environment does not fit, or a rank failed; its class says what is wrong.

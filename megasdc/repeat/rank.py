@@ -31,17 +31,9 @@ DISTINCT_STEPS = 8
 
 
 def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messages: Messages) -> None:
-    """Train some steps and write this rank's trace.
+    """Train some steps and write this rank's trace to ``folder``; ``messages`` gets each step.
 
-    Args:
-        config: the configuration.
-        steps: how many.
-        prepared: whether to read the prepared data; otherwise random tokens from a fixed seed.
-        folder: where the trace goes.
-        messages: told about each step.
-
-    Raises:
-        MegasdcError: with the class that says what is wrong.
+    ``prepared``: read the prepared data; otherwise random tokens from a fixed seed.
 
     Collective: all ranks of the world.
     """
@@ -87,7 +79,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
 
 
 def _observe(engine: Any) -> Callable[[int], Trace]:
-    """Begin to observe; the answer, called after each step, gives its checksums.
+    """Start observing; returns a function that returns a step's checksums, to be called after each step.
 
     Where results of submodules cannot be observed, they are of optimizer states and parameters alone.
     """
@@ -127,7 +119,7 @@ def _states(engine: Any, step: int, checksums: Any) -> Trace:
 
 
 def _numbers(step: int, numbers: dict[str, float]) -> Trace:
-    """What the step came to, each number's 64 bits in the place of a checksum."""
+    """The step's numbers, the 64 bits of each in the place of a checksum."""
     addresses = [Address(step, None, REDUCED_GRAD, "step", name) for name in numbers]
     return Trace(addresses, [struct.unpack("<Q", struct.pack("<d", value))[0] for value in numbers.values()])
 

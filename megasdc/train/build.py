@@ -57,7 +57,6 @@ def build_run(
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
     Args:
-        config: the checked configuration.
         clock: records the end of each part of the start.
         signals: received by this rank since it started.
         held: gets the folders that this rank locks; they are released when the run has ended.
@@ -117,13 +116,7 @@ def build_run(
 
 @dataclass(frozen=True)
 class _Place:
-    """What this rank trains.
-
-    Args:
-        config: of its run.
-        whole: of the launch; another one than ``config`` in a study.
-        part: place in the study; None without.
-    """
+    """Configurations of this rank: ``config`` of its run, ``whole`` of the launch, which in a study is another one."""
 
     config: RunConfig
     whole: RunConfig
@@ -260,14 +253,7 @@ def _tell_unchecked(section: DataSection, manifests: list[Manifest], events: Eve
 
 
 def prepare_monitor_folders(deepspeed: dict[str, Any]) -> None:
-    """Create the folders that DeepSpeed's monitors write to; call on rank 0.
-
-    Args:
-        deepspeed: DeepSpeed's keys.
-
-    Raises:
-        StorageError: one cannot be created or written.
-    """
+    """Create the folders that DeepSpeed's monitors write to; call on rank 0. StorageError: one cannot be written."""
     for key in ("tensorboard", "csv_monitor"):
         section = deepspeed.get(key, {})
         if section.get("enabled"):
@@ -279,7 +265,6 @@ def prepare_run_folder(folder: Path, field: str = "megasdc.logging.run_dir") -> 
     """Create a folder of the run.
 
     Args:
-        folder: its path.
         field: its configuration field, for the message.
 
     Raises:

@@ -38,9 +38,7 @@ def build_training_engine(
     """Build the model's stage of this rank and its engine.
 
     Args:
-        config: the checked configuration.
         layout: sizes that depend on the number of ranks.
-        dims: place of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
         clock: records when the model and the engine have been built.
 
@@ -78,9 +76,6 @@ def build_training_engine(
 
 def check_precision(precision: str) -> None:
     """Refuse a precision that DeepSpeed's accelerator does not support, before DeepSpeed fails with a traceback.
-
-    Args:
-        precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Raises:
         ConfigError: this host's device does not support it.
@@ -128,11 +123,6 @@ def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDim
 
 def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> None:
     """Refuse a model that certainly does not fit into this rank's host or device, before any of it is built.
-
-    Args:
-        config: the checked configuration.
-        layout: sizes that depend on the number of ranks.
-        vocab_size: entries of the tokenizer's vocabulary.
 
     Raises:
         ConfigError: names the least memory that a rank needs, and what there is.

@@ -53,13 +53,7 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class Drills:
-    """Fault injection of a run.
-
-    Args:
-        injector: of faults in tensors; None without.
-        process_faults: of this rank; None without.
-        delays: the injected delays and their report; None without.
-    """
+    """Fault injection of a run, each None without: in tensors, in this rank's process, and delays with their report."""
 
     injector: Injector | None
     process_faults: ProcessFaults | None
@@ -78,20 +72,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class HookParts:
-    """Inputs for building hooks: a run at the step from which it continues, and objects built for it.
+    """Inputs for building hooks: a run at the step from which it continues, still without hooks, and objects for it.
 
-    Args:
-        config: of the run.
-        run: still without hooks.
-        manifest: of the training data.
-        eval_loader: None without evaluation.
-        kept: keeps the batches of a step, where a check may read them again; else None.
-        split: hook that times the parts of a step; on rank 0 only.
-        clock: of the start.
-        signals: received by this rank.
-        study: of this replica; None without.
-        drills: fault injection.
-        locks: that this rank holds on the launch's folders.
+    ``kept`` keeps the batches of a step where a check may read them again, else None; ``split`` is on rank 0 only;
+    ``eval_loader`` is None without evaluation.
     """
 
     config: RunConfig
@@ -109,9 +93,6 @@ class HookParts:
 
 def build_hooks(parts: HookParts) -> list[Hook]:
     """Build a run's hooks, in the order in which they are called, in a step and between steps.
-
-    Args:
-        parts: inputs.
 
     Collective: all ranks of the world.
     """

@@ -29,13 +29,7 @@ _UNMEASURED: dict[str, Any] = {"tau_s": None, "tuned_at": None, "chosen": None}
 
 
 class ChangedSettings:
-    """Finds settings changed since a checkpoint was saved, and applies them.
-
-    Args:
-        engine: newly built, nothing loaded.
-        config: of this start.
-        study: that the run is a replica of; None: none.
-    """
+    """Finds settings changed since a checkpoint was saved, and applies them to a new engine with nothing loaded."""
 
     def __init__(self, engine: TrainingEngine, config: RunConfig, study: StudySection | None) -> None:
         self._config = config
@@ -52,12 +46,9 @@ class ChangedSettings:
         self.changes: list[Change] = []
 
     def check(self, saved: Mapping[str, Any], data: int, *, universal: bool = False) -> None:
-        """Find the changes, and refuse those that are not allowed.
+        """Find changes since the state ``saved`` for all ranks by ``data`` replicas; refuse those that are not allowed.
 
-        Args:
-            saved: the checkpoint's state for all ranks.
-            data: data-parallel size of the run that saved.
-            universal: whether a new run begins from a universal checkpoint.
+        ``universal``: a new run begins from a universal checkpoint.
 
         Raises:
             CheckpointError: some are not allowed; all are named, with the remedy.
@@ -81,11 +72,7 @@ class ChangedSettings:
         return None
 
     def apply(self, run: Run) -> None:
-        """Apply the changes from the next step on, and report them.
-
-        Args:
-            run: with the engine that the checkpoint was loaded into, at its step.
-        """
+        """Apply the changes from the next step on, and report them; call when the checkpoint is loaded."""
         paths = {change.path for change in self.changes}
         optimizer = run.engine.optimizer
         for name in (path.removeprefix(_PARAMS) for path in paths if path.startswith(_PARAMS)):
@@ -113,11 +100,7 @@ class ChangedSettings:
             )
 
     def hook_states(self, states: dict[str, Any]) -> dict[str, Any]:
-        """States to load into hooks; DropCompute's threshold is chosen anew if settings that it depends on changed.
-
-        Args:
-            states: as saved, by class name.
-        """
+        """Hooks' states to load, by class name; DropCompute's threshold is chosen anew if settings for it changed."""
         paths = {change.path for change in self.changes}
         drops = {path for path in paths if path.startswith("megasdc.drop_compute.")}
         told_only = {"megasdc.drop_compute.record_times", "megasdc.drop_compute.check_agreement"}
@@ -127,12 +110,7 @@ class ChangedSettings:
 
 
 def rescale(optimizer: Any, fresh: Any) -> None:
-    """Give the loss scaler the settings of another one; the scale is kept where both are dynamic.
-
-    Args:
-        optimizer: DeepSpeed's, with the loss scaler that was loaded.
-        fresh: a loss scaler with the settings of this start.
-    """
+    """Give the loss scaler that was loaded the settings of a fresh one; the scale is kept where both are dynamic."""
     loaded = optimizer.loss_scaler
     if not (loaded.dynamic and fresh.dynamic):
         optimizer.loss_scaler, optimizer.dynamic_loss_scale = fresh, fresh.dynamic

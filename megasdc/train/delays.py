@@ -23,7 +23,6 @@ class DelayReport(Hook):
     Args:
         specs: the entries of `delay`, at least one.
         interval: steps between two events of a rank.
-        run: with engine and events.
 
     Attributes:
         delays: the hook that sleeps.

@@ -48,7 +48,7 @@ class DropCompute(Hook):
 
     Args:
         section: the section, enabled.
-        run: with engine and loader, at the step from which it continues.
+        run: at the step from which it continues.
         writer: where rank 0 writes metrics; None on other ranks.
         interval: steps between metrics.
 

@@ -22,14 +22,9 @@ EVENT_KIND = "drop"
 
 
 class DropReport:
-    """Reports DropCompute's figures on rank 0; does nothing on other ranks.
+    """Reports DropCompute's figures on rank 0; does nothing on other ranks, where ``writer`` is None.
 
-    Args:
-        section: of the configuration.
-        run: with events.
-        steps: of the run, before any compensation.
-        writer: where rank 0 writes metrics; None on other ranks.
-        interval: steps between metrics.
+    ``steps``: of the run, before any compensation; ``interval``: steps between metrics.
     """
 
     def __init__(
@@ -117,11 +112,7 @@ class DropReport:
         )
 
     def tuning(self, tuning: Tuning, micro_batches: int) -> dict[str, Any]:
-        """Report a chosen threshold, or the measured drop rate of a given one.
-
-        Returns:
-            The fields of the event, on all ranks.
-        """
+        """Report a chosen threshold, or the drop rate of a given one; returns the event's fields, on all ranks."""
         curve = tuning.curve
         fields: dict[str, Any] = {
             "tau_s": None if math.isinf(tuning.tau_s) else tuning.tau_s,
@@ -162,14 +153,7 @@ class DropReport:
         return self._run.step % self._interval == 0 or self._run.is_last_step
 
     def totals(self, dropped: int, since: tuple[int, int], rate: float, tau_s: float) -> None:
-        """Report dropped micro-batches.
-
-        Args:
-            dropped: micro-batches since the run began.
-            since: dropped and planned since the last report.
-            rate: share dropped since the run began.
-            tau_s: threshold.
-        """
+        """Report micro-batches dropped since the run began; ``since``: dropped and planned since the last report."""
         share = since[0] / since[1] if since[1] else 0.0
         if self._writer is not None:
             values: dict[str, float | int] = {"drops/micro_batches": dropped, "drops/rate": share}

@@ -20,7 +20,6 @@ class Evaluator(Hook):
 
     Args:
         loader: the validation samples.
-        interval: steps between evaluations.
         writer: where rank 0 writes; None on other ranks.
     """
 

@@ -28,10 +28,6 @@ EVENT_KIND = "fault"
 def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
     """Build the run's fault injection, and install it in the token stream where faults are to be there.
 
-    Args:
-        sections: the run's sections.
-        run: with engine, loader and events.
-
     Returns:
         None without ``faults``; then the run is not changed.
     """
@@ -50,12 +46,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
 
 
 def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | None:
-    """Build this rank's process faults; None without ``process_faults``.
-
-    Args:
-        sections: the run's sections.
-        run: with engine and events.
-    """
+    """Build this rank's process faults; None without ``process_faults``."""
     if not sections.process_faults:
         return None
     names = dict(enumerate(spec.model_dump_json() for spec in sections.process_faults))
@@ -80,11 +71,7 @@ def _tell(events: EventLog, firing: Firing) -> None:
 class FaultDrill(Hook):
     """Warns that faults are armed, damages saved checkpoints, saves what has fired, and reports what never did.
 
-    Args:
-        injector: None without ``faults``.
-        process: None without ``process_faults``.
-        checkpoints: folder of the run's checkpoints.
-        group: a host group of all ranks.
+    ``group``: a host group of all ranks.
     """
 
     def __init__(self, injector: Injector | None, process: ProcessFaults | None, checkpoints: Path, group: Any) -> None:

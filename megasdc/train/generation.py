@@ -23,16 +23,9 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """A generated continuation.
+    """A generated continuation, with the ids of its tokens, the end-of-document one included.
 
-    Attributes:
-        source: folder of the weights.
-        step: its optimizer step; None: initial weights.
-        prompt: as given.
-        text: generated text.
-        prompt_tokens: ids of the prompt.
-        tokens: generated ids, the end-of-document one included.
-        stopped: ``end of document``, or ``max tokens``.
+    ``step``: of the weights, None for initial ones; ``stopped``: ``end of document``, or ``max tokens``.
     """
 
     source: str
@@ -123,14 +116,7 @@ def _continuation(words: Tokenizer, ids: Sequence[int], added: Sequence[int]) ->
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Choose the next token.
-
-    Args:
-        logits: [v], fp32 on the host.
-        temperature: as in ``generate``.
-        top_k: as in ``generate``.
-        generator: of the sampling.
-    """
+    """Choose the next token from fp32 logits on the host, [v]; temperature and top_k as in ``generate``."""
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():

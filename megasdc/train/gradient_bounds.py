@@ -1,4 +1,4 @@
-"""Gradient bounds in a run: when they are applied in a step, what all ranks agree on, and the reports."""
+"""Gradient bounds in a run: points of a step at which they are applied, agreement of all ranks, and reports."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ class GradientBounds(Hook):
     """Runs the entries of `optimizer_hooks`; the last hook that changes gradients before the optimizer.
 
     Args:
-        specs: the entries.
-        run: with engine and events.
         interval: steps between reports.
         writer: where rank 0 writes metrics; None on other ranks.
 

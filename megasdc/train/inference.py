@@ -41,17 +41,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Loss of a model on a split.
+    """Loss of a model on a split: the mean over ``tokens`` in nats a token, its exponential, and remarks on both.
 
-    Attributes:
-        source: folder of the weights.
-        step: its optimizer step; None: initial weights.
-        split: ``train``, ``valid`` or ``test``.
-        samples: number of samples, from the beginning of the split's stream.
-        tokens: tokens used.
-        loss: mean over them, nats a token.
-        perplexity: its exponential.
-        notes: remarks on the numbers, one sentence an entry.
+    ``step``: of the weights, None for initial ones; ``samples`` are counted from the beginning of the split's stream.
     """
 
     source: str
@@ -156,23 +148,14 @@ def evaluate_weights(
 
 
 def build_model(weights: WeightSource, dtype: torch.dtype) -> WholeModel:
-    """The whole model with these weights, on this process's device.
-
-    Args:
-        weights: of any layout.
-        dtype: of the model.
-    """
+    """The whole model with these weights, on this process's device."""
     model = WholeModel(weights.model, vocab_size=weights.vocab_size, dtype=dtype)
     load_weights(weights, model.pipeline_parameters(), weights.model, vocab_size=weights.vocab_size)
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides that an evaluation does not use.
-
-    Raises:
-        ConfigError: there are some.
-    """
+    """Refuse overrides that an evaluation does not use, with a ConfigError."""
     keys = [text.partition("=")[0] for text in overrides]
     unused = [key for key in keys if not any(key == used or key.startswith(f"{used}.") for used in USED_KEYS)]
     if unused:
@@ -184,11 +167,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _check_data(weights: WeightSource, section: DataSection) -> None:
-    """Raise an error with a remedy where the data that a checkpoint names are missing.
-
-    Raises:
-        DataError: they are missing or unreadable.
-    """
+    """Raise a DataError with a remedy where the data that a checkpoint names are missing or unreadable."""
     for folder in [section.path, *(part.path for part in section.blend)]:
         if problem := why_unreadable(folder):
             raise DataError(f"data {folder} {problem}")

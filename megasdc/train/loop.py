@@ -6,10 +6,7 @@ from megasdc.engine.run import Run
 
 
 def train(run: Run) -> None:
-    """Run steps until the run is complete or has a reason to stop.
-
-    Args:
-        run: the run with its hooks, at the step from which it continues.
+    """Run steps until the run is complete or has a reason to stop, from the step from which it continues.
 
     Collective: all ranks of the world.
     """
@@ -27,10 +24,7 @@ def train(run: Run) -> None:
 
 
 def take_step(run: Run) -> None:
-    """Run one step, with all hooks before and after it.
-
-    Args:
-        run: the run, started.
+    """Run one step of a started run, with all hooks before and after it.
 
     Collective: all ranks of the world.
     """

@@ -96,12 +96,8 @@ def tell_failure(
 ) -> None:
     """Write the event ``end/failed`` to the run folder, for the summary and the report of the run.
 
-    Args:
-        folder: the run folder; None: not known. Nothing is written if it does not exist.
-        code: exit code of this rank.
-        error: the cause.
-        process_started: of this rank, seconds since the epoch.
-        held: this rank's locks; nothing is written to a folder that another launch holds.
+    Nothing is written to a folder that does not exist, is not known (None), or is held by another launch;
+    ``process_started``: seconds since the epoch.
     """
     if folder is None or isinstance(error, LaunchError):
         return  # a refused start is not part of the run in that folder, which may be running
@@ -129,12 +125,8 @@ def tell_failure(
 def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut | None:
     """Reduce this rank's world to its replica, for everything that reads the launcher's variables later.
 
-    Args:
-        section: the section `study`.
-        environ: RANK and WORLD_SIZE become those of the replica; LOCAL_RANK, which names the device, stays.
-
-    Returns:
-        The place in the launch; None without a study.
+    RANK and WORLD_SIZE in ``environ`` become those of the replica; LOCAL_RANK, which names the device, stays. Returns
+    the place in the launch; None without a study.
     """
     if section.replicas is None:
         return None

@@ -21,12 +21,8 @@ GIB = 2**30
 class StageMemory:
     """Lower bounds of the memory of a rank of one pipeline stage, in bytes.
 
-    Attributes:
-        weights: of the model.
-        gradients: accumulated.
-        state: this rank's shard of master weights and both moments.
-        activations: kept from forward to backward of one micro-batch.
-        parameters: of the stage, over its tensor ranks.
+    ``state``: this rank's shard of master weights and both moments; ``activations``: kept from forward to backward of
+    one micro-batch; ``parameters``: their number in the stage, over its tensor ranks.
     """
 
     weights: float
@@ -50,7 +46,6 @@ def memory_of_stages(config: RunConfig, vocab_size: int, data: int | None, micro
     """Lower bounds of a rank's memory, for each pipeline stage.
 
     Args:
-        config: a checked configuration.
         vocab_size: entries of the vocabulary.
         data: replicas that the optimizer's state is divided over; None: unknown, the state is not counted.
         micro_batch_size: samples of a micro-batch.
@@ -99,15 +94,10 @@ def _kept_layers(config: RunConfig, layers: int) -> float:
 def check_memory(
     config: RunConfig, stages: list[StageMemory], stage: int, host_ranks: int, host: float, device: float | None
 ) -> None:
-    """Refuse a model that cannot fit.
+    """Refuse a model whose ``stages``, from `memory_of_stages`, cannot fit.
 
-    Args:
-        config: the configuration.
-        stages: from `memory_of_stages`.
-        stage: of this rank.
-        host_ranks: ranks of the run on this host.
-        host: bytes available to the host or the container.
-        device: bytes of this rank's accelerator; None: it computes on the host.
+    ``host_ranks``: ranks of the run on this host; ``host``: bytes available to it or the container; ``device``: bytes
+    of this rank's accelerator, None: it computes on the host.
 
     Raises:
         ConfigError: with the numbers.
@@ -130,7 +120,6 @@ def memory_warning(config: RunConfig, stages: list[StageMemory], host: float) ->
     A warning only: the file may be for other machines.
 
     Args:
-        config: the configuration.
         stages: from `memory_of_stages`.
         host: bytes available to this host.
     """
@@ -156,10 +145,6 @@ def _refusal(stage: StageMemory, place: str, available: float, offloads: bool = 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes available to all processes like this one together: memory, limited by cgroups, and swap.
-
-    Args:
-        proc: mount point of procfs.
-        cgroups: mount point of cgroups.
 
     Returns:
         Infinity where the system does not report it.

@@ -35,7 +35,6 @@ class StepMemory:
     """Allocated bytes of one rank at one moment of a step.
 
     Args:
-        weights: of this rank's part of the stage.
         masters: fp32 copies of this rank's ZeRO-1 shard.
         moments: both moments of the shard.
         gradients: accumulated ones, and BF16_Optimizer's 16-bit ones.
@@ -226,11 +225,7 @@ class _Stage:
 
 
 def unpredicted_because(config: RunConfig) -> str | None:
-    """A setting whose memory cannot be predicted, or None.
-
-    Args:
-        config: a checked configuration.
-    """
+    """A setting of a checked configuration whose memory cannot be predicted, or None."""
     model, settings = config.megasdc.model, config.deepspeed.get("activation_checkpointing", {})
     offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
     optimizer = config.deepspeed.get("optimizer", {}).get("params", {})
@@ -251,11 +246,7 @@ def unpredicted_because(config: RunConfig) -> str | None:
 
 
 def memory_table(stages: list[StepMemory]) -> str:
-    """The parts of each stage's peak in MiB, a line each.
-
-    Args:
-        stages: from `predict_step_memory`.
-    """
+    """The parts of each stage's peak, from `predict_step_memory`, in MiB, a line each."""
     parts = [part.name for part in fields(StepMemory)][:-1]
     rows = [["stage", *parts, "total", "peak at"]]
     for stage, memory in enumerate(stages):

@@ -30,7 +30,6 @@ class Reporter(Hook):
     """Reports every ``interval`` steps.
 
     Args:
-        interval: steps between lines.
         flops_per_token: FLOPs of a token, forward and backward.
         split: of the time of a step; attached to the engine on rank 0 only, None elsewhere.
         collections: time of garbage collection; on rank 0 only, None elsewhere.

@@ -41,12 +41,8 @@ def checkpoint_folder(config: RunConfig) -> Path:
 class Saver(Hook):
     """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
 
-    Args:
-        config: the run's configuration; its resolved form is stored in each checkpoint.
-        writer: where rank 0 writes metrics; None on other ranks.
-        tokenizer_checksum: of the tokenizer that the data were prepared with; stored too.
-        before_save: called before a save, on all ranks; None: nothing.
-        study: that the run is a replica of; None: none.
+    Each checkpoint stores the resolved configuration, and the checksum of the tokenizer that the data were prepared
+    with. ``before_save`` is called on all ranks; ``writer`` is None on other ranks than 0, ``study`` without a study.
     """
 
     def __init__(
@@ -127,7 +123,6 @@ def resume(
 
     Args:
         run: at step 0; on return at the step that was loaded.
-        config: the run's configuration.
         agree: called with the step of the checkpoint found, 0 for none; returns None, or the newest step to search
             again; None: no agreement needed.
         study: that the run is a replica of; None: none.
@@ -196,19 +191,11 @@ def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
 
 
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
-    """Continue a run that was saved at any layout.
+    """Continue a run that was saved at any layout; returns states of the hooks by class name.
 
     Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
     micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
-    The random generators are seeded by ``seed_generators``.
-
-    Args:
-        run: at step 0; on return at the step that was loaded.
-        config: the run's configuration.
-        folder: the universal checkpoint.
-
-    Returns:
-        States of the hooks by class name.
+    The random generators are seeded by ``seed_generators``. The run is at step 0, on return at the step loaded.
 
     Raises:
         CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named

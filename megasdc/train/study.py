@@ -38,13 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StudyPart:
-    """Place of a rank in its study.
-
-    Args:
-        section: of the whole study.
-        cut: place of this rank.
-        folder: run folder of the launch.
-    """
+    """Place of a rank in its study; ``folder`` is the launch's run folder."""
 
     section: StudySection
     cut: Cut
@@ -54,10 +48,7 @@ class StudyPart:
 def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) -> Bridge:
     """Join the replica's own process group, and connect to the ranks at the same place in the other replicas.
 
-    Args:
-        part: place of this rank.
-        section: `parallel`: timeout and device.
-        on_met: called when all ranks of the replica have met.
+    ``on_met`` is called when all ranks of the replica have met.
 
     Collective: all ranks of the launch.
     """
@@ -75,9 +66,7 @@ class Study(Hook):
     the same step, and a rank's log is complete for a saved step.
 
     Args:
-        part: place of this rank.
         bridge: to the other replicas.
-        run: with engine and resumed step.
         eval_loader: this replica's validation samples; None: none.
         save_interval: steps between checkpoints; 0: only at the end.
 
@@ -218,10 +207,7 @@ class Study(Hook):
 class ParameterSync(Hook):
     """Compares gradients before the optimizer step, and takes over the trusted replica's state after it.
 
-    Args:
-        bridge: to the other replicas.
-        distances: of this rank's shards.
-        tell: called with (kind, step, distances).
+    ``tell`` is called with (kind, step, distances).
     """
 
     def __init__(self, bridge: Bridge, distances: ShardNorms, tell: Any) -> None:
@@ -240,14 +226,7 @@ class ParameterSync(Hook):
 
 
 def agree_on_checkpoint(bridge: Bridge, step: int) -> int | None:
-    """Whether all replicas have found a checkpoint of the same step.
-
-    Args:
-        bridge: to the other replicas.
-        step: of the newest that this replica can use; 0: it has none.
-
-    Returns:
-        None if it is the same in all; else the earliest, and the replicas have to search again.
+    """None if all replicas have found a checkpoint of the same step (0: none); else the earliest, to search again from.
 
     Collective: the ranks of equal place in all replicas.
     """

@@ -27,11 +27,8 @@ TRACE_FOLDER = "trace"
 class TraceRecorder(Hook):
     """Writes what the tracer recorded in a step to this rank's file in ``<run_dir>/trace``.
 
-    The file is created after the first step. Earlier files of steps that are rerun are renamed, not lost.
-
-    Args:
-        tracer: computes the checksums; a listener of the run's observer.
-        header: about the rank and the run, from ``trace_header``.
+    The file is created after the first step. Earlier files of steps that are rerun are renamed, not lost. ``header``
+    comes from ``trace_header``.
     """
 
     def __init__(self, tracer: Tracer, header: dict[str, Any]) -> None:
@@ -61,11 +58,7 @@ class TraceRecorder(Hook):
 
 
 def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None:
-    """The tracer of this rank; None where the section is not enabled.
-
-    Raises:
-        ConfigError: the submodules' results cannot be observed.
-    """
+    """The tracer of this rank; None where the section is not enabled. ConfigError: results cannot be observed."""
     if not section.enabled:
         return None
     chosen = choose_submodules(list_submodules(engine.module), section.granularity, section.layers)
@@ -74,13 +67,7 @@ def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None
 
 
 def trace_header(config: RunConfig, engine: TrainingEngine, algorithm_name: str) -> dict[str, Any]:
-    """Header of a trace: facts about its rank and run, in plain values.
-
-    Args:
-        config: the run's configuration.
-        engine: of this rank.
-        algorithm_name: of the checksums.
-    """
+    """Header of a trace: facts about its rank and run, in plain values."""
     sections = config.megasdc
     return {
         "rank": engine.dims.rank,

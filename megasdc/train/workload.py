@@ -60,7 +60,6 @@ class Workload:
 
     Args:
         config: from ``workload_config``.
-        dims: layout and place of this rank.
 
     Collective: all ranks of the world.
     """
@@ -89,7 +88,6 @@ class Workload:
         """Run the workload's steps from its start state, with listeners on its results.
 
         Args:
-            case: the inputs.
             listeners: of an ``Observer``; a tracer, and before it fault injection.
             hooks: of the engine, called before the observer.
             steps: number of steps; None: all.
@@ -120,8 +118,6 @@ class Workload:
         """Run once and return the trace.
 
         Args:
-            case: the inputs.
-            algorithm_name: of the checksums.
             before: listeners that come before the tracer.
             hooks: of the engine, called before the observer.
             all_steps: refuse a run in which the optimizer skips a step, for recording.

@@ -36,10 +36,7 @@ def build_detection(
     """Build the checks of each step of a run.
 
     Args:
-        config: the run's configuration.
-        run: with engine, loader and events.
         batches: this replica's micro-batches.
-        signals: of this process.
         injector: fault injection of this run; None: none.
         plan: what is covered.
     """
@@ -81,8 +78,6 @@ def build_search(
 
     Args:
         section: checks of every step.
-        detection: of the run.
-        run: with engine and events.
         observation: provides the run's results.
     """
     if not (section.enabled and section.finite):
@@ -94,8 +89,6 @@ def build_toleranced(sections: MegasdcSection, run: Run, signals: StopSignals) -
     """Build the checks that only warn; None where they are not enabled.
 
     Args:
-        sections: the run's sections.
-        run: with engine and events.
         signals: of this process; a warning requests an audit through them where audits are enabled.
     """
     always_on = sections.sdc.always_on

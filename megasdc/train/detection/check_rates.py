@@ -31,8 +31,6 @@ def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RAT
     """This rank's rates at the operations of checks, while the others measure too.
 
     Args:
-        device: of the tensors.
-        dims: layout and place of this rank.
         num_bytes: of the large tensor.
 
     Collective: all ranks of the world.
@@ -56,13 +54,7 @@ def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RAT
 
 
 def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> float:
-    """FLOP/s of the matrix product of an MLP; a whole step reaches less.
-
-    Args:
-        device: of the tensors.
-        dtype: of the model.
-        tokens: of a micro-batch.
-        hidden: width of the model.
+    """FLOP/s of the matrix product of an MLP, for a micro-batch of ``tokens``; a whole step reaches less.
 
     Sync: waits for the device.
     """

@@ -47,15 +47,7 @@ Weight gradients, as many bytes again, are part of the gradient norm, which is a
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """Settings of a run's checks.
-
-    Args:
-        audit: which steps are audited.
-        sdc: checks of every step, and when the golden workload is run without a dispute.
-        algorithm: of the checksums.
-        recomputes: whether activations are recomputed.
-        save_interval: steps between checkpoints; 0: none.
-    """
+    """Settings of a run's checks; ``recomputes``: of activations; ``save_interval``: steps, 0 for no checkpoints."""
 
     audit: AuditSection
     sdc: SdcSection
@@ -80,10 +72,8 @@ class Detection(Hook):
 
     Args:
         settings: what is checked, and when.
-        run: with engine, loader and events.
         batches: this replica's micro-batches.
         disputes: settles findings.
-        parameters: reads those of this rank.
         signals: of this process; SIGUSR2 requests an audit.
         plan: what is covered; reported at the start.
     """
@@ -303,8 +293,5 @@ class Detection(Hook):
 
 
 def loss_is_finite(engine: TrainingEngine) -> bool:
-    """Whether this rank's sum of the step's losses is finite; true where it has none.
-
-    Sync: waits for the device.
-    """
+    """Whether this rank's sum of the step's losses is finite; true where it has none. Waits for the device."""
     return not isinstance(engine.total_loss, Tensor) or bool(torch.isfinite(engine.total_loss).all())

@@ -43,11 +43,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """Choice of what is checked.
+    """Choice of the checked results: of all micro-batches of a step, or of one, another each step.
 
-    Args:
-        all_micro_batches: whether results of every micro-batch of a step are checked, or of one, another each step.
-        lines: what is covered, a line for each tier.
+    ``lines`` describe what is covered, a line for each tier.
     """
 
     all_micro_batches: bool
@@ -56,10 +54,6 @@ class CheckPlan:
 
 def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
     """Measure this rank's speed, in less than a second.
-
-    Args:
-        config: the run's configuration.
-        engine: of this rank.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -81,8 +75,6 @@ def plan_checks(
     The reads are those of a rank without pipeline parallelism, divided by the stages.
 
     Args:
-        config: the run's configuration.
-        engine: of this rank.
         vocab_size: entries of the tokenizer's vocabulary.
         speed: of this rank; None: costs are not reported, and coverage "auto" is one micro-batch.
         group: a host group of all ranks.
@@ -118,13 +110,7 @@ def plan_checks(
 
 
 def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -> list[str]:
-    """The phases of a step and their checks in this run, a line for each row, and the conclusions.
-
-    Args:
-        config: the run's configuration.
-        engine: of this rank.
-        plan: what is covered.
-    """
+    """The phases of a step and their checks in this run, a line for each row, and the conclusions."""
     shape = Shape(
         replicas=engine.dims.data,
         tensor=engine.dims.tensor,

@@ -41,13 +41,8 @@ STATE_TIERS = ("parameters", "copies")
 class Disputes:
     """Settles findings: names ranks where that can be proved, and acts by policy.
 
-    Args:
-        section: policies, repeats and golden trace.
-        run: with engine and events.
-        keys: of this rank: properties that must be equal between replicas for their results to be comparable.
-        parameters: reads those of this rank.
-        incidents: reports settled findings.
-        before: listeners that inject faults, for the golden workload.
+    ``keys`` are properties of this rank that must be equal between replicas for their results to be comparable;
+    ``before`` are listeners that inject faults into the golden workload.
     """
 
     def __init__(
@@ -109,17 +104,9 @@ class Disputes:
     def settle(
         self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, *, repaired: bool
     ) -> bool:
-        """Name wrong ranks and act by policy.
+        """Name wrong ranks and act by policy; call in ``after_micro_batches``. Returns whether the step is to be rerun.
 
-        Args:
-            engine: in ``after_micro_batches``.
-            evidence: of this rank.
-            agreed: the finding that all ranks agree on.
-            rehearse: recomputes a micro-batch.
-            repaired: whether the step was rerun already.
-
-        Returns:
-            Whether the step is to be rerun.
+        ``agreed``: the finding that all ranks agree on; ``repaired``: whether the step was rerun already.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -166,16 +153,9 @@ class Disputes:
         return again
 
     def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed, *, repaired: bool) -> bool:
-        """Name the ranks whose parameters are wrong before they are saved, and act by policy.
+        """Name the ranks whose parameters ``own`` are wrong before they are saved, and act by policy.
 
-        Args:
-            engine: between two steps.
-            own: parameters of this rank.
-            agreed: the finding that all ranks agree on.
-            repaired: whether they were gathered again already.
-
-        Returns:
-            Whether they were gathered again and are to be compared again.
+        Returns whether they were gathered again and are to be compared again; ``repaired``: they were gathered already.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -188,13 +168,7 @@ class Disputes:
         return self._commit(engine.step_number, again)
 
     def check_golden(self, step: int) -> float:
-        """Run the golden workload on all ranks without a dispute, and act by policy.
-
-        Args:
-            step: the next step.
-
-        Returns:
-            Seconds that it took.
+        """Run the golden workload on all ranks without a dispute, and act by policy; returns the seconds that it took.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt, or to repair and a repeat was wrong too.
@@ -300,12 +274,7 @@ class Disputes:
 
 
 def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[tuple[int, int]]:
-    """Positions (pp_rank, tp_rank) whose replicas have equal keys.
-
-    Args:
-        keys: by global rank.
-        dims: layout.
-    """
+    """Positions (pp_rank, tp_rank) whose replicas have equal ``keys``, which are by global rank."""
     positions: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for rank, key in enumerate(keys):
         place = dims.at(rank)

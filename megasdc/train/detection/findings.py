@@ -45,11 +45,7 @@ EVENT_KIND = "sdc"
 class Findings:
     """Names the ranks behind a finding where that can be proved, in one method for each check.
 
-    Args:
-        run: with events.
-        repeats: how often work is repeated.
-        parameters: reads those of this rank.
-        suspects: devices found wrong before.
+    ``repeats``: how often work is repeated; ``suspects``: devices found wrong before.
     """
 
     def __init__(self, run: Run, repeats: int, parameters: ParameterReader, suspects: Suspects) -> None:
@@ -69,15 +65,10 @@ class Findings:
         comparable: Collection[tuple[int, int]] | None,
         ask_golden: Callable[[], Mapping[int, bool] | None],
     ) -> Settled:
-        """Rule on results of the shared micro-batch that differ between replicas.
+        """Rule on results of the shared micro-batch that differ between replicas; call in ``after_micro_batches``.
 
-        Args:
-            engine: in ``after_micro_batches``.
-            own: results of this rank.
-            rehearse: recomputes a micro-batch.
-            earlier: ranks that were wrong in an earlier event of the run.
-            comparable: positions whose replicas can be compared; None: all.
-            ask_golden: runs the golden workload; returns which ranks reproduce it, or None without one.
+        ``earlier``: ranks that were wrong in an earlier event of the run; ``comparable``: positions whose replicas can
+        be compared, None: all; ``ask_golden`` returns which ranks reproduce the golden workload, or None without one.
         """
         audit = gather_traces(own, self._dims, self._group)
         ballot = vote(audit, self._dims, comparable)
@@ -96,13 +87,9 @@ class Findings:
     def of_recompute(
         self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]
     ) -> Settled:
-        """Rule on forward results that their recomputation did not repeat.
+        """Rule on forward results that their recomputation did not repeat; call in ``after_micro_batches``.
 
-        Args:
-            engine: in ``after_micro_batches``.
-            own: comparison of this rank.
-            rehearse: recomputes a micro-batch.
-            earlier: ranks that were wrong in an earlier event of the run.
+        ``earlier``: ranks that were wrong in an earlier event of the run.
         """
         first = own.unrepeated[0] if own.unrepeated else None
         counts = count_by_submodule(FORWARD, [one.address.fqn for one in own.unrepeated], self._dims.rank)

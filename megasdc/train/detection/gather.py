@@ -11,15 +11,10 @@ from megasdc.sdc.trace import Trace
 
 
 def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:
-    """Every rank's trace, on every rank.
+    """Every rank's trace, on every rank, through a host group of all ranks.
 
     Replicas record the same addresses; only those of the first replica are sent, and those of ranks that differ from
     it.
-
-    Args:
-        trace: of this rank.
-        dims: layout and place of this rank.
-        group: a host group of all ranks.
 
     Collective: all ranks of the world; only after a disagreement, because the message grows with the number of ranks.
     """

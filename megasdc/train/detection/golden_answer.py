@@ -17,13 +17,10 @@ from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 
 @dataclass(frozen=True)
 class GoldenRun:
-    """One rank's result of one run of the workload.
+    """One rank's result of one run of the workload, compared with the trace.
 
-    Args:
-        finding: comparison with the trace.
-        expected: checksum of the first result that differs; None: none differs, or none was expected there.
-        got: its checksum here; None: none differs, or there was none.
-        differing: results that differ, by phase and submodule.
+    ``expected`` and ``got`` are the checksums of the first result that differs, None where there is none;
+    ``differing`` counts results by phase and submodule.
     """
 
     finding: Finding
@@ -38,13 +35,10 @@ class GoldenRun:
 
 @dataclass(frozen=True)
 class GoldenAnswer:
-    """Results of all ranks, the same on all of them.
+    """Results of all ranks, the same on all of them except ``seconds``.
 
-    Args:
-        runs: by rank, one entry for each case and repeat, all cases of a repeat in turn.
-        cases: number of cases of the workload.
-        judged: of each run, the verdicts by rank.
-        seconds: that it took on this rank.
+    ``runs`` are by rank, one entry for each case and repeat, all cases of a repeat in turn; ``judged`` are the verdicts
+    by rank, of each run.
     """
 
     runs: Sequence[Sequence[GoldenRun]]
@@ -77,15 +71,10 @@ class GoldenAnswer:
         return counts
 
     def rulings(self, step: int, earlier: Collection[int] = ()) -> tuple[Ruling, ...]:
-        """Rulings on the ranks that differ.
+        """Rulings on the ranks that differ: one for each named rank, and one for all of which none can be named.
 
-        Args:
-            step: of the run, under which results are reported.
-            earlier: ranks that were wrong in an earlier event of the run.
-
-        Returns:
-            One ruling for each named rank, and one for all of which none can be named; empty: all ranks agree with the
-            trace.
+        Empty: all ranks agree with the trace. ``step``: of the run, under which results are reported; ``earlier``:
+        ranks that were wrong in an earlier event of the run.
         """
         found = [self._rule(rank, step, rank in earlier) for rank in self.ranks(DIVERGENT)]
         named = {ruling.rank for ruling in found}
@@ -122,13 +111,7 @@ class GoldenAnswer:
 
 
 def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
-    """Compare one rank's trace of one run.
-
-    Args:
-        expected: the golden one.
-        got: computed trace.
-        dims: layout and place of the rank in the run.
-    """
+    """Compare one rank's trace of one run with the golden one."""
     found = compare_rank(dims.rank, expected, got)
     compared = max(len(expected), len(got))
     if not found:
@@ -141,10 +124,7 @@ def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
 def judge_replicas(findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()) -> dict[int, RankVerdict]:
     """Name the divergent ranks of one run, for each replica separately, since replicas exchange nothing before.
 
-    Args:
-        findings: by rank.
-        dims: layout of the run.
-        gaps: from ``trace_gaps``.
+    ``findings`` are by rank, ``gaps`` come from ``trace_gaps``.
     """
     verdicts = {}
     cell = ParallelDims(dims.tensor, dims.pipeline, 1)

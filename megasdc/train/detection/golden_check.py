@@ -36,12 +36,8 @@ _T = TypeVar("_T")
 class GoldenCheck:
     """Runs a golden workload on all ranks of a run.
 
-    Args:
-        path: the golden file.
-        dims: layout and place of this rank in the run.
-        group: a host group of all ranks.
-        before: listeners that come before the tracer: fault injection.
-        keep: whether the second model is kept for the next time, instead of being built again.
+    ``group`` is a host group of all ranks; ``before`` are listeners that inject faults; ``keep``: the second model is
+    kept for the next time.
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class GoldenCheck:
         self._before = tuple(before)
 
     def unfit(self) -> list[str]:
-        """Why ranks cannot be compared with the trace, one reason for each such rank; empty: all can.
+        """Reasons why ranks cannot be compared with the trace, one for each such rank; empty: all can.
 
         Raises:
             TraceError: the file is missing or damaged where some rank reads it; on all ranks.
@@ -66,11 +62,7 @@ class GoldenCheck:
         return [reason for reason in gather_objects(own, self._group) if reason]
 
     def ask(self, step: int, repeats: int = 0) -> GoldenAnswer:
-        """Run the workload once, and if a rank differs ``repeats`` more times.
-
-        Args:
-            step: of the run; fault injection receives the results as those of this step.
-            repeats: further runs.
+        """Run the workload once, and if a rank differs ``repeats`` more times; fault injection gets ``step``.
 
         Raises:
             TraceError: the file is missing or damaged where some rank reads it; on all ranks.
@@ -152,11 +144,7 @@ class _Beside:
 
 
 def unfit_for(path: Path, dims: ParallelDims) -> str | None:
-    """Why this rank cannot be compared with a golden trace; None: it can.
-
-    Args:
-        path: the golden file.
-        dims: layout and place of this rank in the run.
+    """The reason why this rank cannot be compared with a golden trace; None: it can.
 
     Raises:
         TraceError: the file is missing or damaged.

@@ -35,7 +35,6 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
 
     Args:
         config: the configuration of the workload.
-        layout: sizes of the parallel dimensions.
         algorithm: of the checksums.
 
     Returns:
@@ -60,9 +59,6 @@ def compare_key(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tu
 
     Where this version cannot read the trace's configuration, only ``machine_key`` is compared.
 
-    Args:
-        header: of the golden file.
-
     Returns:
         The key, and by name the parts that differ, as (golden, here).
     """
@@ -78,9 +74,6 @@ def compare_key(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tu
 
 def workload_of(header: Mapping[str, Any]) -> RunConfig:
     """The configuration of a golden trace's workload.
-
-    Args:
-        header: of the golden file.
 
     Raises:
         TraceError: this version cannot read it.

@@ -23,11 +23,7 @@ FEATURES = ("norm", "largest element")
 
 
 class ReductionCheck:
-    """Compares linear sums of gradients before and after the reduction over replicas.
-
-    Args:
-        engine: of this rank.
-    """
+    """Compares linear sums of gradients before and after the reduction over replicas."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
@@ -82,11 +78,7 @@ class ReductionCheck:
 
 
 class FeatureReader:
-    """Computes features of the local gradient of every submodule with parameters, and gathers those of all replicas.
-
-    Args:
-        engine: of this rank.
-    """
+    """Computes features of the local gradient of every submodule with parameters, and gathers those of all replicas."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine

@@ -41,12 +41,8 @@ SHOWN_GAPS = 5
 class Settled:
     """A finding with its rulings; the same on all ranks.
 
-    Args:
-        tier: the check that found it: audit, recompute, parameters, copies or golden.
-        micro_batch: number in the step; None where it belongs to none.
-        rulings: of the ranks.
-        compared: results that were compared, over all ranks.
-        differing: how many differ, by phase, submodule and rank.
+    ``tier``: audit, recompute, parameters, copies or golden; ``micro_batch``: number in the step, None where it belongs
+    to none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank.
     """
 
     tier: str
@@ -57,12 +53,7 @@ class Settled:
 
 
 class Incidents:
-    """Reports findings and marks checkpoints.
-
-    Args:
-        config: the run's configuration.
-        run: with engine and events.
-    """
+    """Reports findings and marks checkpoints."""
 
     def __init__(self, config: RunConfig, run: Run) -> None:
         self._config = config
@@ -121,12 +112,7 @@ class Incidents:
         return path
 
     def verified(self, last: int, audit_step: int) -> None:
-        """Mark checkpoints up to a step as verified, after an audit agreed.
-
-        Args:
-            last: that step.
-            audit_step: step of the audit.
-        """
+        """Mark checkpoints up to the step ``last`` as verified, after an audit agreed."""
         assert self._place is not None, "on_start comes first"
         mark_verified(
             self._checkpoints,

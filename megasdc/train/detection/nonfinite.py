@@ -33,13 +33,8 @@ EVENT_KIND = "nonfinite"
 class Origin:
     """The first non-finite result, with facts from its rank.
 
-    Args:
-        found: the result.
-        host: of its rank.
-        inputs_finite: whether the submodule's inputs were finite; None: not known.
-        inputs_read: whether its inputs were read, in a repeat; else they are judged by the checked results before this
-            one, which were all finite.
-        parameters_finite: whether its parameters are finite.
+    ``inputs_finite`` is None where not known. ``inputs_read``: inputs were read, in a repeat; else they are judged by
+    the checked results before this one, which were all finite.
     """
 
     found: NonFinite
@@ -50,13 +45,7 @@ class Origin:
 
 
 class NonFiniteSearch:
-    """Reruns a step's micro-batches with all checks when a result was not finite, and reports the first such result.
-
-    Args:
-        run: with engine and events.
-        observation: provides results.
-        rehearse: recomputes a micro-batch of the step.
-    """
+    """Reruns a step's micro-batches with all checks when a result was not finite, and reports the first such result."""
 
     def __init__(self, run: Run, observation: Observation, rehearse: Callable[[TrainingEngine, int], Any]) -> None:
         self._dims = run.dims
@@ -73,12 +62,10 @@ class NonFiniteSearch:
         self.place = None
 
     def explain(self, engine: TrainingEngine, seen: NonFinite | None, *, repeat: bool) -> None:
-        """Find and report the first place over all ranks, and store it as a sentence in ``place``.
+        """Find and report the first place over all ranks, and store it as a sentence in ``place``; may rehearse.
 
-        Args:
-            engine: at a point where it may rehearse.
-            seen: result of this rank, by the checks of the step.
-            repeat: whether the step's micro-batches are recomputed with all checks; the same on all ranks.
+        ``seen``: result of this rank, by the checks of the step; ``repeat``: micro-batches are recomputed with all
+        checks, the same on all ranks.
 
         Collective: all ranks of the world.
         """
@@ -181,12 +168,9 @@ class NonFiniteSearch:
 
 
 def say(rank: int | None, origin: Origin | None, reproduced: bool | None) -> str:
-    """Where values became NaN or Inf, as a sentence for people.
+    """Rank and place at which values became NaN or Inf, as a sentence for people.
 
-    Args:
-        rank: of the first such result; None: none was found.
-        origin: that result.
-        reproduced: whether it appeared again when recomputed; None: it was not recomputed.
+    ``rank`` None: no such result was found; ``reproduced`` None: it was not recomputed.
     """
     if origin is None:
         if reproduced is None:

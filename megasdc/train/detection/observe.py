@@ -20,7 +20,6 @@ class Watch:
     """A listener and the results that it needs.
 
     Args:
-        listener: called with the results.
         wanted: names of the submodules that it needs in a step; empty: none in that step. The same on all ranks of a
             tensor group.
         gradients: whether it needs more than forward results of micro-batches.
@@ -39,7 +38,6 @@ class Observation(Hook):
     The observer is called at this hook's place in the engine's order.
 
     Args:
-        engine: the engine.
         watches: called in this order for every result: fault injection before recording.
 
     Raises:

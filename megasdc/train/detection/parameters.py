@@ -12,12 +12,7 @@ from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 
 class ParameterReader:
-    """Computes checksums of the parameters of a stage, in the same order on all replicas.
-
-    Args:
-        engine: of this rank.
-        algorithm: of the checksums.
-    """
+    """Computes checksums of the parameters of a stage, in the same order on all replicas."""
 
     def __init__(self, engine: TrainingEngine, algorithm: ChecksumAlgorithm) -> None:
         self._engine = engine
@@ -33,10 +28,7 @@ class ParameterReader:
         self._values = [self._algorithm.start(value.data) for _, _, value in self._parameters]
 
     def take(self) -> Trace:
-        """Checksums since the last ``start``; empty without one.
-
-        Sync: waits for the device.
-        """
+        """Checksums since the last ``start``; empty without one. Waits for the device."""
         values, self._values = read_back(self._values), []
         if not values:
             return Trace()

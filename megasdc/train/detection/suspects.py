@@ -28,14 +28,7 @@ class Suspects:
         self._of_rank: list[tuple[str, str]] = []
 
     def on_start(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Gather the host and device of every rank.
-
-        Args:
-            device: of this rank.
-            group: a host group of all ranks.
-
-        Collective: all ranks of the world.
-        """
+        """Gather the host and device of every rank; all ranks of the world call it together, with their host group."""
         self._of_rank = gather_objects((socket.gethostname(), device_id(device)), group)
 
     @property
@@ -52,11 +45,7 @@ class Suspects:
         return sorted(map(list, self._found))
 
     def load_state(self, state: Iterable[Any]) -> list[Any]:
-        """Restore ``state``.
-
-        Returns:
-            Ignored entries: rank numbers, which earlier versions saved and which identify no device.
-        """
+        """Restore ``state``; returns ignored entries: rank numbers of earlier versions, which identify no device."""
         entries = list(state)
         self._found = {(one[0], one[1]) for one in entries if not isinstance(one, int)}
         return [one for one in entries if isinstance(one, int)]

@@ -40,10 +40,9 @@ UNKNOWN = -1.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The most unusual value of a check at one rank's position.
+    """The most unusual value of a check, in its unit, at one rank's position.
 
     Args:
-        value: in the check's unit.
         place: description of the value.
         rank: of the value; None: several.
     """
@@ -54,11 +53,7 @@ class Finding:
 
 
 class ShardReader(Hook):
-    """Hook for the reduction check: reads the shards that this rank owns, after faults were injected into them.
-
-    Args:
-        reduction: the check.
-    """
+    """Hook for the reduction check: reads the shards that this rank owns, after faults were injected into them."""
 
     def __init__(self, reduction: ReductionCheck) -> None:
         self._reduction = reduction
@@ -72,7 +67,6 @@ class TolerancedChecks(Hook):
     """Checks gradient reduction, updates and gradient features of every step, and warns of unusual values.
 
     Args:
-        engine: of this rank.
         signals: of this process, through which a warning requests an audit; None: it requests none.
 
     Attributes:

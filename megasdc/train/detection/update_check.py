@@ -19,11 +19,7 @@ KEPT = ("weights", "exp_avg", "exp_avg_sq")
 
 
 class UpdateCheck:
-    """Recomputes a slice of every shard's update; ``close`` removes its hook.
-
-    Args:
-        engine: of this rank.
-    """
+    """Recomputes a slice of every shard's update; ``close`` removes its hook."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
@@ -53,9 +49,7 @@ class UpdateCheck:
                 self._before.append((flat, part, expected, magnitude))
 
     def finish(self) -> tuple[float, str]:
-        """The largest difference in units of rounding, and the name of its tensor.
-
-        Call it after the optimizer step.
+        """The largest difference in units of rounding, and the name of its tensor; call after the optimizer step.
 
         Sync: waits for the device.
         """

@@ -43,11 +43,7 @@ class CollectionTimer:
 
 
 class ManagedCollection(Hook):
-    """Collects garbage at an interval of steps and at no other time.
-
-    Args:
-        interval: steps between collections.
-    """
+    """Collects garbage at an interval of steps and at no other time."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval

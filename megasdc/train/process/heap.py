@@ -23,11 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let this process keep freed memory; call it before large tensors are allocated.
 
-    Args:
-        environment: whose settings take precedence.
-
-    Returns:
-        Whether the allocator took the settings; False with settings of the user's or without glibc.
+    Returns whether the allocator took the settings; False with settings of the user's or without glibc.
     """
     if "GLIBC_TUNABLES" in environment or any(name.startswith("MALLOC_") for name in environment):
         return False

@@ -27,21 +27,13 @@ _calls = itertools.count()
 def hold_folders(
     folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: HeldFolders
 ) -> list[RunLock]:
-    """Lock the folders of a launch, or end all its ranks with one error that names the holder.
+    """Lock the folders of a launch and return this rank's locks, or end all ranks with one error that names the holder.
 
     Rank 0 takes the locks. A rank that sees them held by its own launch shares them; else, with folders local to each
     node, the first rank of a host locks that host's.
 
-    Args:
-        folders: created if absent.
-        store: key-value store of all ranks of the launch.
-        rank: in the launch.
-        world_size: of the launch.
-        timeout_s: seconds to wait for another rank, besides the time that it may watch a lock of another host.
-        held: gets this rank's locks and the launch's token.
-
-    Returns:
-        The locks of this rank.
+    Folders are created if absent. ``timeout_s``: seconds to wait for another rank, besides the time that it may watch a
+    lock of another host. ``held`` gets this rank's locks and the launch's token.
 
     Raises:
         LaunchError: another launch holds a folder; on all ranks.
@@ -79,9 +71,6 @@ class FolderWatch(Hook):
     """Ends a run whose folder another launch has taken over, as one may after its host was frozen for ``STALE_S``.
 
     It is the first hook, so that nothing more is written.
-
-    Args:
-        locks: of this rank; may be none.
     """
 
     def __init__(self, locks: Sequence[RunLock]) -> None:

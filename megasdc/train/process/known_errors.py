@@ -1,4 +1,4 @@
-"""Which documented error an exception of PyTorch, of the system or of a collective means."""
+"""Documented errors behind exceptions of PyTorch, of the system or of a collective."""
 
 from __future__ import annotations
 

@@ -29,10 +29,7 @@ class StartGuard:
     Python's handlers run only when the main thread returns from native code. A thread that waits there for a killed
     rank would not return before its timeout, and would keep its port until then. Until all ranks have met, the rank
     ends at once, with success, since nothing is lost; after that it ends when its main thread has not reacted for
-    seconds.
-
-    Args:
-        leave: called in a thread; ends the process.
+    seconds. ``leave`` ends the process, and is called in a thread.
     """
 
     def __init__(self, leave: Leave) -> None:

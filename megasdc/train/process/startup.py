@@ -35,10 +35,7 @@ class StartReport(Hook):
     """Writes the event ``start/phases`` after the first step of this process, on every rank.
 
     Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, and ``phases``,
-    seconds by part in their order.
-
-    Args:
-        clock: with every part marked except the first step.
+    seconds by part in their order. Every part must be marked, except the first step.
     """
 
     def __init__(self, clock: StartClock) -> None:
@@ -60,7 +57,7 @@ class StartReport(Hook):
 
 
 def process_start_boot_s() -> float:
-    """When this process was started, on ``CLOCK_BOOTTIME``, to 10 ms.
+    """Start time of this process on ``CLOCK_BOOTTIME``, to 10 ms.
 
     Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields are counted from its bracket.
     """
