@@ -22,7 +22,6 @@ class SweepTable:
     """Scored results of a sweep.
 
     Args:
-        name: of the sweep.
         size: its size; None: it has none.
         folder: of the results.
         done: number of finished rows.

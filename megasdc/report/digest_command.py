@@ -29,8 +29,7 @@ def compare_by_digest(
     as_json: bool,
     limit: int,
 ) -> bool:
-    """Compares manifests, and folders by manifests computed here; prints the result and returns whether all is the
-    same.
+    """Compares manifests, and folders by manifests computed here; prints the result and returns whether all is equal.
 
     ``extract``: folder for the blocks that differ, of each path that is not a manifest; None: none are written.
     ``limit``: maximum of differences listed.

@@ -73,7 +73,7 @@ class StepTimesOfRun:
         )
 
     def only(self, chosen: NDArray[np.bool_], *notes: str) -> StepTimesOfRun:
-        """A subset of the steps by a mask, [step], with at least one True; ``notes`` are added if it excludes a step."""
+        """A subset of the steps by a mask, [step], with at least one True; ``notes`` are added if it excludes any."""
         width = int(self.planned[chosen].max())
         cut = {name: getattr(self, name)[:, :, chosen, :width] for name in _LISTS}
         cut |= {name: getattr(self, name)[:, :, chosen] for name in _NUMBERS}

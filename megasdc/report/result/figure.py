@@ -153,8 +153,8 @@ def bars(name: str, x: Any, y: Any, colour: str, hover: str, **options: Any) -> 
 def layer_map(
     cells: Mapping[tuple[str, str], tuple[float, str]], rows: Sequence[str], top: int | None = None
 ) -> list[dict[str, Any]]:
-    """Traces of a map of shares by (layer, row), logarithmic, with grey cells for zero and empty ones where there are
-    none.
+    """Traces of a map of shares by (layer, row), logarithmic; cells are grey for zero, and empty where there is no
+    share.
 
     A cell is its share and what is shown under the pointer; ``rows`` from the top; ``top``: log10 of the darkest shade,
     None: of the largest share.
@@ -228,9 +228,7 @@ def map_axes(size: int = 11) -> dict[str, Any]:
 
 
 def rule(colour: str, x: float | None = None, y: float | None = None, dash: str = "dot", **more: Any) -> dict[str, Any]:
-    """A straight line through a whole figure, upright at ``x`` or level at ``y``; ``more``: of the shape, such as a
-    label.
-    """
+    """A straight line through a whole figure, upright at ``x`` or level at ``y``; ``more``: of plotly's shape."""
     ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     if x is None:
         ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y}

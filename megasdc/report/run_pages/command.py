@@ -30,7 +30,7 @@ PAGE = "report.html"
 
 @dataclass
 class Written:
-    """A report, its file, the files of ``--figures``, and the problem: why pictures are missing; empty: they are not."""
+    """A report, its file, the files of ``--figures``, and why pictures are missing; empty: they are not."""
 
     page: Page
     path: Path

@@ -62,7 +62,7 @@ class RunRecord:
         return self.path.resolve().name
 
     def setting(self, path: str) -> Any:
-        """One value of the configuration by dotted path, such as ``megasdc.training.steps``; None where there is none."""
+        """One value of the configuration by dotted path, such as ``megasdc.training.steps``; None: there is none."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None

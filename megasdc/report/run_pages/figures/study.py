@@ -79,7 +79,7 @@ def _told(row: MismatchRow) -> str:
 
 
 def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """Mismatches of each step, by part of the model; of one replica with at least one."""
+    """Mismatches of each step, by part of the model; of a replica with at least one."""
     counts: dict[str, Counter[int]] = {}
     for line in lines:
         counts.setdefault(part_of(line["fqn"]), Counter())[line["step"]] += line["mismatches"]
@@ -96,7 +96,7 @@ def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
 
 
 def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """Mismatch severity: histogram of relative differences by power of ten; of one replica with at least one mismatch."""
+    """Mismatch severity: histogram of relative differences by power of ten; of a replica with at least one mismatch."""
     decades = _sum(line["decades"] for line in lines)
     places = list(range(min(decades), max(decades) + 1)) if decades else []
     x, y = [f"1e{place}" for place in places], [decades[place] for place in places]
@@ -113,7 +113,7 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
 
 
 def bits_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """Number of elements in which each bit differs; of one replica with at least one mismatch."""
+    """Number of elements in which each bit differs; of a replica with at least one mismatch."""
     by_type = {
         dtype: _sum(one["flips"] for one in lines if one["dtype"] == dtype)
         for dtype in sorted({one["dtype"] for one in lines})
