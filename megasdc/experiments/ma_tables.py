@@ -89,8 +89,7 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
 
 
 def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the rows' nodes, with the seed where a cell has several; rows have ``cell``, ``node`` and ``seed``.
-    """
+    """The names of the nodes of rows with ``cell``, ``node`` and ``seed``; with the seed where a cell has several."""
     seeds: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         seeds[row["cell"]].add(row["seed"])

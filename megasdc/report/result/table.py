@@ -141,7 +141,7 @@ def alarming(count: int) -> Cell:
 
 
 def cell(value: Cell | str | float | None) -> Cell:
-    """A cell of a value: a text as it is, numbers as ``number`` shows them, whole ones with all digits, None as a dash."""
+    """A cell of a value: a text as it is, numbers as of ``number``, whole ones with all digits, None as a dash."""
     if isinstance(value, Cell):
         return value
     if isinstance(value, str):
