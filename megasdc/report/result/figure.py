@@ -153,8 +153,7 @@ def bars(name: str, x: Any, y: Any, colour: str, hover: str, **options: Any) -> 
 def layer_map(
     cells: Mapping[tuple[str, str], tuple[float, str]], rows: Sequence[str], top: int | None = None
 ) -> list[dict[str, Any]]:
-    """Traces of a map of shares by (layer, row), logarithmic; a cell is grey for zero, and empty where there is no
-    share.
+    """Traces of a map of shares by (layer, row), logarithmic; a cell is grey for zero, and empty where there is none.
 
     A cell is its share and what is shown under the pointer; ``rows`` from the top; ``top``: log10 of the darkest shade,
     None: of the largest share.
