@@ -25,11 +25,7 @@ TAIL_CHARACTERS = 2000
 
 
 class Host:
-    """The processes of this host.
-
-    Args:
-        slots: devices to test; 0: all accelerators, or 1 where there is none.
-    """
+    """The processes of this host; ``slots``: devices to test, 0: all accelerators, or 1 where there is none."""
 
     def __init__(self, slots: int) -> None:
         devices = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -34,25 +34,14 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a host no longer answers.
-
-    Args:
-        how: ``UNREACHABLE``, ``DIED``, ``HUNG`` or ``FAILED``.
-        detail: for display.
-    """
+    """Why a host no longer answers: ``UNREACHABLE``, ``DIED``, ``HUNG`` or ``FAILED``, and a detail for display."""
 
     how: str
     detail: str
 
 
 class Links:
-    """Connections to hosts.
-
-    Args:
-        slots: number of devices by host; 0: all that it has.
-        transport: how hosts are reached.
-        timeout_s: timeout of a task in seconds.
-    """
+    """Connections to hosts; ``slots``: number of devices by host, 0: all that it has; ``timeout_s`` is of a task."""
 
     def __init__(self, slots: Mapping[str, int], transport: Transport, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -84,13 +73,9 @@ class Links:
         return [(host, number) for host in hosts for number in range(numbers[host])]
 
     def ask(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
-        """Send tasks and wait for the answers.
+        """Sends tasks, each ``do`` and its arguments, to hosts that are alive, and waits for the answers.
 
-        Args:
-            tasks: ``do`` and its arguments, by place; of hosts that are alive.
-
-        Returns:
-            By place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
+        Returns by place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
         """
         waiting: dict[int, Place] = {}
         for place, task in tasks.items():

@@ -26,14 +26,10 @@ _STYLES = {HEALTHY: "green", UNHEALTHY: "bold red", INCONCLUSIVE: "bold yellow",
 
 @dataclass(frozen=True)
 class StressResult:
-    """Verdicts of all hosts.
+    """Verdicts and states of all hosts, in the order of the hostfile.
 
-    Args:
-        verdicts: in the order of the hostfile.
-        drill: injected faults; None: none.
-        drilled: effects of these faults, from ``summarize``; None where they are not known.
-        interrupted: ended early, by Ctrl-C.
-        states: of each host, in the same order.
+    ``drill``: injected faults, None: none; ``drilled``: their effects, from ``summarize``, None: not known;
+    ``interrupted``: by Ctrl-C.
     """
 
     verdicts: Sequence[HostVerdict]

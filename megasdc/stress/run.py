@@ -37,7 +37,6 @@ class StressPlan:
         only: tests, of ``TESTS``.
         timeout_s: timeout of a host for one test of a round, in seconds.
         drill: faults on one host; None: none.
-        golden: golden values.
         folder: for the hosts' states after each round; None: they are not saved.
         resume: continue from the states in the folder.
         ssh_port: None: SSH's own configuration.
@@ -62,11 +61,7 @@ class StressPlan:
 
 
 def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> StressResult:
-    """Test all hosts; Ctrl-C ends it with the results so far.
-
-    Args:
-        plan: configuration of the test.
-        on_progress: see ``Progress``.
+    """Tests all hosts; Ctrl-C ends it with the results so far.
 
     Raises:
         TraceError: a state to continue from is damaged or of another plan.

@@ -16,11 +16,7 @@ from megasdc.config.environment import set_deterministic_environment
 
 
 class Slot:
-    """The work of one process.
-
-    Args:
-        number: on its host, first is 0.
-    """
+    """The work of one process of a host; the first has number 0."""
 
     def __init__(self, number: int) -> None:
         import torch
@@ -103,12 +99,7 @@ class Slot:
 
 
 def main(number: int, answers: TextIO) -> None:
-    """Process tasks until standard input ends.
-
-    Args:
-        number: of this process.
-        answers: stream for the answers.
-    """
+    """Processes tasks until standard input ends."""
     set_deterministic_environment(DeterminismSection(enabled=True), os.environ)
     slot = Slot(number)
     for line in sys.stdin:
