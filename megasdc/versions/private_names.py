@@ -181,11 +181,7 @@ code sets it, and only a test checks it."""
 
 
 def missing_names(owners: Iterable[Owner]) -> list[str]:
-    """A sentence for every missing name; imports the owners' modules.
-
-    Args:
-        owners: what to check.
-    """
+    """A sentence for every missing name; imports the owners' modules."""
     problems = []
     for owner in owners:
         try:
@@ -202,7 +198,7 @@ def missing_names(owners: Iterable[Owner]) -> list[str]:
 
 
 def check_private_names(used_by: str = TRAINING) -> None:
-    """Refuse to start where a private name is missing.
+    """Refuses to start where a private name is missing.
 
     Args:
         used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER`` or ``NODE``.
