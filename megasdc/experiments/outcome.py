@@ -153,7 +153,7 @@ def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstic
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write ``result.json``, whole."""
+    """Writes ``result.json``, whole."""
     write_durably(folder / RESULT_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 

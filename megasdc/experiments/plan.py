@@ -230,7 +230,7 @@ class _Builder:
         )
 
     def _refuse(self, cell: str, where: str, problems: Sequence[str]) -> None:
-        """Store problems; one that several nodes of a cell have is reported once."""
+        """Stores problems; one that several nodes of a cell have is reported once."""
         for problem in problems:
             if (cell, problem) not in self._bad:
                 self._bad.add((cell, problem))

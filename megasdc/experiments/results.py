@@ -132,21 +132,21 @@ class ResultStore:
         return self.folder / RUNS_FOLDER / run_id
 
     def load(self) -> None:
-        """Read the outcomes of finished runs."""
+        """Reads the outcomes of finished runs."""
         for run_id in self._plan.runs:
             outcome = read_outcome(self.run_folder(run_id))
             if outcome is not None:
                 self.outcomes[run_id] = outcome
 
     def forget_failed(self) -> None:
-        """Remove the outcomes of failed runs, so that they run again."""
+        """Removes the outcomes of failed runs, so that they run again."""
         for run_id, outcome in list(self.outcomes.items()):
             if outcome.status == FAILED:
                 del self.outcomes[run_id]
                 (self.run_folder(run_id) / RESULT_FILE).unlink()
 
     def write_plan(self, size: str | None) -> None:
-        """Write ``sweep.json``."""
+        """Writes ``sweep.json``."""
         plan = self._plan
         content = {
             "sweep": plan.sweep.model_dump(mode="json"),
@@ -161,7 +161,7 @@ class ResultStore:
         write_durably(self.folder / SWEEP_FILE, json.dumps(content, indent=2) + "\n")
 
     def write_tables(self) -> None:
-        """Write both tables, each atomically."""
+        """Writes both tables, each atomically."""
         for run_id in self.outcomes:
             if run_id not in self._series:
                 measured = measured_folder(self._plan.runs[run_id], self.run_folder(run_id))

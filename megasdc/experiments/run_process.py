@@ -23,7 +23,7 @@ LAST_WORDS_S = 0.5
 
 
 def warm_up(context: Any) -> None:
-    """Wait until the server has imported everything, so that a measurement does not include it."""
+    """Waits until the server has imported everything, so that a measurement does not include it."""
     process = context.Process(target=os.getpid)
     process.start()
     process.join()
@@ -66,7 +66,7 @@ class RunningRanks:
         return codes if len(codes) == len(self.processes) else None
 
     def end(self) -> None:
-        """Kill all processes and wait for them."""
+        """Kills all processes and waits for them."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -172,7 +172,7 @@ def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
 
 
 def judge_again(store: ResultStore, plan: Plan) -> None:
-    """Judge finished runs again where the criteria in the sweep's file have changed."""
+    """Judges finished runs again where the criteria in the sweep's file have changed."""
     for run_id, outcome in list(store.outcomes.items()):
         run, folder = plan.runs[run_id], store.run_folder(run_id)
         by = yardstick(plan.sweep, run)
@@ -197,7 +197,7 @@ def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
 
 
 def _take_checkpoint(donor: Path, folder: Path, step: int) -> None:
-    """Hard-link the checkpoint from which a run starts, unless it has its own; the folder appears by one rename."""
+    """Hard-links the checkpoint from which a run starts, unless it has its own; the folder appears by one rename."""
     own = folder / CHECKPOINTS
     if own.exists():
         return

@@ -72,7 +72,7 @@ def open_sweep(
 
 
 def _check_folder(folder: Path, sweep: SweepFile, size: str | None) -> None:
-    """Refuse a folder of another sweep; a changed sweep of the same name and size keeps runs that are unchanged."""
+    """Refuses a folder of another sweep; a changed sweep of the same name and size keeps runs that are unchanged."""
     path = folder / SWEEP_FILE
     if not path.exists():
         return
@@ -160,13 +160,13 @@ def run_task(sweep: Sweep, number: int) -> PlannedRun:
 
 
 def gather(sweep: Sweep) -> SweepTable:
-    """Write the tables of the finished runs, and return the scored table."""
+    """Writes the tables of the finished runs, and returns the scored table."""
     _open_store(sweep, retry_failed=False).write_tables()
     return tabulate(read_sweep(sweep.out))
 
 
 def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
-    """Write the array job into the sweep's folder; see ``slurm.write_job``."""
+    """Writes the array job into the sweep's folder; see ``slurm.write_job``."""
     with alone(sweep.out):
         prepare_missing(find_missing_data(sweep.plan.runs.values()), progress=True)
         ResultStore(sweep.out, sweep.plan).write_plan(sweep.size)
@@ -210,7 +210,7 @@ def _open_store(sweep: Sweep, retry_failed: bool) -> ResultStore:
 
 
 def _estimate(sweep: Sweep, store: ResultStore, left: list[PlannedRun], workers: int, tell: OnEstimate) -> None:
-    """Estimate the remaining time, from finished runs where there are any, else from the first steps of a run."""
+    """Estimates the remaining time, from finished runs where there are any, else from the first steps of a run."""
     speeds = speeds_from(sweep.plan.runs.values(), store.outcomes)
     unknown = [run for run in left if shape_of(run) not in speeds]
     if unknown:

@@ -42,9 +42,9 @@ class RunSummary:
     """Summary of a run; losses in nats, None where none was reported or it was not finite.
 
     ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
-    ``last_loss``: means of reported windows; ``unigram_entropy``: loss of a model that knows token frequencies alone,
-    None for a blend and without data; ``tokens_per_s``: median over windows, all ranks; ``skipped_steps``: not taken by
-    the optimizer.
+    ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
+    blend and without data; ``tokens_per_s``: median over windows, all ranks; ``skipped_steps``: those that the
+    optimizer did not take.
     """
 
     run_dir: str
@@ -69,7 +69,7 @@ class RunSummary:
 
 
 def summarize(run_dir: Path | str) -> RunSummary:
-    """Read a run folder.
+    """Reads a run folder.
 
     Raises:
         DataError: the folder holds no run, or nothing was reported yet.

@@ -97,7 +97,7 @@ class Group:
         return got
 
     def close(self) -> None:
-        """Shut down after a barrier, since the others may still use the store of rank 0."""
+        """Shuts down after a barrier, since the others may still use the store of rank 0."""
         self._backend.barrier().wait()
         self._backend.shutdown()
 

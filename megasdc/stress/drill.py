@@ -83,7 +83,7 @@ class Expectation:
         self._totals = totals
 
     def __call__(self, address: Address, result: Tensor) -> None:
-        """Count one result."""
+        """Counts one result."""
         for index, spec in self._specs:
             if _means(spec, address):
                 self._totals[index] += chance(spec, result.numel())
@@ -132,7 +132,7 @@ class SlotDrill:
         return [Expectation(self._specs, hidden, self.expected)] if self._specs else []
 
     def keep(self, injectors: Sequence[Any]) -> None:
-        """Add the tallies of injectors that will be discarded."""
+        """Adds the tallies of injectors that will be discarded."""
         for injector in injectors:
             self._past = [add(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]
 

@@ -57,7 +57,7 @@ class Links:
             threading.Thread(target=self._listen, args=(host,), daemon=True).start()
 
     def start(self) -> None:
-        """Wait until every host has started its processes, or is lost."""
+        """Waits until every host has started its processes, or is lost."""
         deadline = time.monotonic() + self.timeout_s
         while waiting := set(self._running) - set(self.processes) - set(self.lost):
             self._take(deadline, waiting)
@@ -91,11 +91,11 @@ class Links:
         return {place: answer for place, answer in answers.items() if place[0] not in self.lost}
 
     def give_up(self, host: str, why: str) -> None:
-        """Record a host as lost that reported why it cannot continue."""
+        """Records a host as lost that reported why it cannot continue."""
         self._lose(host, FAILED, why)
 
     def close(self) -> None:
-        """Close all connections; the hosts then kill their processes."""
+        """Closes all connections; the hosts then kill their processes."""
         for process in self._running.values():
             _let_go(process)
         for process in self._running.values():
@@ -169,14 +169,14 @@ def _python_path() -> str:
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Close a host's standard input, at which it ends."""
+    """Closes a host's standard input, at which it ends."""
     assert process.stdin is not None, "it was given a pipe"
     with contextlib.suppress(OSError):  # the reader of unsent data is gone
         process.stdin.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Close a connection, kill it if it does not end within ``GRACE_S``, and return its exit code."""
+    """Closes a connection, kills it if it does not end within ``GRACE_S``, and returns its exit code."""
     _let_go(process)
     try:
         return process.wait(GRACE_S)

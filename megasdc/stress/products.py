@@ -48,7 +48,7 @@ class Products:
         return default_algorithm(self.device).name
 
     def expect(self, checksums: dict[str, int], against: str) -> None:
-        """Set the expected checksums; see the class."""
+        """Sets the expected checksums; see the class."""
         self.expected, self.against = dict(checksums), against
 
     def run_round(self, number: int) -> dict[str, Any]:

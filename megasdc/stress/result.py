@@ -85,7 +85,7 @@ def _why(fault: dict[str, Any], expected: float, unfired: str | None) -> str:
 
 
 def render_result(result: StressResult, console: Console) -> None:
-    """Print the table, every reason, and a summary line."""
+    """Prints the table, every reason, and a summary line."""
     table = Table(title="stress test")
     tests = list(dict.fromkeys(test for verdict in result.verdicts for test in verdict.rates))
     for name in ("host", "verdict", "rounds", *(f"wrong in {test}" for test in tests)):

@@ -110,7 +110,7 @@ class _Test:
         """Tests and processes to which the expected values have been sent."""
 
     def start(self) -> None:
-        """Start all hosts, and configure all their processes."""
+        """Starts all hosts, and configures all their processes."""
         self._links.start()
         drill = self._plan.drill
         tasks = {
@@ -217,7 +217,7 @@ class _Test:
             self._meet(number, {pair: self._links.places(pair) for pair in pairs})
 
     def _meet(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
-        """Run collectives in several groups at once, and count each host's right and wrong ones by partner."""
+        """Runs collectives in several groups at once, and counts each host's right and wrong ones by partner."""
         opened = self._ask({places[0]: {"do": "open"} for places in groups.values()})
         tasks: dict[Place, dict[str, Any]] = {}
         for places in groups.values():
@@ -262,7 +262,7 @@ class _Test:
         return {place: answer["ok"] for place, answer in answers.items() if place[0] not in self._links.lost}
 
     def note_losses(self) -> None:
-        """Record lost hosts in their states."""
+        """Records lost hosts in their states."""
         for host, loss in self._links.lost.items():
             self._states[host].lost = {"how": loss.how, "detail": loss.detail}
 

@@ -35,7 +35,7 @@ class Slot:
         self._timeout_s = 0.0
 
     def hello(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Configure all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
+        """Configures all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
         import torch
 
         from megasdc.stress.drill import SlotDrill
@@ -73,7 +73,7 @@ class Slot:
         return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
 
     def open(self, _task: dict[str, Any]) -> dict[str, Any]:
-        """Create the store of a group of which this process is rank 0."""
+        """Creates the store of a group of which this process is rank 0."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)

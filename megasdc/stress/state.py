@@ -29,7 +29,7 @@ class Count:
     wrong: int = 0
 
     def add(self, compared: int, wrong: int) -> None:
-        """Add counts."""
+        """Adds counts."""
         self.compared += compared
         self.wrong += wrong
 
@@ -67,14 +67,14 @@ class HostState:
             self.find({"test": test, "round": number, "slot": slot, **finding})
 
     def find(self, finding: dict[str, Any]) -> None:
-        """Store a finding; beyond ``SHOWN`` findings of a test only count it."""
+        """Stores a finding; beyond ``SHOWN`` findings of a test only counts it."""
         if sum(one["test"] == finding["test"] for one in self.findings) < SHOWN:
             self.findings.append(finding)
         else:
             self.dropped += 1
 
     def note(self, text: str) -> None:
-        """Store a note, once."""
+        """Stores a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 

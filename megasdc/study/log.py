@@ -58,11 +58,11 @@ class StudyLog:
         self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
 
     def flush(self) -> None:
-        """Flush all lines to the file."""
+        """Flushes all lines to the file."""
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -103,7 +103,7 @@ def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
 
 
 def _line(path: Path, number: int, text: str) -> Line:
-    """Parse a complete line.
+    """Parses a complete line.
 
     Raises:
         DataError: it is damaged.
@@ -121,7 +121,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and an incomplete last one; the file is replaced by one rename."""
+    """Drops the lines of later steps, and an incomplete last one; the file is replaced by one rename."""
     with open(path, encoding="utf-8") as old, replacing(path) as new:
         numbered = enumerate(old, 1)
         new.writelines(text for at, text in numbered if text.endswith("\n") and _line(path, at, text)["step"] <= step)

@@ -31,7 +31,7 @@ def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
 
 
 def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> None:
-    """Overwrite the inner optimizer's state of one partition; entries that only the trusted replica has are created."""
+    """Overwrites the inner optimizer's state of one partition; missing entries are created, additional ones removed."""
     own = states.get(flat, {})
     trusted = bridge.share_object(
         {

@@ -213,7 +213,7 @@ def check_private_names(used_by: str = TRAINING) -> None:
 
 @contextmanager
 def ends_at_launch_error() -> Iterator[None]:
-    """Print a LaunchError of the code inside to stderr and exit with its exit code; for processes of the launcher.
+    """Prints a LaunchError of the code inside to stderr and exits with its exit code; for processes of the launcher.
 
     Use it around ``own_lines_to``, never inside, or the message would go to that file.
     """
@@ -226,7 +226,7 @@ def ends_at_launch_error() -> Iterator[None]:
 
 @contextmanager
 def names_checked() -> Iterator[None]:
-    """Check the names of training after the imports inside, also where one of these imports fails.
+    """Checks the names of training after the imports inside, also where one of these imports fails.
 
     Raises:
         LaunchError: a private name is missing.
