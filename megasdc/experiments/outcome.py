@@ -58,7 +58,7 @@ class Yardstick:
     """Criteria by which a run is judged: the final loss is the mean over ``final_steps``, the last steps.
 
     A run has diverged with a final loss more than the share ``diverged_rise`` above the lowest mean over as many steps,
-    or above ``entropy``, nats: that of a model that knows token frequencies alone. None: not used, runs are too short.
+    or above ``entropy``, nats, that of a model that knows token frequencies alone; None: not used, runs are too short.
     """
 
     final_steps: int

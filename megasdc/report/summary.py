@@ -43,8 +43,7 @@ class RunSummary:
 
     ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
-    blend and without data; ``tokens_per_s``: median over windows, all ranks; ``skipped_steps``: those that the
-    optimizer did not take.
+    blend and without data; ``tokens_per_s``: median over windows, all ranks.
     """
 
     run_dir: str

@@ -41,8 +41,7 @@ def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
 
 
 def top_tokens(logits: Tensor, loss: TokenLoss) -> Tensor:
-    """The most likely tokens, [s, b], int64, of logits [s, b, v/tp]; of equally likely ones that of the lowest tensor
-    rank.
+    """The most likely tokens, [s, b], int64, of logits [s, b, v/tp]; of equal ones that of the lowest tensor rank.
 
     ``loss`` knows this rank's columns. The result is the same on all ranks of the tensor group.
 
