@@ -47,7 +47,11 @@ def find_chromium() -> str:
 
 
 def write_tables(folder: Path, figures: Sequence[Figure], tables: Sequence[Table]) -> list[Path]:
-    """Writes the numbers of every figure and table as CSV, a file of its name each; empty tables have none."""
+    """Writes the numbers of every figure and table as CSV, a file of its name each; empty tables have none.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
     texts = {one.name: one.as_csv() for one in figures} | {one.name: one.as_csv() for one in tables if one.rows}
     return [_write(folder / f"{name}.csv", text.encode()) for name, text in texts.items()]
 
