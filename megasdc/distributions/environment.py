@@ -19,7 +19,6 @@ class Environment:
 
     Args:
         latency_s: latency of an undisturbed micro-batch on one stage, >= 0.
-        delays: added to it.
         seed: of every draw, >= 0.
     """
 
@@ -60,7 +59,7 @@ class Environment:
 
 
 def parse_delay(text: str) -> Delay:
-    """Read a delay from text like ``slow_rank:replica=3,delay_s=0.5``.
+    """Reads a delay from text like ``slow_rank:replica=3,delay_s=0.5``.
 
     Args:
         text: a key of ``KINDS``, a colon, and its fields.

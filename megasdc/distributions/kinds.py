@@ -73,14 +73,7 @@ class Delay:
                 raise ValueError(f"{self.kind}: {field.name} is {value}, needed a finite number of seconds >= 0")
 
     def draw(self, place: Place) -> Seconds:
-        """Delays of a place.
-
-        Args:
-            place: step and block of replicas.
-
-        Returns:
-            Seconds >= 0 that broadcast to ``place.shape``, [replica, micro-batch, stage].
-        """
+        """Delays of a place: seconds >= 0 that broadcast to ``place.shape``, [replica, micro-batch, stage]."""
         raise NotImplementedError
 
     def _need_above_zero(self, *names: str) -> None:
@@ -95,9 +88,6 @@ class BoundedLogNormal(Delay):
 
     A length L in 1..999 is drawn with p(L) ~ exp(-(ln L - 4)^2 / 2) / L and divided by its mean. With a mean of half of
     a micro-batch's own latency, as in the paper, the standard deviation is 0.58 and the maximum 5.7 of this latency.
-
-    Args:
-        mean_s: mean delay.
 
     Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, appendix, and its published code (`create_dist_lognormal`).
     """
@@ -137,9 +127,7 @@ def _lognormal_tables() -> tuple[Seconds, NDArray[np.intp], Seconds]:
 class Normal(Delay):
     """Normal distribution; a draw below 0 becomes 0, so keep the mean some standard deviations above 0.
 
-    Args:
-        mean_s: mean before clamping.
-        std_s: standard deviation before clamping.
+    Mean and standard deviation are those before clamping.
     """
 
     kind = "normal"
@@ -156,12 +144,7 @@ class Normal(Delay):
 
 @dataclass(frozen=True)
 class Gamma(Delay):
-    """Gamma distribution.
-
-    Args:
-        mean_s: mean, above 0.
-        std_s: standard deviation, above 0.
-    """
+    """Gamma distribution; mean and standard deviation are above 0."""
 
     kind = "gamma"
     mean_s: float
@@ -179,11 +162,7 @@ class Gamma(Delay):
 
 @dataclass(frozen=True)
 class Exponential(Delay):
-    """Exponential distribution.
-
-    Args:
-        mean_s: mean.
-    """
+    """Exponential distribution with a mean delay."""
 
     kind = "exponential"
     mean_s: float
@@ -197,10 +176,8 @@ class Exponential(Delay):
 class Bursts(Delay):
     """Random bursts: a replica is slow for some steps, in all its micro-batches and stages.
 
-    Args:
-        probability: that a burst of a replica begins in a step, in [0, 1].
-        num_steps: length of a burst.
-        delay_s: of each micro-batch and stage during a burst.
+    ``probability``: that a burst of a replica begins in a step, in [0, 1]; ``delay_s``: of each micro-batch and stage
+    during a burst of ``num_steps``.
     """
 
     kind = "bursts"
@@ -226,10 +203,7 @@ class Bursts(Delay):
 class SlowRank(Delay):
     """One replica is slower by a constant time in every step.
 
-    Args:
-        replica: index of the slow replica.
-        delay_s: of each of its micro-batches.
-        stage: the slow pipeline stage; -1: all.
+    ``delay_s``: of each of its micro-batches; ``stage``: the slow pipeline stage, -1: all.
     """
 
     kind = "slow_rank"
@@ -255,10 +229,8 @@ class SlowRank(Delay):
 class SlowPeriods(Delay):
     """Every replica is slow for some steps of each period, each at its own random phase.
 
-    Args:
-        period_steps: steps from the start of one slow period to the next.
-        slow_steps: slow steps of each period, at most ``period_steps``.
-        delay_s: of each micro-batch and stage in a slow step.
+    ``period_steps``: from the start of one slow period to the next; ``slow_steps``: of each period, at most
+    ``period_steps``; ``delay_s``: of each micro-batch and stage in a slow step.
     """
 
     kind = "slow_periods"
@@ -281,11 +253,7 @@ class SlowPeriods(Delay):
 
 @dataclass(frozen=True)
 class Trace(Delay):
-    """Delays from a file, [replica, step, micro-batch] or with a fourth axis of stages; each axis wraps around.
-
-    Args:
-        path: a file that ``load_latencies`` reads.
-    """
+    """Delays from a file of ``load_latencies``, [replica, step, micro-batch, stage]; each axis wraps around."""
 
     kind = "trace"
     path: str
@@ -301,12 +269,10 @@ class Trace(Delay):
 
 @dataclass(frozen=True)
 class Resampled(Delay):
-    """Delays from a file: each step of each replica is one recorded step of any replica, drawn at random.
+    """Delays from a file of ``load_latencies``: each step of each replica is one recorded step of any, drawn at random.
 
-    Differences between replicas are lost: one slow replica makes all of them slow now and then.
-
-    Args:
-        path: a file that ``load_latencies`` reads; with at least as many micro-batches and stages as are drawn.
+    Differences between replicas are lost: one slow replica makes all of them slow now and then. The file has at least
+    as many micro-batches and stages as are drawn.
     """
 
     kind = "resampled"

@@ -11,7 +11,7 @@ from megasdc.errors import DataError
 
 
 def load_latencies(path: Path) -> NDArray[np.float64]:
-    """Read seconds from a file of NumPy's format (``.npy``).
+    """Reads seconds from a file of NumPy's format (``.npy``).
 
     Args:
         path: an array [replica, step, micro-batch], or [replica, step, micro-batch, stage].

@@ -27,11 +27,9 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Speed:
-    """Duration of runs of one shape.
+    """Duration of runs of one shape; ``step_s`` is with as many runs at once as later.
 
-    Args:
-        step_s: seconds of a step, with as many runs at once as later.
-        overhead_s: seconds of a run besides its steps: start, evaluation, save.
+    ``overhead_s``: seconds of a run besides its steps: start, evaluation, save.
     """
 
     step_s: float
@@ -64,15 +62,10 @@ def shape_of(run: PlannedRun) -> str:
 
 
 def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> dict[str, Speed]:
-    """Run the first steps of one run of each shape, an unhealthy one where there is one.
+    """Runs the first steps of one run of each shape, an unhealthy one where there is one, ``workers`` copies at once.
 
-    Args:
-        runs: planned.
-        folder: of the sweep; a folder in it is created and removed.
-        workers: copies of the run at once.
-
-    Returns:
-        By shape; without those whose first steps fail, since their runs will report the cause.
+    A folder in the sweep's is created and removed. Speeds are by shape; those whose first steps fail are omitted, since
+    their runs will report the cause.
     """
     chosen: dict[str, PlannedRun] = {}
     for run in sorted(runs, key=lambda run: run.healthy):

@@ -31,8 +31,6 @@ class StudiedNode:
     """One node in one study.
 
     Args:
-        cell: of the sweep.
-        run_id: of the study.
         node: its name, with the seed of the run where its cell has several.
         control: whether it is a control, which shows the effect of chance.
         published: figures of its profile by name.
@@ -76,10 +74,7 @@ class StudiedNode:
 
 
 def studied_nodes(results: SweepResults) -> list[StudiedNode]:
-    """Read the studies of a sweep.
-
-    Args:
-        results: of the sweep; runs that are no study, or ended without losses, are ignored.
+    """Reads the studies of a sweep; runs that are no study, or ended without losses, are ignored.
 
     Raises:
         DataError: a study's files are damaged.
@@ -94,11 +89,7 @@ def studied_nodes(results: SweepResults) -> list[StudiedNode]:
 
 
 def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name of each row's node, with the seed where its cell has several.
-
-    Args:
-        rows: of results, with ``cell``, ``node`` and ``seed``.
-    """
+    """The names of the nodes of rows with ``cell``, ``node`` and ``seed``; with the seed where a cell has several."""
     seeds: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         seeds[row["cell"]].add(row["seed"])
@@ -137,12 +128,7 @@ def _distance(study: StudySummary, quantity: str, replica: int) -> Any:
 
 @dataclass(frozen=True)
 class Value:
-    """One cell of a table.
-
-    Args:
-        text: as displayed.
-        number: by which it is sorted; None: by its text.
-    """
+    """One cell of a table; ``number``: by which it is sorted, None: by its text."""
 
     text: str
     number: float | None = None
@@ -150,15 +136,7 @@ class Value:
 
 @dataclass(frozen=True)
 class NodeTable:
-    """A table for a terminal or a page.
-
-    Args:
-        name: of its file.
-        heading: the research question.
-        note: meaning of the columns.
-        columns: their names; the first is the node.
-        rows: of values, as many as columns.
-    """
+    """A table for a terminal or a page: a column of nodes, then values; the heading is the research question."""
 
     name: str
     heading: str

@@ -29,7 +29,6 @@ class Outcome:
     """Outcome of a run.
 
     Args:
-        run_id: of the run.
         status: done; diverged: see ``diverged_why``; nan: most of its last losses are not finite, or it skipped too
             many steps in a row; failed: it ended with another error or too early.
         reason: why it is not done, else empty.
@@ -56,13 +55,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Criteria by which a run is judged.
+    """Criteria by which a run is judged: the final loss is the mean over ``final_steps``, the last steps.
 
-    Args:
-        final_steps: last steps whose mean is the final loss.
-        diverged_rise: share by which it may be above the lowest mean over as many steps.
-        entropy: a run with a final loss above it, nats, has diverged; the loss of a model that knows token frequencies
-            alone. None: not used, since runs are too short.
+    A run has diverged with a final loss more than the share ``diverged_rise`` above the lowest mean over as many steps,
+    or above ``entropy``, nats, that of a model that knows token frequencies alone; None: not used, runs are too short.
     """
 
     final_steps: int
@@ -78,16 +74,10 @@ class Yardstick:
 def judge(
     run_id: str, folder: Path, measured: Path, codes: Sequence[int], last_step: int, seconds: float, by: Yardstick
 ) -> Outcome:
-    """Determine a run's outcome from the files that it wrote.
+    """Determines a run's outcome from the files that it wrote.
 
-    Args:
-        run_id: of the run.
-        folder: of the run.
-        measured: folder of its losses, see ``measured_folder``.
-        codes: exit codes of its ranks.
-        last_step: that it was to reach.
-        seconds: duration of the run.
-        by: the criteria.
+    ``measured``: folder of its losses, see ``measured_folder``; ``codes``: exit codes of its ranks; ``last_step``: that
+    it was to reach.
     """
     rows = read_metrics(measured)
     losses = [(row["step"], _number(row["train/loss"])) for row in rows if "train/loss" in row]
@@ -137,12 +127,7 @@ def _status(
 def final_mean(losses: Sequence[tuple[int, float]], final_steps: int) -> float:
     """Mean over the last steps without losses that are not finite: the optimizer skips such a step.
 
-    Args:
-        losses: step and mean loss since the line before, in order.
-        final_steps: number of steps.
-
-    Returns:
-        NaN where less than half of them are finite.
+    ``losses``: step and mean loss since the line before, in order. NaN where less than half of them are finite.
     """
     last = [loss for step, loss in losses if step > losses[-1][0] - final_steps]
     finite = [loss for loss in last if math.isfinite(loss)]
@@ -150,15 +135,10 @@ def final_mean(losses: Sequence[tuple[int, float]], final_steps: int) -> float:
 
 
 def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstick) -> str | None:
-    """Why a run with a finite final loss counts as diverged; None: it does not.
+    """The reason why a run with a finite final loss counts as diverged; None: it does not.
 
     Its final loss is above that of token frequencies, or by more than ``diverged_rise`` above the lowest mean over as
-    many successive steps: the loss has risen and not recovered.
-
-    Args:
-        losses: as for ``final_mean``; a window with NaN is ignored.
-        final: their final mean.
-        by: the criteria.
+    many successive steps: the loss has risen and not recovered. A window with NaN is ignored.
     """
     if by.entropy is not None and final > by.entropy:
         return f"the final loss {final:.4f} is above {by.entropy:.4f}, that of token frequencies"
@@ -173,7 +153,7 @@ def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstic
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write ``result.json``, whole."""
+    """Writes ``result.json``, whole."""
     write_durably(folder / RESULT_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 

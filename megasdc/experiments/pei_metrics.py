@@ -26,15 +26,7 @@ EPSILON = 0.005
 
 @dataclass(frozen=True)
 class Ending:
-    """How one run of a cell ended.
-
-    Args:
-        node: its node.
-        seed: its seed.
-        status: done, diverged, nan or failed.
-        loss: final loss; None where it is not finite.
-        control: whether the node is a control, not an unhealthy one.
-    """
+    """How one run of a cell ended: done, diverged, nan or failed; ``loss`` is None where it is not finite."""
 
     node: str
     seed: int
@@ -81,12 +73,7 @@ class CellScore:
 
 
 def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore:
-    """Score the runs of one cell.
-
-    Args:
-        endings: of all nodes, including the healthy one.
-        epsilon: see ``EPSILON``.
-    """
+    """The score of the runs of one cell; endings are of all nodes, including the healthy one."""
     by_node: dict[str, list[Ending]] = {}
     controls: list[Ending] = []
     for ending in endings:
@@ -116,10 +103,9 @@ def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore
 
 
 def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
-    """Score every cell of a sweep's results, in the order of the rows.
+    """The scores of every cell of a sweep's results, in the order of the rows.
 
-    Args:
-        rows: with ``cell, node, control, seed, status, final_loss``.
+    Rows have ``cell, node, control, seed, status, final_loss``.
     """
     cells: dict[str, list[Ending]] = {}
     for row in rows:

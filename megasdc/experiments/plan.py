@@ -25,12 +25,7 @@ _OWN_PLACES = ("run_dir", "progress_bar")
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoint from which a run starts.
-
-    Args:
-        run_id: of the healthy run that saves the checkpoint.
-        step: of the checkpoint.
-    """
+    """The checkpoint from which a run starts, saved by a healthy run."""
 
     run_id: str
     step: int
@@ -38,17 +33,10 @@ class Start:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run.
+    """One run; its id, a digest of configuration, start and number of ranks, names its folder.
 
-    Args:
-        run_id: a digest of its configuration, start and number of ranks; names its folder.
-        label: the first cell, node and seed that need it.
-        config: the resolved configuration; ``logging.run_dir`` is set when the run starts.
-        ranks: number of processes.
-        start: None: from scratch.
-        last_step: after which it ends.
-        healthy: whether it has no faults.
-        donor: whether others start from its checkpoint.
+    ``label``: the first cell, node and seed that need it; ``config``: resolved, but ``logging.run_dir`` is set when the
+    run starts; ``start``: None: from scratch; ``donor``: whether others start from its checkpoint.
     """
 
     run_id: str
@@ -95,10 +83,7 @@ class Plan:
 
 
 def build_plan(sweep: SweepFile) -> Plan:
-    """Expand a sweep and check every run's configuration.
-
-    Args:
-        sweep: with its size applied.
+    """Expands a sweep, with its size applied, and checks every run's configuration.
 
     Raises:
         ConfigError: with every problem of every cell, each once.
@@ -133,11 +118,7 @@ def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
 
 
 def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
-    """The runs of some cells, including those from which they start.
-
-    Args:
-        plan: of the sweep.
-        only: names of the cells; empty: all.
+    """The runs of the named cells, all where there are none, including those from which they start.
 
     Raises:
         ConfigError: there is no such cell.
@@ -249,7 +230,7 @@ class _Builder:
         )
 
     def _refuse(self, cell: str, where: str, problems: Sequence[str]) -> None:
-        """Store problems; one that several nodes of a cell have is reported once."""
+        """Stores problems; one that several nodes of a cell have is reported once."""
         for problem in problems:
             if (cell, problem) not in self._bad:
                 self._bad.add((cell, problem))
@@ -270,12 +251,9 @@ class _Builder:
 
 
 def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dict[str, Any]]:
-    """Entries of ``faults`` that simulate a node.
+    """Entries of ``faults`` that simulate a node, None: none, in a run with this seed.
 
-    Args:
-        node: None: none.
-        seed: of the run.
-        study: of its configuration; in one of its replicas the node is unhealthy.
+    In one of the replicas of ``study`` the node is unhealthy.
     """
     if node is None:
         return []

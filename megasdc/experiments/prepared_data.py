@@ -21,13 +21,9 @@ def data_of(run: PlannedRun) -> DataSection:
 
 
 def find_missing_data(runs: Iterable[PlannedRun]) -> list[DataSection]:
-    """Check that data are complete, or that their sources exist; a source on the Hugging Face hub is not checked.
+    """Checks that data are complete, or that their sources exist; returns the sections to prepare, each once.
 
-    Args:
-        runs: planned.
-
-    Returns:
-        The sections whose data must be prepared, each once.
+    A source on the Hugging Face hub is not checked.
 
     Raises:
         ConfigError: data are damaged, or sources are missing; all problems at once.
@@ -59,15 +55,7 @@ def _verify(section: DataSection) -> None:
 
 
 def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:
-    """Prepare data, on all cores of this process.
-
-    Args:
-        missing: from ``find_missing_data``.
-        progress: show a bar on standard error.
-
-    Raises:
-        MegasdcError: as ``prepare``.
-    """
+    """Prepares data, on all cores of this process; raises as ``prepare``."""
     for section in missing:
         prepare(section, workers=len(os.sched_getaffinity(0)), progress=progress)
 

@@ -55,12 +55,9 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Contents of a sweep's folder.
+    """Contents of a sweep's folder: ``sweep.json``, and ``results.parquet`` as rows.
 
-    Args:
-        folder: the folder.
-        sweep: content of ``sweep.json``.
-        rows: of ``results.parquet``, finished runs only, in the order of the sweep.
+    Rows are of finished runs only, in the order of the sweep.
     """
 
     folder: Path
@@ -77,14 +74,14 @@ class SweepResults:
         return self.folder / RUNS_FOLDER / run_id
 
     def series(self, run_ids: Iterable[str] | None = None, names: Iterable[str] | None = None) -> pa.Table:
-        """Values step by step.
+        """Values step by step: a table with ``run_id, step, name, value``.
 
         Args:
             run_ids: of these runs; None: all.
             names: of these metrics; None: all.
 
         Returns:
-            Table with ``run_id, step, name, value``; NaN where a run wrote NaN or Inf.
+            NaN where a run wrote NaN or Inf.
         """
         wanted = [("run_id", "in", list(run_ids))] if run_ids is not None else []
         wanted += [("name", "in", list(names))] if names is not None else []
@@ -92,7 +89,7 @@ class SweepResults:
 
 
 def read_sweep(folder: Path | str) -> SweepResults:
-    """Read the results of a sweep, also of one in progress.
+    """Reads the results of a sweep, also of one in progress.
 
     Raises:
         StorageError: the folder holds no sweep, is damaged, or has no tables yet.
@@ -122,12 +119,7 @@ def versions() -> dict[str, str]:
 
 
 class ResultStore:
-    """Outcomes and tables of a sweep.
-
-    Args:
-        folder: of the sweep.
-        plan: of the sweep.
-    """
+    """Outcomes and tables of a sweep."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
@@ -140,21 +132,21 @@ class ResultStore:
         return self.folder / RUNS_FOLDER / run_id
 
     def load(self) -> None:
-        """Read the outcomes of finished runs."""
+        """Reads the outcomes of finished runs."""
         for run_id in self._plan.runs:
             outcome = read_outcome(self.run_folder(run_id))
             if outcome is not None:
                 self.outcomes[run_id] = outcome
 
     def forget_failed(self) -> None:
-        """Remove the outcomes of failed runs, so that they run again."""
+        """Removes the outcomes of failed runs, so that they run again."""
         for run_id, outcome in list(self.outcomes.items()):
             if outcome.status == FAILED:
                 del self.outcomes[run_id]
                 (self.run_folder(run_id) / RESULT_FILE).unlink()
 
     def write_plan(self, size: str | None) -> None:
-        """Write ``sweep.json``."""
+        """Writes ``sweep.json``."""
         plan = self._plan
         content = {
             "sweep": plan.sweep.model_dump(mode="json"),
@@ -169,7 +161,7 @@ class ResultStore:
         write_durably(self.folder / SWEEP_FILE, json.dumps(content, indent=2) + "\n")
 
     def write_tables(self) -> None:
-        """Write both tables, each atomically."""
+        """Writes both tables, each atomically."""
         for run_id in self.outcomes:
             if run_id not in self._series:
                 measured = measured_folder(self._plan.runs[run_id], self.run_folder(run_id))

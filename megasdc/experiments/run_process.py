@@ -23,7 +23,7 @@ LAST_WORDS_S = 0.5
 
 
 def warm_up(context: Any) -> None:
-    """Wait until the server has imported everything, so that a measurement does not include it."""
+    """Waits until the server has imported everything, so that a measurement does not include it."""
     process = context.Process(target=os.getpid)
     process.start()
     process.join()
@@ -31,11 +31,9 @@ def warm_up(context: Any) -> None:
 
 @dataclass
 class RunningRanks:
-    """The processes of one run.
+    """The processes of one run, by rank.
 
-    Args:
-        processes: by rank.
-        store: the rendezvous; hosted here, so that no port must be chosen in advance.
+    The store of the rendezvous is hosted here, so that no port must be chosen in advance.
     """
 
     processes: Sequence[Fork]
@@ -68,7 +66,7 @@ class RunningRanks:
         return codes if len(codes) == len(self.processes) else None
 
     def end(self) -> None:
-        """Kill all processes and wait for them."""
+        """Kills all processes and waits for them."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -76,14 +74,9 @@ class RunningRanks:
 
 
 def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int) -> RunningRanks:
-    """Start the ranks of a run.
+    """Starts the ranks of a run; ``context`` is from ``megasdc.parallel.processes.fork_server``.
 
-    Args:
-        context: from ``megasdc.parallel.processes.fork_server``.
-        config: configuration file of the run.
-        folder: of the run; output of the ranks goes to ``logs`` in it.
-        ranks: number of ranks.
-        slot: index among the concurrent runs; selects the GPUs.
+    Their output goes to ``logs`` in the folder; ``slot``: index among the concurrent runs, which selects the GPUs.
     """
     store = hold_store()
     logs = folder / LOG_FOLDER

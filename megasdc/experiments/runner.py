@@ -50,13 +50,10 @@ class _Active:
 
 
 class Runner:
-    """Runs all runs that are not finished.
+    """Runs all runs that are not finished, ``workers`` at once.
 
-    Args:
-        store: of the sweep's folder, loaded.
-        events: of the sweep; receives the start and end of each run.
-        workers: number of concurrent runs.
-        sweep: criteria for runs, and whether checkpoints are kept.
+    ``store``: loaded; ``events``: receives the start and end of each run; ``sweep``: criteria for runs, and whether
+    checkpoints are kept.
     """
 
     def __init__(
@@ -75,16 +72,10 @@ class Runner:
         self._attempts: dict[str, int] = {}
 
     def run(self, runs: dict[str, PlannedRun]) -> Iterator[Outcome]:
-        """Run those that have no outcome yet.
+        """Runs those that have no outcome yet; yields each outcome, once its result file exists.
 
-        Args:
-            runs: by id, including those from which others start.
-
-        Yields:
-            Each outcome, once its result file exists.
-
-        Raises:
-            StorageError: a run folder cannot be written.
+        ``runs`` is by id, including those from which others start. Raises ``StorageError`` where a run folder cannot be
+        written.
         """
         waiting = [run for run in runs.values() if run.run_id not in self._store.outcomes]
         try:
@@ -181,7 +172,7 @@ def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
 
 
 def judge_again(store: ResultStore, plan: Plan) -> None:
-    """Judge finished runs again where the criteria in the sweep's file have changed."""
+    """Judges finished runs again where the criteria in the sweep's file have changed."""
     for run_id, outcome in list(store.outcomes.items()):
         run, folder = plan.runs[run_id], store.run_folder(run_id)
         by = yardstick(plan.sweep, run)
@@ -193,13 +184,7 @@ def judge_again(store: ResultStore, plan: Plan) -> None:
 
 
 def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
-    """Write the configuration file of a run.
-
-    Args:
-        run: planned.
-        folder: of the run; all its output goes there.
-        **training: values of ``megasdc.training`` to change.
-    """
+    """Writes the configuration file of a run into its folder, with changed values of ``megasdc.training``."""
     own = run.config["megasdc"]
     logging_section = {**own["logging"], "run_dir": str(folder), "progress_bar": False}
     config = {**run.config, "megasdc": {**own, "logging": logging_section, "training": {**own["training"], **training}}}
@@ -212,7 +197,7 @@ def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
 
 
 def _take_checkpoint(donor: Path, folder: Path, step: int) -> None:
-    """Hard-link the checkpoint from which a run starts, unless it has its own; the folder appears by one rename."""
+    """Hard-links the checkpoint from which a run starts, unless it has its own; the folder appears by one rename."""
     own = folder / CHECKPOINTS
     if own.exists():
         return
@@ -231,7 +216,7 @@ def _link(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes of ``megasdc sweep``.
+    """Locks a folder against other processes of ``megasdc sweep``.
 
     Raises:
         StorageError: another process holds it, or it cannot be written.

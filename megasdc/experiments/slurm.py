@@ -41,16 +41,10 @@ after=(--dependency=afterany:"$job")"""
 
 
 def write_job(plan: Plan, arguments: list[str], out: Path, at_once: int) -> Path:
-    """Write the array job and the script that submits it.
+    """Writes the array job and the script that submits it, to be run with bash; returns the script.
 
-    Args:
-        plan: of the sweep; a task's number is the index of its run.
-        arguments: of ``megasdc sweep``, without ``--slurm``.
-        out: the sweep's folder, shared by all hosts.
-        at_once: maximum of concurrent tasks.
-
-    Returns:
-        The script that submits, to be run with bash.
+    A task's number is the index of its run. ``arguments``: of ``megasdc sweep``, without ``--slurm``; ``out``: the
+    sweep's folder, shared by all hosts; ``at_once``: maximum of concurrent tasks.
     """
     command = shlex.join([sys.executable, "-m", "megasdc", "sweep", *arguments])
     runs = list(plan.runs.values())

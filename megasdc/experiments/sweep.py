@@ -35,7 +35,6 @@ class Sweep:
     """A sweep that was read and checked, before any run is started.
 
     Args:
-        plan: of all runs.
         chosen: runs to run, by id.
         size: the chosen size; None: the file has none.
         out: folder of the results.
@@ -50,10 +49,9 @@ class Sweep:
 def open_sweep(
     path: Path, size: str | None = None, out: Path | None = None, only: Sequence[str] = (), *, to_run: bool = True
 ) -> Sweep:
-    """Read a sweep file and check every run of it; nothing is written.
+    """Reads a sweep file and checks every run of it; nothing is written.
 
     Args:
-        path: the file.
         size: one of its sizes; None: its first.
         out: folder of the results; None: ``runs/sweeps/NAME-SIZE``.
         only: names of the cells to run; empty: all.
@@ -74,7 +72,7 @@ def open_sweep(
 
 
 def _check_folder(folder: Path, sweep: SweepFile, size: str | None) -> None:
-    """Refuse a folder of another sweep; a changed sweep of the same name and size keeps runs that are unchanged."""
+    """Refuses a folder of another sweep; a changed sweep of the same name and size keeps runs that are unchanged."""
     path = folder / SWEEP_FILE
     if not path.exists():
         return
@@ -100,18 +98,14 @@ def run_sweep(
     on_progress: OnProgress = lambda what, done, total: None,
     on_estimate: OnEstimate = lambda seconds, left, workers: None,
 ) -> SweepTable:
-    """Run all runs that are not finished.
+    """Runs all runs that are not finished, and returns the table.
 
     Args:
-        sweep: checked.
         workers: number of concurrent runs; None: as cores and devices allow.
         progress: show the bar of data preparation.
         retry_failed: repeat failed runs.
         on_progress: called with (what, done, total).
         on_estimate: called before the first run, if more runs remain than ``workers``.
-
-    Returns:
-        The table.
 
     Raises:
         ConfigError: there are too few devices.
@@ -139,10 +133,9 @@ def run_sweep(
 
 
 def run_task(sweep: Sweep, number: int) -> PlannedRun:
-    """Run one run of a sweep, as a task of an array job; ``gather`` writes the tables.
+    """Runs one run of a sweep, as a task of an array job; ``gather`` writes the tables.
 
     Args:
-        sweep: checked.
         number: index of the run in the plan.
 
     Raises:
@@ -167,13 +160,13 @@ def run_task(sweep: Sweep, number: int) -> PlannedRun:
 
 
 def gather(sweep: Sweep) -> SweepTable:
-    """Write the tables of the finished runs, and return the scored table."""
+    """Writes the tables of the finished runs, and returns the scored table."""
     _open_store(sweep, retry_failed=False).write_tables()
     return tabulate(read_sweep(sweep.out))
 
 
 def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
-    """Write the array job into the sweep's folder; see ``slurm.write_job``."""
+    """Writes the array job into the sweep's folder; see ``slurm.write_job``."""
     with alone(sweep.out):
         prepare_missing(find_missing_data(sweep.plan.runs.values()), progress=True)
         ResultStore(sweep.out, sweep.plan).write_plan(sweep.size)
@@ -181,12 +174,9 @@ def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
 
 
 def choose_workers(plan: Plan, asked: int | None = None) -> int:
-    """Number of concurrent runs.
+    """Number of concurrent runs, as ``asked`` by the user; None: as many as cores and devices allow.
 
-    Args:
-        plan: of the sweep.
-        asked: by the user; None: as many as this process has cores for their ranks and threads, and devices for their
-            ranks where it has any.
+    That is as this process has cores for their ranks and threads, and devices for their ranks where it has any.
 
     Raises:
         ConfigError: there are too few devices for one run, or for ``asked`` runs.
@@ -220,7 +210,7 @@ def _open_store(sweep: Sweep, retry_failed: bool) -> ResultStore:
 
 
 def _estimate(sweep: Sweep, store: ResultStore, left: list[PlannedRun], workers: int, tell: OnEstimate) -> None:
-    """Estimate the remaining time, from finished runs where there are any, else from the first steps of a run."""
+    """Estimates the remaining time, from finished runs where there are any, else from the first steps of a run."""
     speeds = speeds_from(sweep.plan.runs.values(), store.outcomes)
     unknown = [run for run in left if shape_of(run) not in speeds]
     if unknown:

@@ -106,14 +106,9 @@ class SweepFile(Section):
 
 
 def load_sweep(path: Path | str, size: str | None) -> SweepFile:
-    """Read a sweep file and take one of its sizes.
+    """Reads a sweep file with one of its sizes applied, which ``sizes`` then holds alone.
 
-    Args:
-        path: the file.
-        size: name of the variant; None: its first size, or the file itself if it has no sizes.
-
-    Returns:
-        The sweep with the variant applied, ``sizes`` holding that one alone.
+    ``size``: None: its first, or the file itself if it has no sizes.
 
     Raises:
         ConfigError: it cannot be read, has unknown keys or wrong values, or lacks the size; all problems at once.

@@ -22,7 +22,6 @@ class SweepTable:
     """Scored results of a sweep.
 
     Args:
-        name: of the sweep.
         size: its size; None: it has none.
         folder: of the results.
         done: number of finished rows.
@@ -68,7 +67,7 @@ class SweepTable:
 
 
 def tabulate(results: SweepResults) -> SweepTable:
-    """Score the finished rows."""
+    """Scores the finished rows."""
     scores = score_cells(results.rows)
     rows = {cell["name"]: cell["paper"] for cell in results.sweep["cells"]}
     papers = {cell: find_row(rows[cell]) if rows.get(cell) else None for cell in scores}
@@ -87,7 +86,7 @@ def tabulate(results: SweepResults) -> SweepTable:
 
 
 def render_table(table: SweepTable, console: Console) -> None:
-    """Print the table."""
+    """Prints the table."""
     if not table.done:
         console.print(f"no run has finished yet; there will be {table.planned:,} rows")
     for studied in node_tables(table.nodes):
@@ -121,7 +120,7 @@ def _render_scores(table: SweepTable, console: Console) -> None:
 
 
 def render_node_table(table: NodeTable, console: Console) -> None:
-    """Print a table of nodes."""
+    """Prints a table of nodes."""
     console.print(f"[italic]{table.heading}.[/] {escape(table.note)}", highlight=False, soft_wrap=True)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(table.columns):

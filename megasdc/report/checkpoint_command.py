@@ -114,7 +114,7 @@ def compare(
 
 
 def _leave(same: bool, problems: list[str]) -> None:
-    """Exit with the code of the result; flushes first, so that a failed write is noticed."""
+    """Exits with the code of the result; flushes first, so that a failed write is noticed."""
     sys.stdout.flush()
     for problem in problems:
         typer.echo(f"compare_checkpoints: error: {problem}", err=True)
@@ -126,7 +126,7 @@ def _leave(same: bool, problems: list[str]) -> None:
 def _compare(
     paths: list[Path], options: Options, jobs: int | None, quiet: bool
 ) -> tuple[Report, list[tuple[str, Slot]]]:
-    """Compare, with a progress bar in bytes unless quiet; also what was compared."""
+    """Compares, with a progress bar in bytes unless quiet; also what was compared."""
     views = open_extract_views(paths) if any(map(is_extract, paths)) else [open_view(path) for path in paths]
     views = with_derived_weights(views)
     keys = tensors_to_compare(views, options)
@@ -136,7 +136,7 @@ def _compare(
 
 
 def main() -> None:
-    """Run the command line on the CPU: DeepSpeed would look for an accelerator, and print to standard output.
+    """Runs the command line on the CPU: DeepSpeed would look for an accelerator, and print to standard output.
 
     A result that cannot be written is no verdict: the exit code is then NOT_COMPARED.
     """

@@ -27,13 +27,7 @@ _SINCE = {True: "as it was saved", False: "changed since it was saved", None: "n
 
 
 def comparison_page(report: Report, keys: Sequence[tuple[str, Slot]], limit: int) -> Page:
-    """Build the page.
-
-    Args:
-        report: of the comparison.
-        keys: tensors that were compared, from ``tensors_to_compare``.
-        limit: maximum of findings listed on a terminal.
-    """
+    """The page of a comparison of the tensors ``keys``, with at most ``limit`` findings on a terminal."""
     letters = _letters(report)
     views = {
         letters[str(view.path)]: f"{view.path}: {view.kind}{f', {view.layout}' if view.layout else ''}"

@@ -29,16 +29,10 @@ def compare_by_digest(
     as_json: bool,
     limit: int,
 ) -> bool:
-    """Compare manifests, and folders by manifests computed here; print the comparison.
+    """Compares manifests, and folders by manifests computed here; prints the result and returns whether all is equal.
 
-    Args:
-        paths: at least two.
-        extract: folder for the blocks that differ, of each path that is not a manifest; None: write none.
-        as_json: print one JSON object.
-        limit: maximum of differences listed.
-
-    Returns:
-        Whether everything is the same.
+    ``extract``: folder for the blocks that differ, of each path that is not a manifest; None: none are written.
+    ``limit``: maximum of differences listed.
 
     Raises:
         CheckpointError: one cannot be read, or they have nothing in common.

@@ -10,12 +10,7 @@ from megasdc.report.result.table import Table, few
 
 
 def digest_page(report: DigestReport, limit: int) -> Page:
-    """Build the page.
-
-    Args:
-        report: of the comparison.
-        limit: maximum of differences listed on a terminal.
-    """
+    """The page of a comparison, with at most ``limit`` differences on a terminal."""
     first = f", {report.first_different} first" if report.first_different else ""
     different = f"Different: {len(report.differences):,} tensors, values and files{first}"
     odd = [

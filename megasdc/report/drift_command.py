@@ -21,10 +21,9 @@ from megasdc.report.result.terminal import print_pages
 
 
 def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, as_json: bool) -> DriftReport | None:
-    """Measure, print, and write the page where ``html`` is given.
+    """Measures, prints, and writes the page where ``html`` is given.
 
-    Returns:
-        The report; None where nothing could be compared or the page not be written, after an error message.
+    None, after an error message, where nothing could be compared or the page not be written.
     """
     quiet = as_json or not sys.stderr.isatty()
     columns = (SpinnerColumn(), TextColumn("comparing"), TotalFileSizeColumn(), TimeElapsedColumn())

@@ -23,11 +23,7 @@ Lines = Mapping[str, Sequence[float | None]]
 
 
 def drift_page(report: DriftReport) -> Page:
-    """Build the page.
-
-    Args:
-        report: of the measurement.
-    """
+    """The page of a measurement."""
     verdicts = [verdict(report, run) for run in report.runs]
     unsure = report.same and bool(report.problems)
     definition = (

@@ -27,19 +27,10 @@ LITTLE = 0.01
 
 @dataclass(frozen=True)
 class ReplicaTimes:
-    """Compute times of one replica over the steps.
+    """Times of one replica over the steps: mean, standard deviation, median, 99th percentile and maximum of T.
 
-    Args:
-        replica: index.
-        hosts: of its stages.
-        mean_s: mean of T.
-        std_s: standard deviation of T.
-        p50_s: median of T.
-        p99_s: 99th percentile of T.
-        max_s: largest T.
-        last_steps: steps in which all others waited for it.
-        waiting_share: time that it waited for the slowest replica, over the time of all steps.
-        busy_s: seconds of a micro-batch's forward and backward pass on each stage, [stage].
+    ``last_steps``: steps in which all others waited for it; ``waiting_share``: time that it waited for the slowest
+    replica, over the time of all steps; ``busy_s``: of a micro-batch's forward and backward pass, [stage].
     """
 
     replica: int
@@ -56,16 +47,10 @@ class ReplicaTimes:
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds of a step that are lost to waiting, mean over steps, by cause.
+    """Seconds of a step that are lost to waiting, mean over steps, in the parts that the module describes.
 
-    Args:
-        total_s: whole loss.
-        deterministic_s: because one replica is slower on average.
-        garbage_s: because replicas collect garbage at different times; below 0 if that made them more equal.
-        random_s: the rest.
-        slowest: the replica that is slowest on average, without garbage collection.
-        stage: its stage whose micro-batches exceed the mean of the same stage over all replicas most.
-        stage_excess_s: that excess, per micro-batch.
+    ``garbage_s`` is below 0 if collection made replicas more equal. ``slowest``: the replica that is slowest on average
+    without it; ``stage``: where its micro-batches exceed the mean of all replicas most, by ``stage_excess_s`` each.
     """
 
     total_s: float
@@ -81,12 +66,7 @@ class Loss:
 class TimesReport:
     """Times of a run's steps and their loss to waiting.
 
-    Args:
-        times: as recorded.
-        compute_s: T, [replica, step].
-        step_s: mean time of a step.
-        replicas: by index.
-        loss: to waiting.
+    ``compute_s``: T, [replica, step]; ``step_s``: mean time of a step; ``replicas``: by index.
     """
 
     times: StepTimesOfRun
@@ -144,11 +124,7 @@ class TimesReport:
 
 
 def report_times(times: StepTimesOfRun) -> TimesReport:
-    """Compute times and losses of the recorded steps.
-
-    Args:
-        times: of at least one step.
-    """
+    """Computes times and losses of the recorded steps, at least one."""
     compute = times.compute_s.max(axis=1)
     busy = np.nanmean(times.busy_s, axis=(2, 3))
     steps = times.step_s.max(axis=(0, 1))

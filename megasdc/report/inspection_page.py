@@ -11,11 +11,7 @@ from megasdc.sdc.heat_map import ranges
 
 
 def inspection_page(found: dict[str, Any]) -> Page:
-    """Build the page; unknown facts are omitted.
-
-    Args:
-        found: the result of ``inspect_checkpoint``.
-    """
+    """The page of a result of ``inspect_checkpoint``; unknown facts are omitted."""
     layout, states, storage = found["layout"], found["states"], found["storage"] or ""
     counters = {name: value for name, value in states.items() if name not in ("loader", "random_generators")}
     random = states.get("random_generators")

@@ -20,7 +20,7 @@ STANDARD_OUTPUT = "-"
 
 
 def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) -> None:
-    """Write the manifest of the checkpoints at a path.
+    """Writes the manifest of the checkpoints at a path.
 
     Args:
         path: see ``digest_path``.

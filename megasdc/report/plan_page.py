@@ -10,11 +10,7 @@ from megasdc.sdc.plan import AUDIT, TIERS, Latency, PlanResult
 
 
 def plan_page(result: PlanResult) -> Page:
-    """Build the page.
-
-    Args:
-        result: of the plan.
-    """
+    """The page of a plan of audits."""
     plan = result.plan
     said = [
         f"checksums of a micro-batch take {plan.audit_share:.2%} of its time in an audit, {plan.forward_share:.2%} in "

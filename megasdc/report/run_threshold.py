@@ -26,15 +26,9 @@ SIGMAS: float = DropComputeSection.model_fields["sigmas"].default
 class RunThreshold:
     """The best threshold of a run's steps.
 
-    Args:
-        times: of the steps of the search.
-        communication_s: Tc, the time of a step that no threshold shortens.
-        measured: Tc was measured, not given.
-        max_drop_rate: largest permitted share of dropped micro-batches.
-        min_micro_batches: completed by every replica whatever the threshold.
-        threshold: result for the rule ``elapsed``, which starts micro-batches before tau.
-        sigmas: of the rule ``predictive``, which starts those expected to end by tau.
-        predictive: result for that rule.
+    ``communication_s``: Tc, the time of a step that no threshold shortens, ``measured`` or given; ``threshold``: result
+    for the rule ``elapsed``, which starts micro-batches before tau; ``predictive``: for the rule that starts those
+    expected, with ``sigmas``, to end by tau.
     """
 
     times: StepTimesOfRun
@@ -61,12 +55,7 @@ class RunThreshold:
         return self.times.end_s[:, 0, :, -1]
 
     def at(self, rule: str, place: int) -> dict[str, Any]:
-        """Results of one threshold as plain values; an infinite threshold is None.
-
-        Args:
-            rule: one of ``rules``.
-            place: index in its curve.
-        """
+        """Results of the threshold at an index of a rule's curve as plain values; an infinite threshold is None."""
         curve = self.rules[rule].curve
         share, tau_s = float(curve.completed_share[place]), float(curve.thresholds_s[place])
         return {
@@ -122,10 +111,9 @@ def search_run(
     communication_s: float | None,
     sigmas: float = SIGMAS,
 ) -> RunThreshold:
-    """Search the threshold on the steps of a run without dropped micro-batches.
+    """Searches the threshold on the steps of a run without dropped micro-batches.
 
     Args:
-        times: as recorded.
         max_drop_rate: largest permitted share of dropped micro-batches, in [0, 1].
         min_micro_batches: completed by every replica whatever the threshold, >= 1.
         communication_s: Tc; None: as measured.

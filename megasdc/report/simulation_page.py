@@ -12,14 +12,11 @@ from megasdc.report.run_pages.figures.drops import HEIGHT, drop_rate_figure, his
 
 
 def simulation_page(result: SimulationResults) -> Page:
-    """Build the page.
+    """The page of simulations.
 
     Figures are of the last number of replicas: distribution of compute times, completed share, speed of steps and S_eff
     against the threshold, and S_eff against the drop rate; for all numbers: E[T] and the best S_eff. The paper's
     Figures 2 to 4 show these quantities.
-
-    Args:
-        result: of the simulations.
     """
     last = result.results[-1]
     return Page(

@@ -34,7 +34,6 @@ class StepTimesOfRun:
     """Times of the steps that all ranks have recorded; seconds since the step began on the rank.
 
     Args:
-        run: the run folder.
         steps: their numbers, ascending, [step].
         planned: micro-batches per replica, [step].
         start_s: start time of a micro-batch on a stage, [replica, stage, step, micro-batch]; NaN where it was dropped.
@@ -74,12 +73,7 @@ class StepTimesOfRun:
         )
 
     def only(self, chosen: NDArray[np.bool_], *notes: str) -> StepTimesOfRun:
-        """A subset of the steps.
-
-        Args:
-            chosen: mask, [step]; at least one is True.
-            *notes: added if the mask excludes a step.
-        """
+        """A subset of the steps by a mask, [step], with at least one True; ``notes`` are added if it excludes any."""
         width = int(self.planned[chosen].max())
         cut = {name: getattr(self, name)[:, :, chosen, :width] for name in _LISTS}
         cut |= {name: getattr(self, name)[:, :, chosen] for name in _NUMBERS}
@@ -106,10 +100,9 @@ class _File:
 def load_step_times(
     run: Path, first_step: int | None = None, last_step: int | None = None, on_progress: OnProgress | None = None
 ) -> StepTimesOfRun:
-    """Read the step times of all ranks of a run.
+    """Reads the step times of all ranks of a run.
 
     Args:
-        run: the run folder.
         first_step: earlier steps are ignored; None: no limit.
         last_step: later steps are ignored; None: no limit.
         on_progress: called with the activity, the files read and their total.

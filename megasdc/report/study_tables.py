@@ -18,11 +18,7 @@ WORST = 12
 
 
 def summary_page(summary: StudySummary) -> Page:
-    """The tables for a terminal: of results only those that differ, of distances only the worst.
-
-    Args:
-        summary: of the study.
-    """
+    """The tables for a terminal: of results only those that differ, of distances only the worst."""
     wrong, compared = sum(row.mismatches for row in summary.mismatches), sum(row.elements for row in summary.mismatches)
     shown = replace(summary, mismatches=[row for row in summary.mismatches if row.mismatches])
     bursts = [

@@ -20,18 +20,11 @@ from megasdc.study.log import STUDY_FOLDER
 
 @dataclass(frozen=True)
 class Failure:
-    """How the last launch of a run failed.
+    """How the last launch of a run failed; the text is the cause, as the launch or the failed rank recorded it.
 
-    Args:
-        exit_code: of the launch; see ``megasdc.errors``.
-        text: the cause, as the launch or the failed rank recorded it.
-        rank: global rank that failed first; None: not known.
-        host: its host; None: not known.
-        verdict: of the incident report on silent data corruption; None: another failure, or no report was written.
-        suspects: ranks that the report names, or of which one is wrong, with their hosts; for NaN and Inf where they
-            appeared first.
-        incident: path of the incident report; None as ``verdict``.
-        verified_checkpoint: folder of the newest checkpoint after which an audit agreed; None: there is none.
+    ``rank``: that failed first, None: not known; ``verdict`` and ``incident``: of the report on silent data corruption,
+    None: another failure, or no report; ``suspects``: ranks that it names, or of which one is wrong, for NaN and Inf
+    where they appeared first; ``verified_checkpoint``: the newest after which an audit agreed, None: none.
     """
 
     exit_code: int
@@ -46,24 +39,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of a run.
+    """Summary of a run; losses in nats, None where none was reported or it was not finite.
 
-    Args:
-        run_dir: its folder.
-        steps: last step reported; 0: none.
-        planned_steps: steps of the whole run; None: not known, as the folder holds no configuration.
-        first_loss: mean loss of the first reported window, nats; None: none was reported, or it was not finite.
-        last_loss: mean loss of the last reported window, nats; None as ``first_loss``.
-        eval_loss: last evaluation; None if there was none.
-        unigram_entropy: entropy of the training tokens without context, nats: the loss of a model that knows token
-            frequencies alone. None for a blend, whose frequencies no manifest holds, and if the data are missing.
-        tokens: tokens used.
-        tokens_per_s: median over the reported windows, all ranks; None: none was reported.
-        skipped_steps: steps that the optimizer did not take.
-        resumed_from: steps that the run resumed from.
-        changed_settings: fields of the configuration that a resume found changed, as sentences.
-        checkpoints: folders of the kept checkpoints.
-        failure: how the last launch failed; None: it did not, or left no record.
+    ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
+    ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
+    blend and without data; ``tokens_per_s``: median over windows, all ranks.
     """
 
     run_dir: str
@@ -88,7 +68,7 @@ class RunSummary:
 
 
 def summarize(run_dir: Path | str) -> RunSummary:
-    """Read a run folder.
+    """Reads a run folder.
 
     Raises:
         DataError: the folder holds no run, or nothing was reported yet.

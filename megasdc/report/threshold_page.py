@@ -15,11 +15,7 @@ _RATES = (0.2, 0.1, 0.05, 0.02, 0.01)
 
 
 def threshold_page(result: RunThreshold) -> Page:
-    """Build the page: the best threshold and some others, compute times, and the results of all thresholds.
-
-    Args:
-        result: of the search.
-    """
+    """The page of the best threshold and some others, compute times, and the results of all thresholds."""
     curve, kind = result.threshold.curve, "measured" if result.measured else "given"
     tau_s = result.at(ELAPSED, result.best(ELAPSED))["tau_s"]
     marks = {"mean of the slowest": float(curve.longest_s.mean())} | ({} if tau_s is None else {"tau": tau_s})

@@ -19,11 +19,7 @@ HEIGHT = 300
 
 
 def times_page(result: TimesReport) -> Page:
-    """Build the page.
-
-    Args:
-        result: the report.
-    """
+    """The page of times of a run's steps and their loss to waiting."""
     slowest = sorted(result.replicas, key=lambda one: -one.mean_s)
     notes = list(result.times.notes)
     if result.steps_with_drops:

@@ -101,5 +101,5 @@ def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: 
 
 
 def main() -> None:
-    """Run the command line."""
+    """Runs the command line."""
     run(lambda: app(prog_name="compare_traces"), "compare_traces", unwritten=NOT_COMPARED)

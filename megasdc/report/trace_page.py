@@ -24,12 +24,7 @@ _COLUMNS: tuple[tuple[str, Callable[[int, int], int]], ...] = (
 
 
 def trace_page(reports: Sequence[TraceReport], limit: int) -> Page:
-    """Build the page of runs that were each compared with the first.
-
-    Args:
-        reports: one or more.
-        limit: maximum of divergences listed on a terminal.
-    """
+    """The page of runs that were each compared with the first, with at most ``limit`` divergences on a terminal."""
     differ = [report for report in reports if not report.same]
     verdict = "Same: every checksum is equal" if not differ else f"Different: {_counts(differ)}"
     return Page(

@@ -24,13 +24,7 @@ _NEEDED_ACROSS = ("precision", "algorithm")
 
 @dataclass(frozen=True)
 class RunTraces:
-    """Traces of all ranks of a run.
-
-    Args:
-        path: as given by the user.
-        headers: by rank.
-        traces: by rank.
-    """
+    """Traces of all ranks of a run, by rank; ``path`` as given by the user."""
 
     path: str
     headers: dict[int, dict[str, Any]]
@@ -55,17 +49,10 @@ class RunTraces:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """Comparison of a run with a reference run.
+    """Comparison of a run with a reference run, ``expected``.
 
-    Args:
-        expected: path of the reference run.
-        got: path of the compared run.
-        layout: of the compared run.
-        steps: steps that were compared.
-        steps_left_out: steps in either run that were not compared.
-        notes: differences between the headers that may explain a divergence.
-        comparison: of the checksums.
-        totals: number of compared results, by (step, rank, submodule).
+    ``steps_left_out``: steps in either run that were not compared; ``notes``: differences between the headers that may
+    explain a divergence; ``totals``: number of compared results, by (step, rank, submodule).
     """
 
     expected: str
@@ -83,13 +70,10 @@ class TraceReport:
         return not self.comparison.divergences
 
     def shares(self, column: Callable[[int, int], int]) -> dict[str, dict[int, float]]:
-        """Mismatch frequency: the share of a submodule's results that differ, in execution order of first mismatches.
+        """Mismatch frequency: the share of a submodule's results that differ, by submodule and column.
 
-        Args:
-            column: takes (step, rank) and returns the one that makes a column.
-
-        Returns:
-            Share by submodule and column; submodules without mismatch are omitted, columns are all that were compared.
+        ``column`` takes (step, rank) and returns what makes a column; columns are all that were compared, submodules
+        without mismatch are omitted, the others are in execution order of first mismatches.
         """
         wrong: Counter[tuple[str, int]] = Counter()
         for one in self.comparison.divergences:
@@ -143,13 +127,9 @@ class TraceReport:
 
 
 def load_traces(path: Path) -> RunTraces:
-    """Read the traces of a run.
+    """Reads the traces of a run from its folder, or from a folder of trace files.
 
-    Args:
-        path: the run folder, or a folder of trace files.
-
-    Raises:
-        TraceError: there is none, or it cannot be read.
+    Raises ``TraceError`` where there is none, or it cannot be read.
     """
     folder = path / "trace"
     ranks = read_folder(folder if folder.is_dir() else path)
@@ -161,15 +141,10 @@ def load_traces(path: Path) -> RunTraces:
 
 
 def compare_runs(expected: RunTraces, got: RunTraces, cross_layout: bool = False) -> TraceReport:
-    """Compare two runs over the steps that both have.
+    """Compares two runs over the steps that both have.
 
-    Args:
-        expected: the reference run.
-        got: the compared run.
-        cross_layout: compare only results that do not depend on the layout, of the first step that both have.
-
-    Raises:
-        TraceError: they cannot be compared; the message names every reason.
+    ``cross_layout``: compare only results that do not depend on the layout, of the first step that both have. Raises
+    ``TraceError``, whose message names every reason, where they cannot be compared.
     """
     _check_comparable(expected, got, cross_layout)
     steps = expected.steps & got.steps

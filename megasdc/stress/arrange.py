@@ -15,13 +15,9 @@ MAX_CULPRITS = 6
 
 
 def pairings(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every pair of hosts once, in sets whose pairs have no host in common and can be tested at the same time.
+    """Every pair of distinct hosts once, in sets whose pairs have no host in common and can be tested at the same time.
 
-    Args:
-        hosts: distinct names.
-
-    Returns:
-        n - 1 sets of pairs for n hosts; n sets if n is odd, with one idle host in each.
+    For n hosts there are n - 1 sets; n if n is odd, with one idle host in each.
 
     Source: the circle method of round-robin tournaments.
     """
@@ -35,25 +31,18 @@ def pairings(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def turns_of_round(number: int, turns: int, meetings: int) -> list[int]:
-    """Indices of the sets of pairs in a round; the rounds cycle through all sets.
+    """Indices of the sets of pairs in a round, first is 1; the rounds cycle through all ``turns`` sets.
 
-    Args:
-        number: of the round, first is 1.
-        turns: number of sets.
-        meetings: maximum of sets in a round.
+    ``meetings``: maximum of sets in a round.
     """
     taken = min(meetings, turns)
     return [((number - 1) * taken + place) % turns for place in range(taken)]
 
 
 def name_culprits(wrong: Collection[Pair]) -> tuple[set[str], set[str]]:
-    """Hosts to blame for wrong pairs: the smallest sets of hosts that explain all of them.
+    """Hosts to blame for pairs with a wrong result: the smallest sets of hosts that explain all of them.
 
-    Args:
-        wrong: pairs with a wrong result.
-
-    Returns:
-        Hosts in every smallest explanation; and hosts in some of them only, which cannot be named for certain.
+    Returns the hosts in every smallest explanation, and those in some of them only, which cannot be named for certain.
     """
     named: set[str] = set()
     suspects: set[str] = set()

@@ -24,12 +24,9 @@ SHOWN = 20
 
 
 def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[Exchange]:
-    """The collectives of a round, the same on all ranks of a group.
+    """The collectives of a round (first is 1), the same on all ranks of a group; larger on an accelerator.
 
-    Args:
-        ranks: of the group.
-        round_number: first is 1; contributions depend on it.
-        on_accelerator: use larger sizes.
+    Contributions depend on the round.
     """
     for size in DEVICE_SIZES if on_accelerator else HOST_SIZES:
         for place, dtype in enumerate(DTYPES):
@@ -38,16 +35,9 @@ def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[E
 
 
 class Group:
-    """A process group outside torch's default group, so that it can fail alone.
+    """A process group outside torch's default group, so that it can fail alone; NCCL on CUDA, else gloo.
 
-    Args:
-        host: of the store of its rank 0.
-        port: of the store.
-        store: the store, on rank 0; None elsewhere.
-        rank: in the group.
-        ranks: number of ranks.
-        device: NCCL on CUDA, else gloo.
-        timeout_s: timeout of a collective in seconds.
+    ``host`` and ``port`` are of the store of its rank 0, which alone has ``store``; ``timeout_s`` is of a collective.
 
     Collective: all ranks of the group.
     """
@@ -76,17 +66,12 @@ class Group:
             self._backend = dist.ProcessGroupGloo(store, rank, ranks, limit)
 
     def run(self, exchange: Exchange, given: Tensor) -> Tensor:
-        """Run one collective.
-
-        Args:
-            exchange: the collective.
-            given: this rank's contribution, on the group's device; not modified.
-
-        Returns:
-            This rank's result, on the same device.
+        """Runs one collective and returns this rank's result; ``given`` is on the group's device and not modified.
 
         Raises:
             RuntimeError: another rank did not take part.
+
+        Collective: all ranks of the group.
         """
         n, group = exchange.elements, self._backend
         if exchange.operation == "all_reduce":
@@ -112,24 +97,21 @@ class Group:
         return got
 
     def close(self) -> None:
-        """Shut down after a barrier, since the others may still use the store of rank 0."""
+        """Shuts down after a barrier, since the others may still use the store of rank 0."""
         self._backend.barrier().wait()
         self._backend.shutdown()
 
 
 def check_group(group: Group, round_number: int, harm: Listener | None = None) -> dict[str, Any]:
-    """Run all collectives of a round and compare this rank's results with the known ones.
+    """Runs all collectives of a round (first is 1) and compares this rank's results with the known ones.
 
-    Args:
-        group: of ranks that all call this.
-        round_number: first is 1.
-        harm: a drill's injector; None: none.
-
-    Returns:
-        ``compared`` and ``wrong``: numbers of collectives; ``findings``: the first wrong ones.
+    ``harm``: a drill's injector, None: none. Returns ``compared`` and ``wrong``: numbers of collectives; ``findings``:
+    the first wrong ones.
 
     Raises:
         RuntimeError: another rank did not take part.
+
+    Collective: all ranks of the group.
     """
     compared, findings, wrong = 0, [], 0
     for exchange in exchanges(group.ranks, round_number, group.device.type == "cuda"):
@@ -153,13 +135,7 @@ def _harmed(harm: Listener | None, round_number: int, phase: str, exchange: Exch
 
 
 def describe(what: str, expected: Tensor, got: Tensor) -> dict[str, Any]:
-    """Number of elements that differ, and the number of differences in each bit.
-
-    Args:
-        what: name of the result.
-        expected: on the host.
-        got: likewise, of the same dtype and shape.
-    """
+    """Number of elements that differ, and of differences in each bit; tensors of equal dtype and shape, on the host."""
     places = (as_bits(expected) != as_bits(got)).flatten().nonzero().flatten()
     flips = count_flips(expected, got)
     return {

@@ -31,13 +31,7 @@ ALONE = ParallelDims(1, 1, 1)
 
 @dataclass(frozen=True)
 class DrillRequest:
-    """A drill.
-
-    Args:
-        profile: name of a node profile, or the path of a profile's JSON file.
-        host: the host, as named in the hostfile.
-        faults: of the profile, as plain values.
-    """
+    """A drill: a node profile by name or path of its JSON file, a host as in the hostfile, and the profile's faults."""
 
     profile: str
     host: str
@@ -45,11 +39,7 @@ class DrillRequest:
 
 
 def read_drill(text: str, hosts: Sequence[str]) -> DrillRequest:
-    """Read ``PROFILE[@HOST]``.
-
-    Args:
-        text: of the option.
-        hosts: the tested hosts.
+    """Reads ``PROFILE[@HOST]``.
 
     Raises:
         ConfigError: there is no such profile or host, no host is named among several, or a fault cannot be injected
@@ -79,12 +69,9 @@ def _unfit(spec: FaultSpec) -> list[tuple[str, str]]:
 
 
 class Expectation:
-    """A listener that sums the expected number of results with injected faults; changes no result.
+    """A listener that adds the expected number of results with injected faults to ``totals``; changes no result.
 
-    Args:
-        specs: the faults.
-        hidden: width of the model; faults that need a wider one are ignored.
-        totals: by fault; incremented.
+    Faults that need a wider model than ``hidden`` are ignored.
     """
 
     def __init__(self, specs: Sequence[FaultSpec], hidden: int, totals: list[float]) -> None:
@@ -96,7 +83,7 @@ class Expectation:
         self._totals = totals
 
     def __call__(self, address: Address, result: Tensor) -> None:
-        """Count one result."""
+        """Counts one result."""
         for index, spec in self._specs:
             if _means(spec, address):
                 self._totals[index] += chance(spec, result.numel())
@@ -112,11 +99,9 @@ def _means(spec: FaultSpec, address: Address) -> bool:
 
 
 def chance(spec: FaultSpec, elements: int) -> float:
-    """Probability that a fault is injected into a matching result, in one of its steps.
+    """Probability that a fault is injected into a matching result of so many elements, in one of its steps.
 
-    Args:
-        spec: the fault; its ranges of values, and stuck bits that already have that value, are not considered.
-        elements: of the result.
+    Its ranges of values, and stuck bits that already have that value, are not considered.
     """
     some = 1.0 if spec.element_probability is None else 1.0 - (1.0 - spec.element_probability) ** elements
     burst = 1.0 if spec.burst is None else 1.0 - (1.0 - spec.burst.probability) ** spec.burst.length
@@ -124,12 +109,7 @@ def chance(spec: FaultSpec, elements: int) -> float:
 
 
 class SlotDrill:
-    """The faults of one process.
-
-    Args:
-        faults: as plain values.
-        host: its host's name; None: the system's host name.
-    """
+    """The faults of one process; ``host``: None: the system's host name."""
 
     def __init__(self, faults: list[dict[str, Any]], host: str | None = None) -> None:
         self.faults = faults
@@ -152,7 +132,7 @@ class SlotDrill:
         return [Expectation(self._specs, hidden, self.expected)] if self._specs else []
 
     def keep(self, injectors: Sequence[Any]) -> None:
-        """Add the tallies of injectors that will be discarded."""
+        """Adds the tallies of injectors that will be discarded."""
         for injector in injectors:
             self._past = [add(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]
 
@@ -165,14 +145,9 @@ class SlotDrill:
 
 
 def summarize(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Effect of each fault on its host.
+    """Effect of each fault on its host; ``said``: of all of its processes, from ``SlotDrill.summary``.
 
-    Args:
-        faults: of the drill, as plain values.
-        said: summaries of all processes of the host, from ``SlotDrill.summary``.
-
-    Returns:
-        For each fault: numbers of results ``expected`` to change and ``changed``, and ``unfired``: why none changed.
+    For each fault: numbers of results ``expected`` to change and ``changed``, and ``unfired``: why none changed.
     """
     found = []
     for place, fault in enumerate(faults):

@@ -30,14 +30,7 @@ ACCUMULATED = 2.0**-23
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer y = x W^T and its shape.
-
-    Args:
-        fqn: its name.
-        m: tokens.
-        k: inputs.
-        n: outputs.
-    """
+    """A linear layer y = x W^T with m tokens, k inputs and n outputs."""
 
     fqn: str
     m: int
@@ -80,20 +73,14 @@ def factors(inputs: dict[str, Tensor], phase: str) -> tuple[Tensor, Tensor]:
 
 
 def deviation(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Error of a product as a multiple of its rounding error bound; at most 1 if the product is correct.
+    """Error of a product as a multiple of its rounding error bound, [m, n], fp64; at most 1 if the product is correct.
 
     A sum of k products, each exact in fp32 or rounded once, added in any order with relative errors of at most u,
     differs from the exact one by at most g sum |a||b|, g = k u / (1 - k u); the rounding of the result is added to it.
     Here u is that of truncating fp32, and the fp64 reference has an error of the same form.
 
-    Args:
-        result: [m, n], the computed product.
-        left: [m, k], the factor as used.
-        right: [k, n], the factor as used.
-
-    Returns:
-        [m, n], fp64, on the device of the factors, which also computes the reference; infinite where the result is not
-        finite.
+    The factors, [m, k] and [k, n], are as used; their device also computes the reference. Infinite where the result is
+    not finite.
 
     Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 3.1.
     """

@@ -21,13 +21,9 @@ FORMAT = "megasdc.stress.gemm.v1"
 
 @dataclass(frozen=True)
 class GoldenTraining:
-    """A golden trace for the training run.
+    """A golden trace of the training run, as ``encode`` returns it, its resolved configuration, and its file.
 
-    Args:
-        file: from which it was read.
-        config: of the workload, resolved.
-        key: device and versions for which it is valid.
-        trace: of its first case, as returned by ``megasdc.stress.training.encode``.
+    ``key``: device and versions for which it is valid.
     """
 
     file: str
@@ -38,12 +34,7 @@ class GoldenTraining:
 
 @dataclass(frozen=True)
 class GoldenFolder:
-    """Contents of a folder of golden files.
-
-    Args:
-        products: key and checksums of each file of products.
-        training: golden traces of one rank.
-    """
+    """Contents of a folder of golden files: key and checksums of each file of products; golden traces of one rank."""
 
     products: tuple[tuple[dict[str, Any], dict[str, int]], ...] = ()
     training: tuple[GoldenTraining, ...] = ()
@@ -61,7 +52,7 @@ class GoldenFolder:
 
 
 def load_folder(folder: Path) -> GoldenFolder:
-    """Read all golden files of a folder.
+    """Reads all golden files of a folder.
 
     Raises:
         TraceError: there are none, or one is damaged or of another format.
@@ -91,16 +82,10 @@ def _load_training(file: Path) -> GoldenTraining | None:
 def save_products(
     folder: Path, key: Mapping[str, Any], checksums: Mapping[str, int], recorded: Mapping[str, Any]
 ) -> Path:
-    """Write checksums of products; the file is named after the key and replaces one with the same key.
+    """Writes checksums of products by case; the file is named after the key and replaces one with the same key.
 
-    Args:
-        folder: created if absent.
-        key: device and versions for which they are valid.
-        checksums: by case.
-        recorded: host, time and number of rounds, for display only.
-
-    Raises:
-        StorageError: it cannot be written.
+    ``key``: device and versions for which they are valid; ``recorded``: host, time and number of rounds, for display
+    only. Raises ``StorageError`` where it cannot be written.
     """
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -118,7 +103,7 @@ def save_products(
 
 
 def load_products(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read key and checksums of a file that ``save_products`` wrote.
+    """Reads key and checksums of a file that ``save_products`` wrote.
 
     Raises:
         TraceError: it is damaged, edited or of another format.

@@ -25,11 +25,7 @@ TAIL_CHARACTERS = 2000
 
 
 class Host:
-    """The processes of this host.
-
-    Args:
-        slots: devices to test; 0: all accelerators, or 1 where there is none.
-    """
+    """The processes of this host; ``slots``: devices to test, 0: all accelerators, or 1 where there is none."""
 
     def __init__(self, slots: int) -> None:
         devices = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -42,7 +38,7 @@ class Host:
             threading.Thread(target=self._listen, args=(number,), daemon=True).start()
 
     def say(self, message: dict[str, Any]) -> None:
-        """Send one line to the caller."""
+        """Sends one line to the caller."""
         with self._lock:
             sys.stdout.write(MARK + json.dumps(message) + "\n")
             sys.stdout.flush()
@@ -56,7 +52,7 @@ class Host:
             process.stdin.flush()
 
     def close(self) -> None:
-        """Kill all processes."""
+        """Kills all processes."""
         for process in self._running:
             process.kill()
             process.wait()
@@ -83,7 +79,7 @@ def _tail(log: BinaryIO) -> str:
 
 
 def main() -> None:
-    """Serve until the caller has gone."""
+    """Serves until the caller has gone."""
     host = Host(int(sys.argv[1]))
     try:
         host.say({"started": socket.gethostname(), "slots": host.slots, "processes": host.processes})

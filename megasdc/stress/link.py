@@ -34,25 +34,14 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a host no longer answers.
-
-    Args:
-        how: ``UNREACHABLE``, ``DIED``, ``HUNG`` or ``FAILED``.
-        detail: for display.
-    """
+    """Why a host no longer answers: ``UNREACHABLE``, ``DIED``, ``HUNG`` or ``FAILED``, and a detail for display."""
 
     how: str
     detail: str
 
 
 class Links:
-    """Connections to hosts.
-
-    Args:
-        slots: number of devices by host; 0: all that it has.
-        transport: how hosts are reached.
-        timeout_s: timeout of a task in seconds.
-    """
+    """Connections to hosts; ``slots``: number of devices by host, 0: all that it has; ``timeout_s`` is of a task."""
 
     def __init__(self, slots: Mapping[str, int], transport: Transport, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -68,7 +57,7 @@ class Links:
             threading.Thread(target=self._listen, args=(host,), daemon=True).start()
 
     def start(self) -> None:
-        """Wait until every host has started its processes, or is lost."""
+        """Waits until every host has started its processes, or is lost."""
         deadline = time.monotonic() + self.timeout_s
         while waiting := set(self._running) - set(self.processes) - set(self.lost):
             self._take(deadline, waiting)
@@ -84,13 +73,9 @@ class Links:
         return [(host, number) for host in hosts for number in range(numbers[host])]
 
     def ask(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
-        """Send tasks and wait for the answers.
+        """Sends tasks, each ``do`` and its arguments, to hosts that are alive, and waits for the answers.
 
-        Args:
-            tasks: ``do`` and its arguments, by place; of hosts that are alive.
-
-        Returns:
-            By place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
+        Returns by place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
         """
         waiting: dict[int, Place] = {}
         for place, task in tasks.items():
@@ -106,11 +91,11 @@ class Links:
         return {place: answer for place, answer in answers.items() if place[0] not in self.lost}
 
     def give_up(self, host: str, why: str) -> None:
-        """Record a host as lost that reported why it cannot continue."""
+        """Records a host as lost that reported why it cannot continue."""
         self._lose(host, FAILED, why)
 
     def close(self) -> None:
-        """Close all connections; the hosts then kill their processes."""
+        """Closes all connections; the hosts then kill their processes."""
         for process in self._running.values():
             _let_go(process)
         for process in self._running.values():
@@ -184,14 +169,14 @@ def _python_path() -> str:
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Close a host's standard input, at which it ends."""
+    """Closes a host's standard input, at which it ends."""
     assert process.stdin is not None, "it was given a pipe"
     with contextlib.suppress(OSError):  # the reader of unsent data is gone
         process.stdin.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Close a connection, kill it if it does not end within ``GRACE_S``, and return its exit code."""
+    """Closes a connection, kills it if it does not end within ``GRACE_S``, and returns its exit code."""
     _let_go(process)
     try:
         return process.wait(GRACE_S)

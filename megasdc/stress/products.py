@@ -32,13 +32,9 @@ Harm = Callable[[int], Listener | None]
 
 @dataclass
 class Products:
-    """The products of one device, and their expected checksums.
+    """The products of one device, and their expected checksums by case.
 
-    Args:
-        device: that computes.
-        harm: returns a drill's injector, see ``Harm``.
-        expected: checksums by case.
-        against: their source: ``golden``, or ``first``, the device's own earlier results.
+    ``against`` is the source of these: ``golden``, or ``first``, the device's own earlier results.
     """
 
     device: torch.device
@@ -52,18 +48,14 @@ class Products:
         return default_algorithm(self.device).name
 
     def expect(self, checksums: dict[str, int], against: str) -> None:
-        """Set the expected checksums; see the class."""
+        """Sets the expected checksums; see the class."""
         self.expected, self.against = dict(checksums), against
 
     def run_round(self, number: int) -> dict[str, Any]:
-        """Compute every product ``PASSES`` times and compare.
+        """Computes every product ``PASSES`` times in a round (first is 1) and compares.
 
-        Args:
-            number: of the round, first is 1.
-
-        Returns:
-            ``compared`` and ``wrong``: numbers of products; ``findings``: the first wrong ones; ``checked``: how many
-            were compared with fp64; ``values``: the checksum of most passes, by case.
+        Returns ``compared`` and ``wrong``: numbers of products; ``findings``: the first wrong ones; ``checked``: how
+        many were compared with fp64; ``values``: the checksum of most passes, by case.
         """
         said: dict[str, Any] = {"compared": 0, "wrong": 0, "checked": 0, "findings": [], "values": {}}
         for linear in linears(self.device.type == "cuda"):

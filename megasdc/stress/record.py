@@ -21,15 +21,12 @@ from megasdc.train.detection.golden_key import workload_of
 def record(
     plan: StressPlan, folder: Path, on_progress: Progress = lambda done, total: None
 ) -> tuple[StressResult, list[Path]]:
-    """Test this host without golden values, and write its results as golden values.
+    """Tests this host without golden values, and writes its results as golden values; returns the result and the files.
 
     Args:
         plan: of this host alone.
         folder: for the files; those of the same device and versions are replaced.
         on_progress: see ``Progress``.
-
-    Returns:
-        The result of the test, and the files.
 
     Raises:
         CorruptionError: the host is not healthy; nothing is written.

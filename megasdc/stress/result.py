@@ -26,14 +26,10 @@ _STYLES = {HEALTHY: "green", UNHEALTHY: "bold red", INCONCLUSIVE: "bold yellow",
 
 @dataclass(frozen=True)
 class StressResult:
-    """Verdicts of all hosts.
+    """Verdicts and states of all hosts, in the order of the hostfile.
 
-    Args:
-        verdicts: in the order of the hostfile.
-        drill: injected faults; None: none.
-        drilled: effects of these faults, from ``summarize``; None where they are not known.
-        interrupted: ended early, by Ctrl-C.
-        states: of each host, in the same order.
+    ``drill``: injected faults, None: none; ``drilled``: their effects, from ``summarize``, None: not known;
+    ``interrupted``: by Ctrl-C.
     """
 
     verdicts: Sequence[HostVerdict]
@@ -89,7 +85,7 @@ def _why(fault: dict[str, Any], expected: float, unfired: str | None) -> str:
 
 
 def render_result(result: StressResult, console: Console) -> None:
-    """Print the table, every reason, and a summary line."""
+    """Prints the table, every reason, and a summary line."""
     table = Table(title="stress test")
     tests = list(dict.fromkeys(test for verdict in result.verdicts for test in verdict.rates))
     for name in ("host", "verdict", "rounds", *(f"wrong in {test}" for test in tests)):

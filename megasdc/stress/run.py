@@ -37,7 +37,6 @@ class StressPlan:
         only: tests, of ``TESTS``.
         timeout_s: timeout of a host for one test of a round, in seconds.
         drill: faults on one host; None: none.
-        golden: golden values.
         folder: for the hosts' states after each round; None: they are not saved.
         resume: continue from the states in the folder.
         ssh_port: None: SSH's own configuration.
@@ -62,11 +61,7 @@ class StressPlan:
 
 
 def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> StressResult:
-    """Test all hosts; Ctrl-C ends it with the results so far.
-
-    Args:
-        plan: configuration of the test.
-        on_progress: see ``Progress``.
+    """Tests all hosts; Ctrl-C ends it with the results so far.
 
     Raises:
         TraceError: a state to continue from is damaged or of another plan.
@@ -115,7 +110,7 @@ class _Test:
         """Tests and processes to which the expected values have been sent."""
 
     def start(self) -> None:
-        """Start all hosts, and configure all their processes."""
+        """Starts all hosts, and configures all their processes."""
         self._links.start()
         drill = self._plan.drill
         tasks = {
@@ -222,7 +217,7 @@ class _Test:
             self._meet(number, {pair: self._links.places(pair) for pair in pairs})
 
     def _meet(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
-        """Run collectives in several groups at once, and count each host's right and wrong ones by partner."""
+        """Runs collectives in several groups at once, and counts each host's right and wrong ones by partner."""
         opened = self._ask({places[0]: {"do": "open"} for places in groups.values()})
         tasks: dict[Place, dict[str, Any]] = {}
         for places in groups.values():
@@ -267,7 +262,7 @@ class _Test:
         return {place: answer["ok"] for place, answer in answers.items() if place[0] not in self._links.lost}
 
     def note_losses(self) -> None:
-        """Record lost hosts in their states."""
+        """Records lost hosts in their states."""
         for host, loss in self._links.lost.items():
             self._states[host].lost = {"how": loss.how, "detail": loss.detail}
 

@@ -16,11 +16,7 @@ from megasdc.config.environment import set_deterministic_environment
 
 
 class Slot:
-    """The work of one process.
-
-    Args:
-        number: on its host, first is 0.
-    """
+    """The work of one process of a host; the first has number 0."""
 
     def __init__(self, number: int) -> None:
         import torch
@@ -39,7 +35,7 @@ class Slot:
         self._timeout_s = 0.0
 
     def hello(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Configure all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
+        """Configures all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
         import torch
 
         from megasdc.stress.drill import SlotDrill
@@ -77,7 +73,7 @@ class Slot:
         return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
 
     def open(self, _task: dict[str, Any]) -> dict[str, Any]:
-        """Create the store of a group of which this process is rank 0."""
+        """Creates the store of a group of which this process is rank 0."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -103,12 +99,7 @@ class Slot:
 
 
 def main(number: int, answers: TextIO) -> None:
-    """Process tasks until standard input ends.
-
-    Args:
-        number: of this process.
-        answers: stream for the answers.
-    """
+    """Processes tasks until standard input ends."""
     set_deterministic_environment(DeterminismSection(enabled=True), os.environ)
     slot = Slot(number)
     for line in sys.stdin:

@@ -29,32 +29,18 @@ class Count:
     wrong: int = 0
 
     def add(self, compared: int, wrong: int) -> None:
-        """Add counts."""
+        """Adds counts."""
         self.compared += compared
         self.wrong += wrong
 
 
 @dataclass
 class HostState:
-    """State of one host.
+    """State of one host, by test: counts, the first findings and how many were dropped; ``meetings`` by partner.
 
-    Args:
-        host: as named in the hostfile.
-        plan: settings of the test; a test with others cannot continue from this state.
-        rounds: number of complete rounds.
-        key: device and versions on which results of its first process depend; empty: it never answered.
-        on_accelerator: whether it computes on an accelerator.
-        slots: number of devices.
-        tests: counts by test.
-        meetings: counts of collectives by partner.
-        findings: the first ones, each with test, round and slot.
-        dropped: findings beyond those.
-        products: the first checksums of each slot, by case.
-        runs: the first training run of each slot: losses, trace and key.
-        golden: tests for which golden values existed.
-        checked: number of products compared with fp64.
-        notes: for display.
-        lost: how and why it was lost; None: it is alive.
+    ``plan``: a test with other settings cannot continue; ``key``: device and versions of its first process, empty: it
+    never answered; ``products``: first checksums of each slot, by case; ``runs``: first training run of each slot;
+    ``golden``: tests with golden values; ``checked``: products compared with fp64; ``lost``: how and why, None: alive.
     """
 
     host: str
@@ -75,33 +61,26 @@ class HostState:
     lost: dict[str, str] | None = None
 
     def take(self, test: str, number: int, slot: int, said: dict[str, Any]) -> None:
-        """Add a process's results of a round.
-
-        Args:
-            test: name of the test.
-            number: of the round.
-            slot: of the process.
-            said: its ``compared``, ``wrong`` and ``findings``.
-        """
+        """Adds a process's results of a round of a test: its ``compared``, ``wrong`` and ``findings``."""
         self.tests.setdefault(test, Count()).add(said["compared"], said["wrong"])
         for finding in said["findings"]:
             self.find({"test": test, "round": number, "slot": slot, **finding})
 
     def find(self, finding: dict[str, Any]) -> None:
-        """Store a finding; beyond ``SHOWN`` findings of a test only count it."""
+        """Stores a finding; beyond ``SHOWN`` findings of a test only counts it."""
         if sum(one["test"] == finding["test"] for one in self.findings) < SHOWN:
             self.findings.append(finding)
         else:
             self.dropped += 1
 
     def note(self, text: str) -> None:
-        """Store a note, once."""
+        """Stores a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
 
 def save_state(folder: Path, state: HostState) -> None:
-    """Write a host's file atomically.
+    """Writes a host's file atomically.
 
     Raises:
         StorageError: it cannot be written.

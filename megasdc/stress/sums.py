@@ -28,14 +28,9 @@ MOVED = ("all_gather", "broadcast", "all_to_all")
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of a group.
+    """One collective of a group: an operation of ``SUMMED`` or ``MOVED``, and a name of ``DTYPES``.
 
-    Args:
-        operation: of ``SUMMED`` or ``MOVED``.
-        dtype: a name of ``DTYPES``.
-        elements: n, received by each rank from each rank, or of the sum.
-        ranks: of the group.
-        seed: of the contributions.
+    ``elements``: n, received by each rank from each rank, or of the sum; ``seed``: of the contributions.
     """
 
     operation: str
@@ -56,14 +51,7 @@ class Exchange:
 
 
 def contribution(exchange: Exchange, rank: int) -> Tensor:
-    """Contribution of one rank.
-
-    Args:
-        exchange: the collective.
-        rank: in the group.
-
-    Returns:
-        [pieces n] on the host.
+    """Contribution of one rank, [pieces n] on the host.
 
     Raises:
         ValueError: there are too many ranks for an exact sum in this dtype.
@@ -82,14 +70,9 @@ def contribution(exchange: Exchange, rank: int) -> Tensor:
 
 
 def known_result(exchange: Exchange, rank: int) -> Tensor:
-    """Correct result of one rank.
+    """Correct result of one rank, on the host: [n]; for an all-gather and an all-to-all [ranks n].
 
-    Args:
-        exchange: the collective; a broadcast is from rank ``seed`` modulo the number of ranks.
-        rank: in the group.
-
-    Returns:
-        On the host: [n]; for an all-gather and an all-to-all [ranks n].
+    A broadcast is from rank ``seed`` modulo the number of ranks.
     """
     n, ranks = exchange.elements, range(exchange.ranks)
     if exchange.operation == "broadcast":

@@ -58,10 +58,7 @@ def small_run(on_accelerator: bool) -> dict[str, Any]:
 class SmallRun:
     """The workload of one device, built once and restarted in each round.
 
-    Args:
-        config: of the workload, resolved.
-        timeout_s: of the process group.
-        faults: of a drill, as plain values; empty: none.
+    ``config`` is resolved; ``timeout_s`` is of the process group; ``faults``: of a drill, empty: none.
 
     Raises:
         ConfigError: an environment variable prevents repeatable results.
@@ -86,14 +83,10 @@ class SmallRun:
         self._against = "first"
 
     def expect(self, trace: dict[str, Any], key: dict[str, Any] | None) -> dict[str, Any]:
-        """Set the expected trace, if it is for the same device and versions.
+        """Sets the expected trace, if it is for the same device and versions; ``trace`` is from ``encode``.
 
-        Args:
-            trace: from ``encode``.
-            key: device and versions for which it is valid; None: it was computed earlier by this device.
-
-        Returns:
-            Parts of the key that differ, as [expected, here]; if there are any, the trace is not used.
+        ``key``: device and versions for which it is valid, None: this device computed it earlier. Returns the parts of
+        the key that differ, as [expected, here]; if there are any, the trace is not used.
         """
         differences = {} if key is None else key_differences(key, self.key)
         if not differences:
@@ -101,15 +94,11 @@ class SmallRun:
         return {name: list(both) for name, both in differences.items()}
 
     def run_round(self, number: int, watch: list[Listener]) -> dict[str, Any]:
-        """Train from the start and compare; train twice if there is no expected trace yet.
+        """Trains from the start and compares; trains twice if there is no expected trace yet.
 
-        Args:
-            number: of the round, first is 1; a drill draws other faults in each.
-            watch: listeners that are called first.
-
-        Returns:
-            ``compared`` and ``wrong``: numbers of results; ``findings``, ``losses`` as hexadecimal floats, ``trace``,
-            and the drill's ``injectors``.
+        A drill draws other faults in each round, first is 1; ``watch``: listeners that are called first. Returns
+        ``compared`` and ``wrong``: numbers of results; ``findings``, ``losses`` as hexadecimal floats, ``trace``, and
+        the drill's ``injectors``.
         """
         injectors: list[Listener] = []
         if self._expected is None:

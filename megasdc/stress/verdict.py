@@ -35,13 +35,9 @@ Voter = tuple[str, str]
 
 @dataclass(frozen=True)
 class Reason:
-    """Evidence against a host.
+    """Evidence against a host from one test, and the verdict that follows from it.
 
-    Args:
-        status: verdict that follows from it.
-        test: name of the test.
-        evidence: golden, first, reference, alone, pairs, own devices, majority, other hosts, or no answer.
-        text: for display.
+    ``evidence``: golden, first, reference, alone, pairs, own devices, majority, other hosts, or no answer.
     """
 
     status: str
@@ -52,18 +48,10 @@ class Reason:
 
 @dataclass(frozen=True)
 class HostVerdict:
-    """Verdict on one host.
+    """Verdict on one host, one of the module's, with the first wrong results and the reasons, the strongest first.
 
-    Args:
-        host: as named in the hostfile.
-        status: one of the module's verdicts.
-        rounds: number of complete rounds.
-        rests_on: evidence of the verdict, by test.
-        reasons: evidence against it, the strongest first.
-        rates: by test: ``compared``, ``wrong``, and ``at_most``, the upper bound of the rate of a host without a wrong
-            result (95 % confidence).
-        findings: the first wrong results.
-        notes: for display.
+    ``rests_on``: evidence of the verdict, by test; ``rates`` by test: ``compared``, ``wrong``, and ``at_most``, the
+    upper bound of the rate of a host without a wrong result (95 % confidence).
     """
 
     host: str
@@ -81,11 +69,7 @@ class HostVerdict:
 
 
 def judge(states: Sequence[HostState]) -> list[HostVerdict]:
-    """Verdicts on all hosts.
-
-    Args:
-        states: of all hosts.
-    """
+    """The verdicts on all hosts, from their states."""
     reasons: defaultdict[str, list[Reason]] = defaultdict(list)
     for state in states:
         reasons[state.host] += _own(state)

@@ -57,15 +57,10 @@ class Mismatch:
 
 
 def compare_results(healthy: Tensor, other: Tensor, num_samples: int) -> Mismatch | None:
-    """Compare a result with the trusted one.
+    """Compares a result with the trusted one; None if all bits are equal.
 
-    Args:
-        healthy: any shape and floating-point dtype.
-        other: the same shape, dtype and device.
-        num_samples: maximum of mismatches listed one by one.
-
-    Returns:
-        None if all bits are equal.
+    Any shape and floating-point dtype, equal for both, on one device. ``num_samples``: maximum of mismatches listed one
+    by one.
 
     Sync: waits for the device.
     """

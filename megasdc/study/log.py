@@ -36,7 +36,6 @@ class StudyLog:
     """Appends to the file of this rank; lines of steps after the one from which the run resumes are removed.
 
     Args:
-        run_dir: folder of the launch.
         rank: in the launch.
         replica: of this rank.
         step: last completed step; at 0 an older file is renamed.
@@ -54,22 +53,16 @@ class StudyLog:
         self._same = {"replica": replica, "rank": rank}
 
     def tell(self, kind: str, step: int, **fields: Any) -> None:
-        """Write a line.
-
-        Args:
-            kind: see the module.
-            step: optimizer step, first is 1.
-            **fields: of the kind.
-        """
+        """Writes a line of a kind, with its fields, see the module; step: first is 1."""
         line = {"kind": kind, "step": step, **self._same, **fields}
         self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
 
     def flush(self) -> None:
-        """Flush all lines to the file."""
+        """Flushes all lines to the file."""
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -84,7 +77,7 @@ def torn_files(run_dir: Path | str) -> list[Path]:
 
 
 def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
-    """Yield the lines of a study, file by file in rank order.
+    """Yields the lines of a study, file by file in rank order.
 
     An incomplete last line is ignored; ``torn_files`` lists the files that have one.
 
@@ -110,7 +103,7 @@ def read_study(run_dir: Path | str, *kinds: str) -> Iterator[Line]:
 
 
 def _line(path: Path, number: int, text: str) -> Line:
-    """Parse a complete line.
+    """Parses a complete line.
 
     Raises:
         DataError: it is damaged.
@@ -128,7 +121,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and an incomplete last one; the file is replaced by one rename."""
+    """Drops the lines of later steps, and an incomplete last one; the file is replaced by one rename."""
     with open(path, encoding="utf-8") as old, replacing(path) as new:
         numbered = enumerate(old, 1)
         new.writelines(text for at, text in numbered if text.endswith("\n") and _line(path, at, text)["step"] <= step)

@@ -27,11 +27,7 @@ class LossRow:
 
 
 def loss_rows(lines: Iterable[Line]) -> list[LossRow]:
-    """Losses, their difference to the trusted replica's, and spikes.
-
-    Args:
-        lines: of kind loss, each replica's in the order of steps.
-    """
+    """Losses, their difference to the trusted replica's, and spikes; each replica's lines are in the order of steps."""
     series: dict[int, list[Line]] = {}
     for line in lines:
         series.setdefault(line["replica"], []).append(line)
@@ -62,16 +58,11 @@ def loss_rows(lines: Iterable[Line]) -> list[LossRow]:
 def loss_spikes(
     losses: Sequence[float | None], window: int = SPIKE_WINDOW, deviations: float = SPIKE_DEVIATIONS
 ) -> list[int]:
-    """Indices of losses far above those just before them.
+    """Indices of losses far above those just before them; one loss per step, None: not finite.
 
     A loss is a spike if it is more than ``deviations`` standard deviations above the median of the ``window`` finite
     losses before it, or if it is not finite. The standard deviation is estimated as 1.4826 times the median absolute
     deviation, at least 0.1 % of the median. A finite loss with fewer losses before it is no spike.
-
-    Args:
-        losses: one per step; None: not finite.
-        window: number of preceding losses.
-        deviations: limit in standard deviations.
     """
     found, before = [], []  # type: list[int], list[float]
     for place, loss in enumerate(losses):

@@ -49,7 +49,6 @@ class ShardNorms:
     Args:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
         submodules: of this rank's stage.
-        tp_rank: tensor rank.
         bridge: to the other replicas.
         host_group: a group of all ranks of the replica for tensors in host memory.
 
@@ -74,7 +73,7 @@ class ShardNorms:
 
     @torch.no_grad()
     def measure(self, pick: Callable[[Fragment], Tensor | None]) -> list[NormDifference]:
-        """Compare one value of every owned fragment.
+        """Compares one value of every owned fragment.
 
         Args:
             pick: returns the value, [numel]; None: there is none.

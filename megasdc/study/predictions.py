@@ -14,7 +14,7 @@ from megasdc.model.loss import TokenLoss
 
 @contextmanager
 def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
-    """Collect the predictions of every micro-batch that is evaluated inside.
+    """Collects the predictions of every micro-batch that is evaluated inside.
 
     Args:
         loss: of the last stage; None on other stages, where none are collected.
@@ -41,14 +41,9 @@ def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
 
 
 def top_tokens(logits: Tensor, loss: TokenLoss) -> Tensor:
-    """The most likely token; among equally likely ones that of the lowest tensor rank.
+    """The most likely tokens, [s, b], int64, of logits [s, b, v/tp]; of equal ones that of the lowest tensor rank.
 
-    Args:
-        logits: [s, b, v/tp].
-        loss: knows this rank's columns.
-
-    Returns:
-        [s, b], int64; the same on all ranks of the tensor group.
+    ``loss`` knows this rank's columns. The result is the same on all ranks of the tensor group.
 
     Collective: the tensor group.
     """

@@ -57,11 +57,7 @@ class ResultSync:
         self._first_step: int | None = None
 
     def __call__(self, address: Address, result: Tensor) -> Tensor | None:
-        """Compare one result, if a pattern names its submodule.
-
-        Args:
-            address: of the result.
-            result: any shape; not modified.
+        """Compares one result, of any shape and not modified, if a pattern names its submodule.
 
         Returns:
             The trusted replica's result with the strides of ``result``; None: not compared, equal in every bit, or
@@ -95,11 +91,7 @@ class ResultSync:
         return answer
 
     def flush(self, step: int) -> None:
-        """Log the numbers of results compared since the last flush.
-
-        Args:
-            step: the last step.
-        """
+        """Logs the numbers of results compared since the last flush, at the last step."""
         for (fqn, phase, slot), (results, elements) in self._compared.items():
             steps = step + 1 - (self._first_step or step)
             self._tell(

@@ -14,14 +14,10 @@ from megasdc.parallel.bridge import Bridge
 
 @torch.no_grad()
 def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
-    """Replace this replica's state after a step by the trusted replica's.
+    """Replaces this replica's state after an optimizer step by the trusted replica's.
 
     That is: parameters, fp32 masters, optimizer states and parameter groups, learning rate schedule, loss scale, and
     the number of skipped steps.
-
-    Args:
-        engine: after the optimizer step.
-        bridge: to the other replicas.
 
     Collective: the ranks of equal rank in all replicas.
     """
@@ -35,7 +31,7 @@ def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
 
 
 def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> None:
-    """Overwrite the inner optimizer's state of one partition; entries that only the trusted replica has are created."""
+    """Overwrites the inner optimizer's state of one partition; missing entries are created, additional ones removed."""
     own = states.get(flat, {})
     trusted = bridge.share_object(
         {

@@ -64,9 +64,7 @@ class DistanceRow:
     """Distance of a submodule's (``*``: the whole model's) gradients or parameters from the trusted ones.
 
     Args:
-        replica: its index.
         quantity: gradient or parameters.
-        fqn: of the submodule.
         comparisons: number of comparisons.
         worst: the largest ||u - h|| / ||h||; None: none was finite.
         worst_step: its step.
@@ -118,7 +116,7 @@ class StudySummary:
 
 
 def summarize_study(run_dir: Any, by: By = "part") -> StudySummary:
-    """Read a study and make its tables.
+    """Reads a study and makes its tables.
 
     Args:
         run_dir: folder of the launch.
@@ -157,10 +155,9 @@ def part_of(fqn: str) -> str:
 
 
 def mismatch_rows(lines: Iterable[Line], by: By = "part") -> list[MismatchRow]:
-    """Frequency and severity by replica, group of submodules and phase.
+    """Frequency and severity by replica, group of submodules and phase, from lines of kind compared and mismatch.
 
     Args:
-        lines: of kind compared and mismatch.
         by: see ``summarize_study``.
     """
     rows: dict[tuple[Any, ...], MismatchRow] = {}
@@ -183,11 +180,7 @@ def mismatch_rows(lines: Iterable[Line], by: By = "part") -> list[MismatchRow]:
 
 
 def burst_rows(lines: Iterable[Line]) -> list[BurstRow]:
-    """Bursts of mismatches of each replica.
-
-    Args:
-        lines: of kind mismatch.
-    """
+    """Bursts of mismatches of each replica, from lines of kind mismatch."""
     steps: dict[int, set[int]] = {}
     for line in lines:
         steps.setdefault(line["replica"], set()).add(line["step"])
@@ -201,10 +194,9 @@ def burst_rows(lines: Iterable[Line]) -> list[BurstRow]:
 
 
 def distance_rows(lines: Iterable[Line]) -> list[DistanceRow]:
-    """Worst and last distance of every replica and submodule.
+    """Worst and last distance of every replica and submodule, from lines of kind gradient and parameters.
 
-    Args:
-        lines: of kind gradient and parameters, each replica's in the order of steps.
+    Each replica's lines are in the order of steps.
     """
     series: dict[tuple[int, str, str], list[tuple[int, float | None]]] = {}
     for line in lines:

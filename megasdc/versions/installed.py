@@ -47,10 +47,7 @@ def range_problems(versions: Mapping[str, str | None]) -> list[str]:
 
 
 def check_range(versions: Mapping[str, str | None]) -> None:
-    """Refuse versions that megasdc does not permit.
-
-    Args:
-        versions: by component.
+    """Refuses versions, by component, that megasdc does not permit.
 
     Raises:
         LaunchError: one is outside its range, and ``MEGASDC_ANY_VERSION=1`` is not set.

@@ -181,11 +181,7 @@ code sets it, and only a test checks it."""
 
 
 def missing_names(owners: Iterable[Owner]) -> list[str]:
-    """A sentence for every missing name; imports the owners' modules.
-
-    Args:
-        owners: what to check.
-    """
+    """A sentence for every missing name; imports the owners' modules."""
     problems = []
     for owner in owners:
         try:
@@ -202,7 +198,7 @@ def missing_names(owners: Iterable[Owner]) -> list[str]:
 
 
 def check_private_names(used_by: str = TRAINING) -> None:
-    """Refuse to start where a private name is missing.
+    """Refuses to start where a private name is missing.
 
     Args:
         used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER`` or ``NODE``.
@@ -217,7 +213,7 @@ def check_private_names(used_by: str = TRAINING) -> None:
 
 @contextmanager
 def ends_at_launch_error() -> Iterator[None]:
-    """Print a LaunchError of the code inside to stderr and exit with its exit code; for processes of the launcher.
+    """Prints a LaunchError of the code inside to stderr and exits with its exit code; for processes of the launcher.
 
     Use it around ``own_lines_to``, never inside, or the message would go to that file.
     """
@@ -230,7 +226,7 @@ def ends_at_launch_error() -> Iterator[None]:
 
 @contextmanager
 def names_checked() -> Iterator[None]:
-    """Check the names of training after the imports inside, also where one of these imports fails.
+    """Checks the names of training after the imports inside, also where one of these imports fails.
 
     Raises:
         LaunchError: a private name is missing.

@@ -18,11 +18,9 @@ NAMES = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "mega
 
 @dataclass(frozen=True)
 class Range:
-    """Permitted releases of a component.
+    """Permitted releases of a component: ``X.Y``, oldest first.
 
-    Args:
-        minors: permitted ``X.Y``, oldest first.
-        parts: how many numbers of a version are compared: 2, or 3 where a patch release may break megasdc.
+    ``parts``: how many numbers of a version are compared: 2, or 3 where a patch release may break megasdc.
     """
 
     minors: tuple[str, ...]
@@ -43,14 +41,10 @@ PERMITTED = {
 
 @dataclass(frozen=True)
 class Combination:
-    """Versions that were run together.
+    """Versions that were run together, such as ``3.11.7``, on an ISO 8601 date; ``what``: what was run, with counts.
 
-    Args:
-        python: such as ``3.11.7``; the others likewise.
-        state: ``RUN_HERE``: trained on CPUs, with gloo; ``RUN_ON_GPU``: on NVIDIA GPUs; ``NOT_RUN``: nothing was
-            trained with them, whatever unit tests said.
-        what: what was run, with counts.
-        date: when, ISO 8601.
+    ``state`` is ``RUN_HERE``: trained on CPUs, with gloo; ``RUN_ON_GPU``: on NVIDIA GPUs; ``NOT_RUN``: nothing was
+    trained with them, whatever unit tests said.
     """
 
     python: str
@@ -115,14 +109,9 @@ def short_version(component: str, version: str) -> str:
 
 
 def state_of(versions: Mapping[str, str], on_gpu: bool) -> str:
-    """State of a combination of versions.
+    """State of a combination of versions by component; other packages are ignored.
 
-    Args:
-        versions: by component; other packages are ignored.
-        on_gpu: whether ranks compute on NVIDIA GPUs.
-
-    Returns:
-        One of the three states; on a GPU, versions that were run on CPUs only are ``RUN_HERE``.
+    One of the three states; on a GPU, versions that were run on CPUs only are ``RUN_HERE``.
     """
     wanted = _short(versions)
     states = {one.state for one in COMBINATIONS if _short(one.versions) == wanted}

@@ -30,13 +30,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table.
-
-    Args:
-        title: what it shows.
-        source: where it was published.
-        rows: by name.
-    """
+    """A table: what it shows, where it was published, and its rows by name."""
 
     title: str
     source: str

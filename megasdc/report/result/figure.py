@@ -24,12 +24,7 @@ LOG_SPAN = 1000.0
 
 @dataclass(frozen=True)
 class Series:
-    """Values over steps.
-
-    Args:
-        steps: ascending, [point].
-        values: NaN where there is no finite one, [point].
-    """
+    """Values over steps: ``steps`` ascending, [point]; ``values`` NaN where there is no finite one, [point]."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -56,10 +51,7 @@ class Series:
 class Version:
     """What a figure shows for one choice of its reader.
 
-    Args:
-        chosen: a value of each of the figure's choices.
-        traces: as of the figure; empty: the figure is hidden.
-        layout: likewise.
+    ``chosen``: a value of each of the figure's choices; empty ``traces`` hide the figure.
     """
 
     chosen: tuple[str, ...]
@@ -69,19 +61,11 @@ class Version:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure.
+    """A figure: traces and layout of plotly, with names of colours, and all numbers by heading in equally long columns.
 
-    Args:
-        name: of its files, and its anchor in the page.
-        title: what it shows, with the unit.
-        caption: how to read it.
-        traces: plotly's, with names of colours.
-        layout: plotly's, only this figure's own settings.
-        columns: all numbers by heading, of equal length.
-        on_steps: x is the step axis that figures of a page share.
-        choices: labels of what the reader chooses; figures of a page with the same label follow one choice.
-        versions: of every choice, the first one first; empty: there is nothing to choose.
-        text: drawn with characters, for a terminal; empty: it needs a page.
+    ``name`` is that of its files and its anchor; with ``on_steps``, x is the step axis that figures of a page share;
+    figures with the same label in ``choices`` follow one choice; ``versions``: of every choice, the first one first;
+    ``text``: for a terminal, empty: it needs a page.
     """
 
     name: str
@@ -132,15 +116,10 @@ def clean(values: Sequence[Any] | NDArray[Any]) -> list[Any]:
 
 
 def scatter(name: str, x: Any, y: Any, colour: str, hover: str = "", **options: Any) -> dict[str, Any]:
-    """A trace of lines, or of other marks by ``mode``.
+    """A trace of lines, or of other marks by ``mode``; x and y are [point].
 
-    Args:
-        name: in the legend, and beside what is shown under the pointer.
-        x: [point].
-        y: [point].
-        colour: name of a colour.
-        hover: template of what is shown under the pointer; empty: both values.
-        **options: of the trace; ``line`` and ``marker`` are merged with the defaults.
+    ``hover``: template of what is shown under the pointer, empty: both values; ``line`` and ``marker`` in ``options``
+    are merged with the defaults.
     """
     line = {"color": colour, "width": 1.5} | options.pop("line", {})
     marker = {"color": colour, "size": 6} | options.pop("marker", {})
@@ -157,15 +136,7 @@ def scatter(name: str, x: Any, y: Any, colour: str, hover: str = "", **options: 
 
 
 def curve(name: str, series: Series, colour: str, limit: int = MAX_POINTS, **options: Any) -> dict[str, Any]:
-    """One curve over steps, thinned where it is long.
-
-    Args:
-        name: in the legend.
-        series: its points.
-        colour: name of a colour.
-        limit: maximum of points.
-        **options: as of ``scatter``.
-    """
+    """One curve over steps, thinned to ``limit`` points where it is long; ``options`` as of ``scatter``."""
     kept = thin(series.values, limit)
     few = len(kept) == 1 or "markers" in options.get("mode", "")
     line = {"simplify": False} | options.pop("line", {})
@@ -182,12 +153,10 @@ def bars(name: str, x: Any, y: Any, colour: str, hover: str, **options: Any) -> 
 def layer_map(
     cells: Mapping[tuple[str, str], tuple[float, str]], rows: Sequence[str], top: int | None = None
 ) -> list[dict[str, Any]]:
-    """Traces of a map of shares by layer, logarithmic, with grey cells for zero; cells that are not there are empty.
+    """Traces of a map of shares by (layer, row), logarithmic; a cell is grey for zero, and empty where there is none.
 
-    Args:
-        cells: share, and what is shown under the pointer, by (layer, row).
-        rows: names, from the top.
-        top: log10 of the darkest shade; None: of the largest share.
+    A cell is its share and what is shown under the pointer; ``rows`` from the top; ``top``: log10 of the darkest shade,
+    None: of the largest share.
     """
     columns = sorted({layer for layer, _ in cells}, key=lambda layer: (not layer.isdigit(), layer.zfill(9)))
     lines = [[cells.get((layer, row)) for layer in columns] for row in rows]
@@ -218,15 +187,7 @@ def look(place: int) -> tuple[str, str]:
 
 
 def layout(height: int, x: str = "", y: str = "", legend: bool = False, **options: Any) -> dict[str, Any]:
-    """A figure's own settings.
-
-    Args:
-        height: in pixels.
-        x: title of the horizontal axis.
-        y: title of the vertical axis.
-        legend: whether there is one.
-        **options: plotly's; ``xaxis`` and ``yaxis`` are merged with the titles.
-    """
+    """A figure's own settings: height in pixels, titles of the axes, and more of plotly's, merged with the titles."""
     found: dict[str, Any] = {"height": height, "showlegend": legend}
     for axis, title in (("xaxis", x), ("yaxis", y)):
         own = ({"title": {"text": title}} if title else {}) | options.pop(axis, {})
@@ -246,14 +207,8 @@ def over_steps(
 ) -> Figure:
     """A figure over the steps that figures of a page share.
 
-    Args:
-        name: as of ``Figure``.
-        title: likewise.
-        caption: likewise.
-        traces: likewise.
-        drawn: its layout.
-        series: the numbers of its curves.
-        told: whether the caption ends with what is thinned out or not finite.
+    ``drawn``: its layout; ``series``: the numbers of its curves; ``told``: whether the caption ends with what is
+    thinned out or not finite.
     """
     caption = (caption + (told_of(series) if told else "")).strip()
     return Figure(name, title, caption, traces, drawn, columns_of(series), on_steps=True)
@@ -272,15 +227,7 @@ def map_axes(size: int = 11) -> dict[str, Any]:
 
 
 def rule(colour: str, x: float | None = None, y: float | None = None, dash: str = "dot", **more: Any) -> dict[str, Any]:
-    """A straight line through a whole figure, at a place of one of its axes.
-
-    Args:
-        colour: name of a colour.
-        x: of an upright line.
-        y: of a level line.
-        dash: plotly's.
-        **more: of the shape, such as ``label``.
-    """
+    """A straight line through a whole figure, upright at ``x`` or level at ``y``; ``more``: of plotly's shape."""
     ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     if x is None:
         ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y}

@@ -36,11 +36,7 @@ class NoPictures(Exception):
 
 
 def find_chromium() -> str:
-    """Path of the browser, searched on PATH.
-
-    Raises:
-        NoPictures: there is none.
-    """
+    """Path of the browser, searched on PATH; raises ``NoPictures`` where there is none."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         raise NoPictures(
@@ -51,12 +47,7 @@ def find_chromium() -> str:
 
 
 def write_tables(folder: Path, figures: Sequence[Figure], tables: Sequence[Table]) -> list[Path]:
-    """Write the numbers of every figure and table as CSV.
-
-    Args:
-        folder: created if absent.
-        figures: each has a file of its name.
-        tables: likewise; empty ones have none.
+    """Writes the numbers of every figure and table as CSV, a file of its name each; empty tables have none.
 
     Raises:
         StorageError: a file cannot be written.
@@ -66,12 +57,7 @@ def write_tables(folder: Path, figures: Sequence[Figure], tables: Sequence[Table
 
 
 def write_pictures(folder: Path, figures: Sequence[Figure], steps: Sequence[int] | None) -> list[Path]:
-    """Draw every figure as PNG and SVG, on white.
-
-    Args:
-        folder: created if absent.
-        figures: each has two files of its name.
-        steps: range of the step axis; None: no figure has one.
+    """Draws every figure as PNG and SVG, on white; ``steps``: range of the step axis, None: no figure has one.
 
     Raises:
         NoPictures: there is no Chromium, or it did not draw them.

@@ -11,10 +11,9 @@ from megasdc.report.result.page import Page
 
 
 def write_page(page: Page, path: Path, option: str = "--html", made: str = "") -> None:
-    """Write a result as one file that needs no network.
+    """Writes a result as one file that needs no network.
 
     Args:
-        page: the result.
         path: the file; replaced.
         option: of the command line that names the file, for the error message.
         made: the last line of the page.
@@ -27,16 +26,9 @@ def write_page(page: Page, path: Path, option: str = "--html", made: str = "") -
 
 
 def write_template(template: str, path: Path, option: str, **values: Any) -> None:
-    """Render a template and write it.
+    """Renders a template of ``megasdc/report/templates`` and writes it; ``option`` is named in the error message.
 
-    Args:
-        template: a file in ``megasdc/report/templates``.
-        path: the file; replaced.
-        option: of the command line that names the file, for the error message.
-        values: variables of the template, every text escaped; ``data`` is for the script, JSON values only.
-
-    Raises:
-        StorageError: it cannot be written.
+    In ``values`` every text is escaped; ``data`` is for the script, JSON values only.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup

@@ -15,15 +15,9 @@ State = Literal["same", "different", "unsure", "plain"]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a result under a heading.
+    """A part of a result under a heading, none where that is empty.
 
-    Args:
-        heading: of the section; empty: none.
-        sentences: paragraphs at its start.
-        facts: values by label, shown as a list.
-        tables: in order.
-        figures: in order, after the tables.
-        items: of a list after the sentences.
+    Sentences come first, then items of a list, facts by label, tables and figures.
     """
 
     heading: str = ""
@@ -36,16 +30,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A result to be shown.
+    """A result to be shown: the verdict in the first line, sentences, tiles, notes and sections.
 
     Args:
         title: of the window.
-        verdict: the first line.
         state: colour of the verdict.
-        sentences: below the verdict.
         tiles: the main numbers by label.
         notes: what was ignored and why.
-        sections: in order.
         kind: of the report, for ``--json`` of ``megasdc report``.
         summary: the output of ``--json``, plain values.
     """

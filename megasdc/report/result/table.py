@@ -15,15 +15,10 @@ _NUMBER_ALONE = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?\s*%?|[-+]?(nan|inf)%?")
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
+    """One cell of a table, sorted by ``value``; None: by its text.
 
-    Args:
-        text: as displayed.
-        value: number that it is sorted by; None: by its text.
-        link: a relative URL; empty: none.
-        look: ``bad``, ``good``, ``best`` or empty.
-        more: smaller lines below the text in a page; a terminal leaves them out.
-        group: that a filter finds it by; empty: its text.
+    ``link``: a relative URL; ``look``: ``bad``, ``good``, ``best`` or empty; ``more``: smaller lines below the text,
+    which a terminal leaves out; ``group``: the text that a filter finds it by, empty: its own.
     """
 
     text: str
@@ -55,7 +50,6 @@ class Table:
 
     Args:
         name: of its file, and its anchor in the page.
-        headings: of the columns.
         rows: as many values as headings: cells, or what ``cell`` makes cells of.
         filters: headings of columns that have a filter.
         shown: maximum of rows in a page; the file has all.
@@ -124,14 +118,10 @@ class Table:
 def table_of(
     name: str, items: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]], **options: Any
 ) -> Table:
-    """A table with a row for each item.
+    """A table with a row for each item, an object or a mapping; ``options`` as of ``Table``.
 
-    Args:
-        name: as of ``Table``.
-        items: objects or mappings.
-        columns: by heading: the name of a field, with a number's format after a colon (``drop_rate:.1%``), or a
-            function of the item.
-        **options: as of ``Table``.
+    ``columns`` by heading: the name of a field, with a number's format after a colon (``drop_rate:.1%``), or a function
+    of the item.
     """
     rows = [[_value(item, column) for column in columns.values()] for item in items]
     return Table(name, tuple(columns), rows, **options)
@@ -151,11 +141,7 @@ def alarming(count: int) -> Cell:
 
 
 def cell(value: Cell | str | float | None) -> Cell:
-    """A cell of a value: a text as it is, numbers as ``number`` shows them, whole ones with all digits.
-
-    Args:
-        value: None: a dash.
-    """
+    """A cell of a value: a text as it is, numbers as of ``number``, whole ones with all digits, None as a dash."""
     if isinstance(value, Cell):
         return value
     if isinstance(value, str):
@@ -164,15 +150,7 @@ def cell(value: Cell | str | float | None) -> Cell:
 
 
 def number(value: float | None, form: str = ",.4g", look: str = "", missing: str = "-", more: str = "") -> Cell:
-    """A cell with a number.
-
-    Args:
-        value: None: there is none.
-        form: format specification.
-        look: as in ``Cell``.
-        missing: shown in place of None.
-        more: text after the number.
-    """
+    """A cell with a number, or with ``missing`` for None; ``more`` is text after the number."""
     if value is None:
         return Cell(missing, look=look)
     if not math.isfinite(value):

@@ -17,12 +17,7 @@ _LOOKS = {"bad": "red", "good": "green", "best": "bold", "": ""}
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Print the sentences and tables of a result, and its figures that have a text.
-
-    Args:
-        page: the result.
-        console: to print on.
-    """
+    """Prints the sentences and tables of a result, and its figures that have a text."""
     say(page.verdict, console, _STYLES[page.state])
     for sentence in page.sentences:
         say(sentence, console)
@@ -33,10 +28,9 @@ def print_page(page: Page, console: Console) -> None:
 
 
 def print_pages(pages: Iterable[Page], width: int = 160) -> None:
-    """Print results on standard output, with an empty line between them.
+    """Prints results on standard output, with an empty line between them.
 
     Args:
-        pages: the results.
         width: in characters, where standard output is no terminal.
     """
     from rich.console import Console
@@ -70,12 +64,7 @@ def _print_section(section: Section, console: Console) -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table, with its title and its note; nothing where it is empty.
-
-    Args:
-        table: the table.
-        console: to print on.
-    """
+    """Prints a table, with its title and its note; nothing where it is empty."""
     if not table.rows:
         return
     from rich.table import Table as RichTable
@@ -105,11 +94,5 @@ def _text(cell: Cell) -> Any:
 
 
 def say(text: str, console: Console, style: str = "") -> None:
-    """Print a sentence as it is: no markup, no colours of its own, no lines broken.
-
-    Args:
-        text: the sentence.
-        console: to print on.
-        style: of the whole sentence.
-    """
+    """Prints a sentence, all of it in ``style``, as it is: no markup, no colours of its own, no lines broken."""
     console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)

@@ -10,17 +10,10 @@ MAX_POINTS = 2000
 
 
 def thin(values: NDArray[np.float64], limit: int = MAX_POINTS) -> NDArray[np.int64]:
-    """Choose points so that no peak is lost.
+    """The ascending indices of at most ``limit`` (>= 5) points so that no peak is lost; all where there are no more.
 
-    The series is cut into stretches of equal length; each keeps its smallest and largest value, and one that is NaN
-    or infinite, so that gaps remain.
-
-    Args:
-        values: of the points, in order, [point].
-        limit: maximum of points, >= 5.
-
-    Returns:
-        Indices of the kept points, ascending; all where there are no more than ``limit``.
+    The series is cut into stretches of equal length; each keeps its smallest and largest value, and one that is NaN or
+    infinite, so that gaps remain.
     """
     count = len(values)
     if count <= limit:

@@ -30,14 +30,7 @@ PAGE = "report.html"
 
 @dataclass
 class Written:
-    """A report.
-
-    Attributes:
-        page: its contents.
-        path: its file.
-        files: written by ``--figures``.
-        problem: why pictures are missing; empty: they are not.
-    """
+    """A report, its file, the files of ``--figures``, and why pictures are missing; empty: they are not."""
 
     page: Page
     path: Path
@@ -66,7 +59,7 @@ def write_report(
     healthy: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Written:
-    """Write a report on a run, on several compared with the first, on a study, on a sweep, or on DropCompute.
+    """Writes a report on a run, on several compared with the first, on a study, on a sweep, or on DropCompute.
 
     Args:
         paths: run folders, or one folder of a study or a sweep, or JSON files of DropCompute's results.
@@ -127,12 +120,7 @@ def _write_page(page: Page, out: Path, now: float) -> None:
 
 
 def render_report(written: Written, console: Console) -> None:
-    """Print the report's verdict and notes, and the paths written.
-
-    Args:
-        written: the report.
-        console: to print on.
-    """
+    """Prints the report's verdict and notes, and the paths written."""
     say(written.page.verdict, console)
     for note in written.page.notes:
         say(f"note: {note}", console)

@@ -29,13 +29,7 @@ _HEADINGS = (
 
 
 def compare_page(runs: Sequence[RunRecord], now: float, title: str | None = None) -> Page:
-    """Build the page.
-
-    Args:
-        runs: at least two; the first is the healthy one.
-        now: seconds since the epoch.
-        title: of the page; None: made of the runs' names.
-    """
+    """The page of at least two runs, the first the healthy one; ``now`` in seconds since the epoch."""
     names = names_of(runs)
     healthy, *others = names
     compared = dict(zip(others, compare_runs(runs[0], runs[1:]), strict=True))

@@ -23,18 +23,11 @@ LOSS, EVAL_LOSS = "train/loss", "eval/loss"
 
 @dataclass(frozen=True)
 class Compared:
-    """One run compared with the healthy one.
+    """One run compared with the healthy one, at the last step at which both have a loss; None there: no such step.
 
-    Args:
-        run: its record.
-        at_step: last step at which both have a loss; None: there is none.
-        loss: of the run there; NaN where it is not finite.
-        increase: (loss / healthy - 1) there; None where there is none.
-        eval_loss: last evaluation; None: none.
-        eval_increase: of the evaluation loss at the last step that both evaluated; None: there is none.
-        first_difference: first step at which the losses differ; None: there is none.
-        largest: relative difference of losses that is largest in magnitude, and its step; None: none is finite.
-        num_non_finite: losses that are NaN or infinite.
+    ``loss`` is NaN where it is not finite; ``increase``: (loss / healthy - 1); ``eval_increase``: likewise at the last
+    step that both evaluated; ``first_difference``: first step at which losses differ; ``largest``: relative difference
+    of largest magnitude, and its step; ``num_non_finite``: losses that are NaN or infinite.
     """
 
     run: RunRecord
@@ -62,12 +55,7 @@ class Compared:
 
 
 def compare_runs(healthy: RunRecord, others: Sequence[RunRecord]) -> list[Compared]:
-    """Compare each run with the healthy one.
-
-    Args:
-        healthy: the reference.
-        others: any number.
-    """
+    """Compares each run with the healthy one."""
     return [_compare(healthy, other) for other in others]
 
 

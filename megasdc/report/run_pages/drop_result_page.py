@@ -32,15 +32,7 @@ LIMITS = (
 
 
 def drop_result_page(paths: Sequence[Path], title: str | None = None) -> Page:
-    """Build the page.
-
-    Args:
-        paths: results of DropCompute's commands.
-        title: of the page; None: DropCompute.
-
-    Raises:
-        DataError: as ``read_drop_results``.
-    """
+    """The page of results of DropCompute's commands; raises as ``read_drop_results``."""
     results = read_drop_results(paths)
     name = title or "DropCompute"
     said = _sentences(results)

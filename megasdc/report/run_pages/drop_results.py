@@ -28,16 +28,11 @@ _COMMANDS = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """Simulated scaling for one number of replicas.
+    """Simulated scaling for one number of replicas: throughput over linear scaling without and with drops.
 
-    Args:
-        replicas: N.
-        waits: throughput over linear scaling without drops: the share of time that is not spent on waiting.
-        waits_formula: the same by eq. 4; None: it does not apply.
-        drops: throughput over linear scaling with the best threshold.
-        speedup: effective speed-up at the best threshold.
-        drop_rate: at the best threshold.
-        curve: (drop rate, effective speed-up) of every threshold.
+    ``waits``: without drops, the share of time that is not spent on waiting; ``waits_formula``: the same by eq. 4,
+    None: it does not apply; ``drops``, ``speedup`` and ``drop_rate``: at the best threshold; ``curve``: (drop rate,
+    effective speed-up) of every threshold.
     """
 
     replicas: int
@@ -51,14 +46,10 @@ class Scaling:
 
 @dataclass(frozen=True)
 class DropResults:
-    """All files of a report.
+    """All files of a report: simulated scaling by number of replicas and its environment, None without a simulation.
 
-    Args:
-        scaling: by number of replicas, simulated.
-        environment: delay environment of the simulation; None: there is no simulation.
-        speedups: content of results of ``bench drop-speedup``.
-        trainings: content of results of ``bench drop-training``.
-        files: kind and path of each.
+    ``speedups`` and ``trainings``: results of ``bench drop-speedup`` and ``drop-training``; ``files``: kind and path of
+    each.
     """
 
     scaling: Sequence[Scaling] = ()
@@ -69,10 +60,7 @@ class DropResults:
 
 
 def read_drop_results(paths: Sequence[Path]) -> DropResults:
-    """Read results.
-
-    Args:
-        paths: JSON files; at most one simulation, since two may have different environments.
+    """Reads JSON files; at most one simulation, since two may have different environments.
 
     Raises:
         DataError: a file is none of these or damaged, or there are several simulations.

@@ -16,13 +16,9 @@ from megasdc.report.step_times import StepTimesOfRun, load_step_times
 
 @dataclass(frozen=True)
 class Drops:
-    """The recorded steps of a run, and the threshold in force.
+    """The recorded steps of a run, and the threshold in force, ``tau_s``: infinite where there was none, [step].
 
-    Args:
-        times: of all recorded steps.
-        tau_s: threshold in force; infinite where there was none, [step].
-        search: results of every threshold on the steps without drops; None: there is no such step.
-        notes: what was ignored, a sentence each.
+    ``search``: results of every threshold on the steps without drops; None: there is no such step.
     """
 
     times: StepTimesOfRun
@@ -57,13 +53,9 @@ class Drops:
 
 
 def load_drops(run: RunRecord) -> Drops | str | None:
-    """Read the recorded times of a run with DropCompute.
+    """Reads the recorded times of a run with DropCompute.
 
-    Args:
-        run: its record.
-
-    Returns:
-        None where nothing was recorded; a sentence where the recording cannot be used.
+    None where nothing was recorded; a sentence where the recording cannot be used.
     """
     if not (run.path / STEP_TIMES_FOLDER).is_dir():
         return None

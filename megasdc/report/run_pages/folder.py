@@ -25,10 +25,7 @@ def is_study(path: Path) -> bool:
 
 
 def kind_of(paths: Sequence[Path]) -> Kind:
-    """Kind of the report on these paths.
-
-    Args:
-        paths: at least one.
+    """The kind of the report on these paths, at least one.
 
     Raises:
         DataError: one is of no kind, or they are of different kinds.

@@ -15,14 +15,9 @@ T = TypeVar("T")
 
 @dataclass
 class Lines(Generic[T]):
-    """Contents of one file.
+    """Contents of one file: the rows of its valid lines, and numbers of complete and of damaged lines, the first is 1.
 
-    Attributes:
-        name: of the file, in its folder.
-        rows: of the valid lines, in order.
-        total: number of complete lines, damaged ones included.
-        damaged: numbers of the damaged lines, the first is 1.
-        torn: whether the last line is incomplete.
+    ``torn``: whether the last line is incomplete; it is not in ``total``.
     """
 
     name: str
@@ -48,14 +43,10 @@ class Lines(Generic[T]):
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Lines[T]:
-    """Read a file of JSON objects, one per line.
+    """Reads a file of JSON objects, one per line; ``parse`` converts an object to a row.
 
-    Args:
-        path: the file.
-        parse: converts an object to a row; raises ``ValueError``, ``TypeError`` or ``KeyError`` for a damaged one.
-
-    Raises:
-        DataError: the file cannot be read at all.
+    A line is damaged where ``parse`` raises ``ValueError``, ``TypeError`` or ``KeyError``. Raises ``DataError`` where
+    the file cannot be read at all.
     """
     try:
         pieces = path.read_bytes().split(b"\n")

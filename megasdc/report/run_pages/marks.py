@@ -49,14 +49,7 @@ LISTED = 4
 
 @dataclass(frozen=True)
 class Mark:
-    """Events of one kind at one step.
-
-    Args:
-        lane: one of ``LANES``.
-        step: optimizer step; 0: before the first.
-        count: number of events.
-        text: the first event, in words.
-    """
+    """Events of one kind of ``LANES`` at one step, 0: before the first; ``text`` is of the first event."""
 
     lane: str
     step: int
@@ -66,17 +59,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Row:
-    """Events of one kind, name, step and rank.
+    """Events of one kind, name, step and rank; time, host and details are those of the first.
 
-    Args:
-        time: of the first, as text.
-        step: None where they belong to none.
-        rank: that reported them.
-        host: of the rank.
-        what: kind and name.
-        lane: kind of mark; empty where they make none.
-        count: number of events.
-        details: fields of the first.
+    ``step``: None where they belong to none; ``what``: kind and name; ``lane``: kind of mark, empty: they make none.
     """
 
     time: str

@@ -26,14 +26,10 @@ CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended.
+    """How a launch ended; exit code 0: done. ``time`` in seconds since the epoch.
 
-    Args:
-        time: seconds since the epoch.
-        exit_code: of the launch; 0: done.
-        text: the known facts, the cause first.
-        rank: that failed first; None: none did, or it is not known.
-        host: its host; None as ``rank``.
+    ``text``: the known facts, the cause first; ``rank`` and ``host``: that failed first, None: none did, or it is not
+    known.
     """
 
     time: float
@@ -45,17 +41,10 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder.
+    """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each.
 
-    Args:
-        path: the folder.
-        config: the resolved configuration; empty where it cannot be read.
-        series: by name of the metric.
-        events: of all ranks, by time.
-        incidents: with the page of each.
-        ending: of the last launch; None where neither the launcher nor a rank recorded one.
-        written_at: time of the last line, seconds since the epoch; None where there is none.
-        notes: what was ignored, a sentence each.
+    ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
+    last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each.
     """
 
     path: Path
@@ -73,11 +62,7 @@ class RunRecord:
         return self.path.resolve().name
 
     def setting(self, path: str) -> Any:
-        """One value of the configuration; None where there is none.
-
-        Args:
-            path: dotted, such as ``megasdc.training.steps``.
-        """
+        """One value of the configuration by dotted path, such as ``megasdc.training.steps``; None: there is none."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -106,14 +91,10 @@ def is_run(path: Path) -> bool:
 
 
 def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
-    """Read a run folder; incomplete or damaged lines are ignored, counted and noted.
+    """Reads a run folder; incomplete or damaged lines are ignored, counted and noted.
 
-    Args:
-        path: the folder.
-        on_progress: called with the activity, the files read and their total.
-
-    Raises:
-        DataError: a file cannot be read at all.
+    ``on_progress`` receives the activity, the files read and their total. Raises ``DataError`` where a file cannot be
+    read at all.
     """
     notes: list[str] = []
     config = _load_config(path / CONFIG_FILE, notes)

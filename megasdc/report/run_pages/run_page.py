@@ -35,14 +35,7 @@ _COUNTED = (INCIDENT, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
 
 
 def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) -> Page:
-    """Build the page.
-
-    Args:
-        run: its record.
-        out: path of the page, for relative links to other pages.
-        now: seconds since the epoch.
-        title: of the page; None: the run's name.
-    """
+    """The page of a run; ``out``: its path, for relative links; ``now`` in seconds since the epoch."""
     status, marks = status_of(run, now), marks_of(run)
     counts = counts_of(marks)
     drops = load_drops(run)

@@ -17,14 +17,10 @@ ALL_DONE = "all steps done"
 
 @dataclass(frozen=True)
 class Status:
-    """Progress and state of a run.
+    """Progress and state of a run; ``planned``: steps of the whole run, None where that is not known.
 
-    Args:
-        state: failed: a launch ended with an exit code other than 0; silent: no end was recorded, and nothing was
-            written for long.
-        step: last known step.
-        planned: steps of the whole run; None where that is not known.
-        text: a sentence.
+    State failed: a launch ended with an exit code other than 0; silent: no end was recorded, and nothing was written
+    for long.
     """
 
     state: Literal["done", "stopped", "failed", "running", "silent"]
@@ -34,12 +30,7 @@ class Status:
 
 
 def status_of(run: RunRecord, now: float) -> Status:
-    """Progress and state of a run.
-
-    Args:
-        run: its record.
-        now: seconds since the epoch.
-    """
+    """Progress and state of a run; ``now`` in seconds since the epoch."""
     step, planned = run.last_step, run.setting("megasdc.training.steps")
     planned = planned if isinstance(planned, int) else None
     at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")

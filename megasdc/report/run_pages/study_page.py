@@ -35,15 +35,9 @@ SAMPLES = 200
 
 
 def study_page(folder: Path, now: float, title: str | None = None) -> Page:
-    """Build the page, also of a study in progress.
+    """The page of a study, also of one in progress; ``now`` in seconds since the epoch.
 
-    Args:
-        folder: of the launch.
-        now: seconds since the epoch.
-        title: of the page; None: the folder's name.
-
-    Raises:
-        DataError: a file of the study is damaged.
+    Raises ``DataError`` where a file of the study is damaged.
     """
     summary = summarize_study(folder)
     told = describe(summary)

@@ -35,15 +35,7 @@ _PAPER = ("paper: healthy", "paper: worst case", "paper: increase", "paper: wors
 
 
 def sweep_page(folder: Path, title: str | None = None) -> Page:
-    """Build the page.
-
-    Args:
-        folder: of the sweep.
-        title: of the page; None: the sweep's name.
-
-    Raises:
-        StorageError: the folder holds no sweep, or its tables are not written yet.
-    """
+    """The page of a sweep; raises ``StorageError`` where the folder holds none, or its tables are not written yet."""
     results = read_sweep(folder)
     table = tabulate(results)
     size = f", size {table.size}" if table.size else ""

@@ -16,11 +16,7 @@ HEIGHT = 320
 
 
 def compare_figures(names: Mapping[str, RunRecord]) -> list[Figure]:
-    """Figures of several runs.
-
-    Args:
-        names: runs by unique label; the first is the healthy one.
-    """
+    """Figures of several runs by unique label; the first is the healthy one."""
     healthy, *_ = names.values()
     found = [
         _together("losses", "Training loss, nats per token", LOSS, names),
@@ -67,12 +63,7 @@ def _difference(name: str, title: str, metric: str, runs: Mapping[str, RunRecord
 
 
 def drift_figure(report: DriftReport, names: Mapping[str, str]) -> Figure:
-    """Parameter difference over the steps of which both runs keep checkpoints.
-
-    Args:
-        report: of the measurement.
-        names: of the runs, by folder of checkpoints.
-    """
+    """Parameter difference over the steps of which both runs keep checkpoints; ``names`` by folder of checkpoints."""
     series, equal = {}, []
     for folder in report.runs:
         found = report.of(folder)

@@ -17,11 +17,7 @@ DRAWN_RATE = 0.3
 
 
 def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
-    """Throughput over linear scaling, by number of replicas.
-
-    Args:
-        scaling: simulated, by ascending number of replicas.
-    """
+    """Throughput over linear scaling, simulated, by ascending number of replicas."""
     replicas = [one.replicas for one in scaling]
     lines: dict[str, Sequence[float | None]] = {
         "with the best threshold": [one.drops for one in scaling],
@@ -48,11 +44,7 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
 
 
 def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
-    """Effective speed-up against the drop rate, a line for each number of replicas.
-
-    Args:
-        scaling: simulated.
-    """
+    """Effective speed-up against the drop rate, a line for each number of replicas."""
     traces = []
     columns: dict[str, list[Any]] = {"replicas": [], "drop_rate": [], "effective_speedup": []}
     for place, one in enumerate(scaling):
@@ -74,12 +66,7 @@ def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
 
 
 def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
-    """Measured against predicted effective speed-up.
-
-    Args:
-        number: of the result, from 0.
-        result: of ``bench drop-speedup``.
-    """
+    """Measured against predicted effective speed-up; a result of ``bench drop-speedup`` and its number, from 0."""
     rows = sorted(result["thresholds"], key=lambda one: one["rate"])
     rates = [one["rate"] for one in rows]
     names = ["chosen by the run itself" if one["own"] else "given" for one in rows]
@@ -104,8 +91,7 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
 def measured_scaling_figure(results: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Measured effective speed-up by number of replicas, a line per threshold rule; None for a single number.
 
-    Args:
-        results: of ``bench drop-speedup``.
+    The results are those of ``bench drop-speedup``.
     """
     rows = [
         (result["options"]["replicas"], _rule(result, place), one["speedup"], one["predicted"], one["rate"])
@@ -138,12 +124,7 @@ def _rule(result: Mapping[str, Any], place: int) -> str:
 
 
 def loss_figures(number: int, result: Mapping[str, Any]) -> list[Figure]:
-    """Validation loss against steps, and against simulated time.
-
-    Args:
-        number: of the result, from 0.
-        result: of ``bench drop-training``.
-    """
+    """Validation loss against steps and simulated time; a result of ``bench drop-training`` and its number, from 0."""
     seeds = result["options"]["seeds"]
     said = f"Mean validation loss over {seeds} seeds. "
     return [

@@ -35,11 +35,7 @@ SHARES = {"tickformat": ".0%", "nticks": 6}
 
 
 def drop_figures(drops: Drops) -> list[Figure]:
-    """Latencies, completed micro-batches, step times against the threshold, and results of other thresholds.
-
-    Args:
-        drops: of a run.
-    """
+    """Latencies, completed micro-batches, step times against the threshold, and results of other thresholds."""
     found = [_latencies(drops), _completed(drops), _times(drops)]
     return found if drops.search is None else [*found, _speedup(drops)]
 
@@ -57,16 +53,7 @@ def _latencies(drops: Drops) -> Figure:
 def histogram(
     name: str, title: str, caption: str, seconds: NDArray[np.float64], of: str, marks: Mapping[str, float] | None = None
 ) -> Figure:
-    """Shares of times.
-
-    Args:
-        name: of the figure.
-        title: of the figure.
-        caption: of the figure.
-        seconds: any shape.
-        of: what has these times, in the CSV.
-        marks: times that are marked, by name.
-    """
+    """Shares of times of any shape; ``of``: what has these times, in the CSV; ``marks``: marked times, by name."""
     counts, edges = np.histogram(seconds, bins=60)
     middle, width = (edges[:-1] + edges[1:]) / 2, float(edges[1] - edges[0])
     traces = [bars(of.replace("_", "-"), middle, counts / counts.sum(), COLOURS[0], "%{x:.4g}: %{y:.2%}", width=width)]
@@ -156,11 +143,7 @@ def threshold_figure(
 ) -> Figure:
     """Completed share, speed of steps and effective speed-up against the threshold.
 
-    Args:
-        found: results of all thresholds.
-        caption: of the figure.
-        formulas: of the same thresholds, drawn as lines; None: none.
-        in_force_s: a threshold that is marked.
+    ``formulas``: of the same thresholds, drawn as lines, None: none; ``in_force_s``: a threshold that is marked.
     """
     finite = slice(None, -1)
     tau = found.thresholds_s[finite]

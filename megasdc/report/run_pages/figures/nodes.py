@@ -37,12 +37,7 @@ Points = Mapping[str, Sequence[float]]
 
 
 def node_figures(results: SweepResults, nodes: Sequence[StudiedNode]) -> list[Figure]:
-    """Figures of the modes that were run, in the order of the research questions; none where nothing differs.
-
-    Args:
-        results: of the sweep.
-        nodes: of its studies.
-    """
+    """Figures of the modes that were run, in the order of the research questions; none where nothing differs."""
     of_mode = {
         mode: [one for one in nodes if one.mode == mode] for mode in (COMPUTATION_SYNC, PARAMETER_SYNC, FREE_RUN)
     }

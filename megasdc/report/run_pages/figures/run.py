@@ -99,12 +99,7 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 
 
 def run_figures(run: RunRecord, marks: Sequence[Mark]) -> list[Figure]:
-    """Every figure for which the run has data, in the order of the page.
-
-    Args:
-        run: its record.
-        marks: of its events.
-    """
+    """Every figure for which the run has data, in the order of the page."""
     lines = mark_lines(marks)
     found = [_panel(run, lines, *panel) for panel in _PANELS if any(name in run.series for _, name in panel[3])]
     if (drops := _completed(run, lines)) is not None:

@@ -45,11 +45,9 @@ _SAID = {
 
 
 def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
-    """Mismatch frequency by layer, submodule and phase; None where nothing was compared.
+    """Mismatch frequency of a replica by layer, submodule and phase; None where nothing was compared.
 
-    Args:
-        replica: its index.
-        rows: by submodule, of all replicas.
+    The rows are of all replicas.
     """
     own = [row for row in rows if row.replica == replica and row.elements]
     if not own:
@@ -81,12 +79,7 @@ def _told(row: MismatchRow) -> str:
 
 
 def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """Mismatches of each step, by part of the model.
-
-    Args:
-        replica: its index.
-        lines: its mismatches, at least one.
-    """
+    """Mismatches of each step, by part of the model; of a replica with at least one."""
     counts: dict[str, Counter[int]] = {}
     for line in lines:
         counts.setdefault(part_of(line["fqn"]), Counter())[line["step"]] += line["mismatches"]
@@ -103,12 +96,7 @@ def burst_figure(replica: int, lines: Sequence[Line]) -> Figure:
 
 
 def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """Mismatch severity: histogram of relative differences by power of ten.
-
-    Args:
-        replica: its index.
-        lines: its mismatches, at least one.
-    """
+    """Mismatch severity: histogram of relative differences by power of ten; of a replica with at least one mismatch."""
     decades = _sum(line["decades"] for line in lines)
     places = list(range(min(decades), max(decades) + 1)) if decades else []
     x, y = [f"1e{place}" for place in places], [decades[place] for place in places]
@@ -125,12 +113,7 @@ def severity_figure(replica: int, lines: Sequence[Line]) -> Figure:
 
 
 def bits_figure(replica: int, lines: Sequence[Line]) -> Figure:
-    """Number of elements in which each bit differs.
-
-    Args:
-        replica: its index.
-        lines: its mismatches, at least one.
-    """
+    """Number of elements in which each bit differs; of a replica with at least one mismatch."""
     by_type = {
         dtype: _sum(one["flips"] for one in lines if one["dtype"] == dtype)
         for dtype in sorted({one["dtype"] for one in lines})
@@ -158,9 +141,7 @@ def _sum(counts: Any) -> Counter[int]:
 def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
     """Relative difference of gradients or parameters by step: whole model, and submodules with the largest maximum.
 
-    Args:
-        quantity: gradient or parameters.
-        lines: of that kind, of all replicas, at least one.
+    ``quantity`` is gradient or parameters; the lines, at least one, are of that kind and of all replicas.
     """
     points: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for line in lines:
@@ -189,11 +170,7 @@ def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
 
 
 def loss_figures(lines: Sequence[Line]) -> list[Figure]:
-    """Losses of all replicas, and their differences to the trusted one's.
-
-    Args:
-        lines: of kind loss, at least one.
-    """
+    """Losses of all replicas, and their differences to the trusted one's, from at least one line of kind loss."""
     losses: dict[str, list[tuple[int, float]]] = {}
     apart: dict[str, list[tuple[int, float]]] = {}
     for line in lines:

@@ -24,12 +24,7 @@ TOP = 1.5
 
 
 def sweep_figures(results: SweepResults, scored: SweepTable) -> list[Figure]:
-    """Figures of a sweep, also of one in progress.
-
-    Args:
-        results: of the sweep.
-        scored: its table.
-    """
+    """Figures of a sweep and its table, also of one in progress."""
     cells = list(dict.fromkeys(row["cell"] for row in results.rows))
     nodes = [HEALTHY, *(node for node in dict.fromkeys(row["node"] for row in results.rows) if node != HEALTHY)]
     trained = [cell for cell in cells if cell in scored.trained_scores]
