@@ -44,12 +44,7 @@ class Shape:
 class Covered:
     """Checks of one phase.
 
-    Args:
-        phase: of ``megasdc.addresses``.
-        every_step: checks in every step.
-        audit: checks in audited steps.
-        golden: checks with the golden workload.
-        exact: whether bits are compared in every micro-batch of every step, in some, or never.
+    ``exact``: bits are compared in every micro-batch of every step ("always"), in some ("sometimes"), or "never".
     """
 
     phase: str
@@ -65,12 +60,7 @@ class Covered:
 
 
 def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
-    """Checks of each phase of a step.
-
-    Args:
-        sections: of the run.
-        shape: of the run.
-    """
+    """Checks of each phase of a step."""
     rows = [_row(phase, sections, shape) for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)]
     if not shape.recomputes:
         del rows[1]
@@ -144,8 +134,6 @@ def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = 
     """The table and its conclusions, as lines.
 
     Args:
-        sections: of the run.
-        shape: of the run.
         markdown: as a Markdown table; else as columns for a terminal.
     """
     rows = coverage_rows(sections, shape)
