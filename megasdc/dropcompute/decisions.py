@@ -59,7 +59,7 @@ class ClockDecisions:
 
 
 def expected_time_s(durations_s: Sequence[float], sigmas: float) -> float:
-    """Expected duration of a micro-batch in seconds: mean of the last ``REMEMBERED``, plus ``sigmas`` standard deviations.
+    """Expected duration of a micro-batch: mean plus ``sigmas`` standard deviations of the last ``REMEMBERED`` ones.
 
     Sums are exactly rounded.
     """
