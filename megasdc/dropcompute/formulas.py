@@ -44,7 +44,7 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
 
 
 def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
-    """E[T] of N >= 1 normal values by quadrature, without eq. 4's limit; mean and deviation are of one replica's time."""
+    """E[T] of N >= 1 normal values by quadrature, without eq. 4's limit; mean_s and std_s are of a replica's time."""
     return mean_s + std_s * exact_cut(num_replicas, _FAR)
 
 

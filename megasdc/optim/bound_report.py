@@ -26,7 +26,8 @@ def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host
         data_group: the data-parallel group of this rank.
         host_group: a host group of all ranks, for objects.
 
-    Collective: all ranks of the world. Sync: waits for the device.
+    Collective: all ranks of the world.
+    Sync: waits for the device.
     """
     table, largest = bounds.table.clone(), bounds.table[:, :, _RATIO].clone()
     dist.all_reduce(table, group=data_group)
