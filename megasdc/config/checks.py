@@ -86,7 +86,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:
-    """The tuple (train_batch_size, micro_batch_size, accumulation_steps, data-parallel size); raises as `check_layout`."""
+    """The batch sizes (train, micro, accumulation steps) and the data-parallel size; raises as `check_layout`."""
     layout = check_layout(config, world_size)
     return layout.train_batch_size, layout.micro_batch_size, layout.accumulation_steps, layout.data
 

@@ -46,7 +46,7 @@ def fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
-    """Bounds of a parameter, by its full name, at one of ``megasdc.optim.bounds.PLACES``: the first match of each kind."""
+    """Bounds of a parameter, by its full name, at one of ``megasdc.optim.bounds.PLACES``: the first of each kind."""
     fitting = [
         spec
         for spec in specs
