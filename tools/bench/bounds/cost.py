@@ -39,12 +39,8 @@ MILLION = 1 << 20
 class BoundsComparison(Comparison):
     """The pass over one shard against something else over the same shard; ``difference`` says if it bounded wrongly.
 
-    Args:
-        device: cpu or cuda.
-        size_million: elements, in units of 2^20.
-        bounded: how many of them a pass bounds.
-        against: the other operation.
-        pass_s: median seconds of the pass, and of the other operation.
+    ``size_million`` is the shard's size in units of 2^20 elements, ``bounded`` how many of them a pass bounds, and
+    ``pass_s`` the median seconds of the pass and of the other operation.
     """
 
     device: str
@@ -56,13 +52,7 @@ class BoundsComparison(Comparison):
 
 @dataclass(frozen=True)
 class BoundsBenchResult(ComparisonResult):
-    """Everything that was measured.
-
-    Args:
-        comparisons: one a device, size, case and other operation.
-        implementations: which one ran, by device.
-        not_run: what could not be measured here, and why.
-    """
+    """Comparisons by device, size, case and other operation; implementations by device; what could not run, and why."""
 
     comparisons: Sequence[BoundsComparison]
     implementations: dict[str, str]
@@ -99,12 +89,7 @@ def _row(one: BoundsComparison) -> list[str]:
 
 
 class Shard:
-    """A gradient and a second moment as training has them, and some elements far too large.
-
-    Args:
-        count: elements.
-        device: where.
-    """
+    """A gradient and a second moment as training has them, and some elements far too large."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(count)
@@ -168,12 +153,7 @@ class _Clock:
 def bench_bounds(
     options: BoundsBenchOptions, on_progress: Progress = lambda what, done, total: None
 ) -> BoundsBenchResult:
-    """Measure on this machine.
-
-    Args:
-        options: sizes.
-        on_progress: told what is measured, how much is done, and of how much.
-    """
+    """Measure on this machine."""
     machine = describe_machine()
     devices, not_run = ["cpu"], []
     if torch.cuda.is_available():

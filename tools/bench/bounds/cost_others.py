@@ -30,12 +30,9 @@ Build = Callable[[Tensor, Tensor], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Other:
-    """An operation that the pass is compared with.
+    """An operation that the pass is compared with; it may do no more than read gradient and second moment once.
 
-    Args:
-        name: for people.
-        build: from gradient and second moment, [n] fp32 each, a call that does it once.
-        reads_once: whether it does no more than read both once.
+    ``build`` makes of the two, [n] fp32 each, a call that does it once.
     """
 
     name: str
@@ -44,14 +41,7 @@ class Other:
 
 
 def others(device: str) -> tuple[list[Other], list[str]]:
-    """Everything that the pass is compared with on a device.
-
-    Args:
-        device: cpu or cuda.
-
-    Returns:
-        The operations, and what cannot be measured here, and why.
-    """
+    """Operations that the pass is compared with on a device, and what cannot be measured here, and why."""
     problems = []
     found = [Other("g.sum() and V.sum()", _both_sums, reads_once=True)]
     if device == "cpu":

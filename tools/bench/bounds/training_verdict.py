@@ -16,14 +16,10 @@ def percent(share: float) -> str:
 
 
 def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
-    """Say what faults do without a bound, which bound does best against them, and at what price.
+    """The effect of faults without a bound, the bound that does best against them, and its price, as text.
 
     The best bound is the one with the fewest failed runs and, of those, the smallest worst loss against the healthy run
     without a bound: a bound that makes every run equally bad has not helped. Less than ``noise`` is no difference.
-
-    Args:
-        scores: of all settings, that without a bound among them.
-        seeds: runs of each kind.
     """
     (none,) = [one for one in scores if one.setting.theta is None]
     bounded = [one for one in scores if one.setting.theta is not None]
