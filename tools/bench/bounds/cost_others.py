@@ -30,9 +30,10 @@ Build = Callable[[Tensor, Tensor], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Other:
-    """An operation that the pass is compared with; it may do no more than read gradient and second moment once.
+    """An operation that the pass is compared with.
 
-    ``build`` makes of the two, [n] fp32 each, a call that does it once.
+    ``build`` makes of gradient and second moment, [n] fp32 each, a call that does it once; ``reads_once``: it does no
+    more than read both once.
     """
 
     name: str

@@ -39,7 +39,10 @@ class SizeHistogram:
 
 
 class GradientSizes(Hook):
-    """Counts the sizes of reduced gradients before they are clipped, in every ``interval`` steps; only reads."""
+    """Counts the sizes of reduced gradients before they are clipped, from ``first_step`` on every ``interval`` steps.
+
+    It only reads.
+    """
 
     def __init__(self, first_step: int, interval: int) -> None:
         self._first, self._interval = first_step, interval

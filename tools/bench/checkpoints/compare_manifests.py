@@ -130,9 +130,10 @@ def _is_right(answer: dict[str, Any], rank: int) -> bool:
 
 
 def made_up_digest(host: str, options: CompareManifestsOptions, harmed: int | None) -> Digest:
-    """A node's manifest of random digests, the same for the same sizes; 12 of 14 bytes are the optimizer's, as with bf16.
+    """A node's manifest of random digests, the same for the same sizes.
 
-    One block differs in the shard of rank ``harmed``; None: none does.
+    12 of 14 bytes are the optimizer's, as with bf16 weights. One block differs in the shard of rank ``harmed``; None:
+    none does.
     """
     draw = random.Random(1)
     total = options.size_gb * 10**9
