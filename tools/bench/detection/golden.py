@@ -42,11 +42,7 @@ GROUPS: dict[str, tuple[str, Callable[[Trial], str]]] = {
 
 @dataclass(frozen=True)
 class DetectionResult(Result):
-    """All trials of a campaign.
-
-    Args:
-        trials: with faults and clean.
-    """
+    """All trials of a campaign, with faults and clean."""
 
     also = ("passed", "clean_runs", "clean_alarms")
 
@@ -120,13 +116,7 @@ class DetectionResult(Result):
 
 
 def count_table(title: str, groups: Mapping[str, Counter[str]], columns: Mapping[str, str]) -> Table:
-    """Counts of trials as a table.
-
-    Args:
-        title: what they are grouped by.
-        groups: counts by group.
-        columns: heading of each count.
-    """
+    """Counts of trials by group as a table; ``columns`` holds the heading of each count."""
     total: Counter[str] = sum(groups.values(), Counter())
     rows = [(name, *(str(count[one]) for one in columns)) for name, count in [*sorted(groups.items()), ("all", total)]]
     return table(f"injected faults by {title}", (title, *columns.values()), rows, total=True)
@@ -136,10 +126,6 @@ def bench_detection(
     options: DetectionOptions, on_progress: Progress = lambda what, done, total: None
 ) -> DetectionResult:
     """Run a campaign with all ranks on this machine.
-
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: a rank failed.
@@ -154,16 +140,10 @@ def bench_detection(
 
 
 def run_cell(function: Callable[..., None], request: dict[str, Any], total: int, on_progress: Progress) -> list[Any]:
-    """Run one layout and type of a campaign.
+    """Run one layout and type of a campaign, and return all trials.
 
-    Args:
-        function: of the ranks; sends ``trials`` after each case.
-        request: the cell, its counts and its seed; the ranks also get ``folder``.
-        total: cases.
-        on_progress: told how many are done.
-
-    Returns:
-        All trials.
+    The ranks run ``function``, which sends ``trials`` after each of the ``total`` cases. ``request`` is the cell, its
+    counts and its seed; the ranks also get ``folder``.
     """
     name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
     trials: list[Any] = []

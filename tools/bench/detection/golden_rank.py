@@ -61,24 +61,12 @@ LLAMA_GROUPED = {**LLAMA, "num_query_groups": 2}
 
 @dataclass(frozen=True)
 class Trial:
-    """One run with one fault, or with none.
+    """One run with one fault, or with none: then ``phase`` is None.
 
-    Args:
-        layout: tensor x pipeline x data.
-        precision: type of the parameters.
-        phase: that was harmed; None in a clean run.
-        kind: of the fault.
-        rank: that was harmed.
-        address: what was harmed.
-        changed: elements whose bits changed.
-        effect: whether the fault had any; false where a parameter, master or moment of no rank ended with other bits
-            after a fault in a stored state, which the very next update overwrites.
-        named: ranks called divergent.
-        suspects: ranks of which one is wrong, without saying which.
-        first: the first difference of the first of these.
-        rank_right: exactly the harmed rank was named.
-        submodule_right: the first difference is in the harmed submodule.
-        direction_right: and in the phase in which the harm shows first.
+    ``effect`` is false after a fault in a stored state that left every parameter, master and moment with the same bits,
+    since the next update overwrote it. ``named`` ranks are divergent, one of ``suspects`` is. ``rank_right``: exactly
+    the rank with the fault is named; the first difference is in its submodule and in the phase that shows the fault
+    first.
     """
 
     layout: str
@@ -123,16 +111,7 @@ def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_golden(workload: Workload, config: RunConfig, dims: ParallelDims, file: Path) -> list[list[Address]]:
-    """Record the first case of a workload, and save it as a golden trace of these ranks.
-
-    Args:
-        workload: of this rank.
-        config: of the workload.
-        dims: place of this rank.
-        file: golden trace file, which rank 0 writes.
-
-    Returns:
-        What each rank computed, in order.
+    """Record the first case of a workload as a golden trace, which rank 0 writes; returns addresses by rank, in order.
 
     Collective: all ranks of the world.
     """
@@ -148,10 +127,7 @@ def record_golden(workload: Workload, config: RunConfig, dims: ParallelDims, fil
 
 
 class Campaign:
-    """The golden trace of these ranks, and trials against it.
-
-    Args:
-        request: see ``tools.bench.detection.golden``.
+    """The golden trace of these ranks, and trials against it; ``tools.bench.detection.golden`` makes the request.
 
     Collective: all ranks of the world.
     """
@@ -261,12 +237,7 @@ class Campaign:
 
 
 def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
-    """Run as a rank, and report the trials.
-
-    Args:
-        messages: where to report.
-        request: see ``tools.bench.detection.golden``.
-    """
+    """Run as a rank, and report the trials; ``tools.bench.detection.golden`` makes the request."""
     campaign = Campaign(request)
     total = request["faults"] + request["clean"]
     every = max(1, total // max(1, request["clean"]))

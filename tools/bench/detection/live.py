@@ -45,12 +45,7 @@ GROUPS: dict[str, tuple[str, Callable[[LiveTrial], str]]] = {
 
 @dataclass(frozen=True)
 class LiveResult(Result):
-    """All trials of a campaign.
-
-    Args:
-        trials: with faults and clean.
-        toleranced: those of the toleranced checks.
-    """
+    """All trials of a campaign, with faults and clean, and those of the toleranced checks."""
 
     also = ("passed", "not_detectable", "today", "not_run", "clean_steps", "clean_uneven_steps", "clean_alarms")
     not_detectable = UNSEEN
@@ -164,10 +159,6 @@ class LiveResult(Result):
 
 def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, total: None) -> LiveResult:
     """Run a campaign with all ranks on this machine.
-
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: a rank failed.

@@ -71,14 +71,9 @@ LONG = 3
 
 @dataclass(frozen=True)
 class Target:
-    """One fault of a case.
+    """One fault of a case: its rank, the address that it changes, and its spec for the injector.
 
-    Args:
-        rank: that is harmed.
-        address: what is harmed.
-        shows: address where it shows first; None: it shows elsewhere, or nowhere.
-        kind: name of the kind.
-        spec: for the injector.
+    ``shows`` is the address where it shows first; None: it shows elsewhere, or nowhere.
     """
 
     rank: int
@@ -90,16 +85,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """What is injected in one trial.
+    """Faults of one trial, which takes ``steps`` from ``first_step`` on; ``row`` is the question that it belongs to.
 
-    Args:
-        row: which question it belongs to.
-        first_step: the trial's first.
-        steps: how many it takes.
-        persistence: of its faults; empty in a clean one.
-        targets: its faults.
-        consumed: samples that each replica has taken before.
-        completed: micro-batches that each replica starts in each step; empty: all.
+    ``persistence`` is empty in a clean one. By replica: samples ``consumed`` before, and micro-batches ``completed`` in
+    each step; empty: all.
     """
 
     row: str
@@ -127,12 +116,7 @@ class Case:
 
 
 def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
-    """How often each row comes in a layout.
-
-    Args:
-        replicas: number of replicas, at least 2.
-        recompute: whether activations are recomputed.
-    """
+    """Frequency of each row in a layout of at least 2 replicas."""
     if replicas > 2:
         weights = {ALONE: 56, TWO_WRONG: 5, MAJORITY: 2} | ({MAJORITY_GOLDEN: 3} if replicas == 3 else {})
     else:
@@ -153,15 +137,9 @@ def deal_rows(weights: Mapping[str, int], count: int, draw: random.Random) -> li
 
 
 class Cases:
-    """Draws cases for one layout and type.
+    """Draws cases for one layout and type, with a generator that is seeded equally on all ranks.
 
-    Args:
-        addresses: what each rank computes in a step, by global rank; of any step.
-        dims: sizes of the layout.
-        kinds: kinds of faults by name, each a part of a spec.
-        precision: fp32 or bf16.
-        draw: seeded equally on all ranks.
-        micro_batches: of a step.
+    ``addresses`` are those that each rank computes in any step, by global rank; ``kinds`` are parts of specs, by name.
     """
 
     def __init__(

@@ -50,12 +50,7 @@ def live_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class RandomTokens:
-    """A stream of seeded random tokens, another sample at each position.
-
-    Args:
-        seed: of all samples.
-        num_samples: length of the stream.
-    """
+    """A stream of seeded random tokens, another sample at each position."""
 
     path = "seeded random tokens"
     vocab_size = VOCABULARY
@@ -80,13 +75,7 @@ class RandomTokens:
 
 
 def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
-    """The configuration with what detects in a mode.
-
-    Args:
-        raw: from ``live_config``.
-        mode: one of those of ``tools.bench.detection.live_cases``.
-        golden: golden trace file of these ranks.
-    """
+    """The configuration of ``live_config`` with the checks of a mode of ``tools.bench.detection.live_cases``."""
     sdc: dict[str, Any] = {"policy": WARN}
     if mode in (CHECKED, EVERYTHING):
         sdc["always_on"] = ALWAYS_ON

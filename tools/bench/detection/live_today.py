@@ -33,12 +33,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Normal:
-    """Clean steps of one layout and type.
-
-    Args:
-        losses: nats.
-        norms: of the gradient.
-    """
+    """Losses in nats and gradient norms of clean steps of one layout and type."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -75,12 +70,7 @@ RULES = {
 def compare_with_today(trials: Sequence[LiveTrial]) -> dict[str, dict[str, Any]]:
     """Alarms of each rule over the faults of one rank in the audited micro-batch, and over clean steps.
 
-    Args:
-        trials: of a campaign.
-
-    Returns:
-        By rule: alarms among harmful faults by persistence, among clean steps, and each total. "ours" is what the audit
-        detected.
+    By rule: alarms among harmful faults by persistence, among clean steps, and each total; "ours" is the audit's.
     """
     cells: dict[tuple[str, str], list[LiveTrial]] = {}
     for trial in trials:

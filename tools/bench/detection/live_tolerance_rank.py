@@ -60,14 +60,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Done:
-    """What one rank has seen of a run.
+    """A rank's results of a run: the checks that are scored, its firings and events, and the result of each step.
 
-    Args:
-        checks: that are scored.
-        witness: what faults are measured against; None in the warm-up.
-        firings: of this rank.
-        results: of each step.
-        events: of this rank.
+    ``witness`` measures the sizes of faults; None in the warm-up.
     """
 
     checks: TolerancedChecks
@@ -87,7 +82,7 @@ class Done:
         return next(one for one in self.results if one.step == step).skipped is not None
 
     def sizes_of_firings(self) -> dict[str, float]:
-        """The largest size of what was harmed on any rank, by the check that looks at it, in thresholds.
+        """The largest size of a fault on any rank, in thresholds, by the check that looks at the changed value.
 
         Collective: all ranks of the world.
         """
@@ -108,10 +103,7 @@ def largest_of_ranks(sizes: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 class ToleranceCampaign(LiveCampaign):
-    """The engine of one rank after a clean warm-up, and trials with it.
-
-    Args:
-        request: see ``tools.bench.detection.live``.
+    """The engine of one rank after a clean warm-up, and trials with it; the request is ``LiveCampaign``'s.
 
     Collective: all ranks of the world.
     """
@@ -215,12 +207,7 @@ class ToleranceCampaign(LiveCampaign):
 
 
 def run_tolerance_campaign(messages: Messages, request: dict[str, Any]) -> None:
-    """Run as a rank, and report the trials of each case; the first is the clean one.
-
-    Args:
-        messages: where to report.
-        request: see ``tools.bench.detection.live``.
-    """
+    """Run as a rank, and report the trials of each case, of which the first is the clean one."""
     campaign = ToleranceCampaign(request)
     messages.send(trials=campaign.clean(request["clean_steps"]))
     for row in deal_rows(TOLERANCED_ROWS, request["faults"], campaign.draw):

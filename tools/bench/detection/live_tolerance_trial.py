@@ -33,27 +33,11 @@ SIZES = {"smaller": "< 1", "up to twice": f"1 to {CERTAIN:g}", "larger": f"> {CE
 
 @dataclass(frozen=True)
 class ToleranceTrial:
-    """One short run with a fault, or a clean one.
+    """One short run with a fault, or a clean one, in which ``kind`` and ``address`` are empty and ``fault_step`` is 0.
 
-    Args:
-        layout: tensor x pipeline x data.
-        precision: type of the parameters.
-        recompute: whether activations were recomputed.
-        dropout: whether there was dropout.
-        row: see ``tools.bench.detection.live_cases``.
-        kind: of the fault; empty in a clean run.
-        address: what was harmed first; empty likewise.
-        ranks: that were to be harmed.
-        steps: that the run took.
-        fault_step: the first that was to be harmed; 0 in a clean run.
-        harmed: whether a bit was changed.
-        skipped: whether the optimizer skipped the harmed step, which no toleranced check judges then.
-        covered: whether the checks of this row looked at what was harmed.
-        sizes: how far the fault moved the value of each check that may see it, in thresholds of that step.
-        thresholds: of each check before the first step, in its unit.
-        warnings: (step, check) of each, in the order in which they came.
-        audit: whether an audit was called.
-        accused: ranks that were named.
+    ``skipped``: the optimizer skipped the step of the fault, which no toleranced check judges then; ``covered``: the
+    checks of this row looked at the changed value. ``sizes`` are changes by check, in thresholds of that step;
+    ``thresholds`` those before the first step, in the check's unit; ``warnings`` (step, check) in their order.
     """
 
     layout: str
@@ -105,11 +89,7 @@ class ToleranceTrial:
 
 
 def size_class(size: float) -> str:
-    """How large a fault is.
-
-    Args:
-        size: in thresholds.
-    """
+    """The class of a fault's size, which is in thresholds."""
     return "smaller" if size <= 1 else "up to twice" if size <= CERTAIN else "larger"
 
 
@@ -144,11 +124,7 @@ def _count_found(count: Counter[str], trial: ToleranceTrial, check: str) -> None
 
 @dataclass(frozen=True)
 class ToleranceResult:
-    """All trials of the toleranced checks.
-
-    Args:
-        trials: with faults and clean.
-    """
+    """All trials of the toleranced checks, with faults and clean."""
 
     also = ("passed", "by_row", "thresholds", "not_detectable", "clean_steps", "false_warnings")
     not_detectable = UNCOVERED

@@ -16,10 +16,6 @@ SHOWN = {ALWAYS_ON: "#1f77b4", ALWAYS_ON_ALL: "#7f7f7f", AMORTISED: "#d62728"}
 def write_figure(result: OverheadResult, path: Path) -> None:
     """Write cost against width as one HTML page that needs no network: measured and predicted, and the accelerator's.
 
-    Args:
-        result: what was measured and predicted.
-        path: the file; replaced.
-
     Raises:
         StorageError: it cannot be written.
     """

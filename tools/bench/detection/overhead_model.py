@@ -17,14 +17,9 @@ _ALL_PARAMETERS = "gemm"
 
 
 def asked_by(work: Work, step: str) -> Asked:
-    """What a kind of step asks for, each section at its default.
+    """Operations of the checks of a kind of step, one of ``STEPS``, each section at its default, with recompute.
 
-    Args:
-        work: of the rank, with recompute.
-        step: one of ``STEPS``.
-
-    Raises:
-        ValueError: toleranced checks, which read gradients in float64 and have no such model.
+    ValueError for toleranced checks, which read gradients in float64 and have no such model.
     """
     nothing = Reads(0, 0)
     parameters = reads_of_step(work, _ALL_PARAMETERS)[PARAMETER]
@@ -45,13 +40,7 @@ def asked_by(work: Work, step: str) -> Asked:
 
 
 def amortised(audited: float, between: float, interval: int) -> float:
-    """The mean over the steps from one audit to the next.
-
-    Args:
-        audited: of the audited step.
-        between: of each other step.
-        interval: K, steps from one audit to the next.
-    """
+    """The mean over the ``interval`` steps from one audit to the next."""
     return (audited + (interval - 1) * between) / interval
 
 
@@ -60,7 +49,6 @@ def predict(work: Work, rates: Rates, flop_per_s: float, interval: int) -> dict[
 
     Args:
         work: of the rank, with recompute.
-        rates: of the rank.
         flop_per_s: that the step reaches, recomputation counted.
         interval: K, steps from one audit to the next.
     """

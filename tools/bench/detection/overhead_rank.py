@@ -82,11 +82,7 @@ class Meeting(Hook):
 
 
 class OverheadRank:
-    """The engine of a rank, and steps with each kind of check.
-
-    Args:
-        options: sizes; a block is one step of each kind.
-        folder: where events are written.
+    """The engine of a rank, and steps with each kind of check; a block is one step of each kind.
 
     Collective: all ranks of the world.
     """
@@ -228,13 +224,7 @@ class OverheadRank:
 
 
 def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
-    """Take steps of each kind in turn and report what each took, and after each block the rates.
-
-    Args:
-        messages: where to report.
-        options: sizes.
-        folder: where events are written.
-    """
+    """Take steps of each kind in turn and report what each took, and after each block the rates."""
     rank = OverheadRank(options, folder)
     for name in STEPS:  # not counted: the first of each is slower
         rank.step(name)
