@@ -33,11 +33,7 @@ COLUMNS = ("left out", "these are", "final loss", "(min-max)", "over none, %", "
 
 @dataclass(frozen=True)
 class DropTrainResult(Result):
-    """All runs of a campaign.
-
-    Args:
-        runs: one entry a run.
-    """
+    """All runs of a campaign."""
 
     also = ("verdict", "scores")
 
@@ -106,9 +102,7 @@ def bench_drop_training(
     """Make the runs of a campaign that are not in its log yet, with both ranks on this machine.
 
     Args:
-        options: size.
         log: file that keeps finished runs; None: none does.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: the log cannot be used, or a rank failed.
@@ -145,12 +139,7 @@ def _train(
 
 
 def train_all(messages: Messages, configs: list[dict[str, Any]]) -> None:
-    """Train one run after another, and report each as it ends.
-
-    Args:
-        messages: where to report.
-        configs: of the runs.
-    """
+    """Train one run after another, and report each as it ends."""
     dims = join_ranks()
     for config in configs:
         run, _ = build_run(config, dims)
