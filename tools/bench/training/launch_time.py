@@ -49,16 +49,9 @@ PHASES = {
 
 
 def prepare_text(folder: Path) -> Path:
-    """Tokenize a little text with a vocabulary trained on it.
+    """Tokenize a little text with a vocabulary trained on it; returns the folder of prepared data, beside ``texts``.
 
-    Args:
-        folder: where; gets ``texts`` and ``data``.
-
-    Returns:
-        The folder of prepared data.
-
-    Raises:
-        MegasdcError: this Python comes without the source of its library.
+    MegasdcError if this Python comes without the source of its library.
     """
     from megasdc.data.prepare import prepare
 
@@ -95,10 +88,7 @@ def measure_launches(
     Args:
         commands: ``COMMANDS`` or ``FUSED_COMMANDS``.
         repeats: launches that count, of each command.
-        ranks: ranks on this machine.
-        threads: CPU threads of a rank.
-        folder: a scratch folder.
-        on_progress: told how many launches are done, the one that does not count included.
+        on_progress: called with the number of launches that are done, the one that does not count included.
 
     Returns:
         By command estimates in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch
@@ -131,12 +121,7 @@ def _estimate(samples: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def report_launch(command: str, launch: dict[str, Any]) -> Report:
-    """Where the time to the first step goes.
-
-    Args:
-        command: the one that was measured.
-        launch: its estimates, see ``measure_launches``.
-    """
+    """Parts of the time to the first step by one command, from its estimates of ``measure_launches``."""
     total: Estimate = launch["total"]
     rows = []
     for name, value in launch["phases"].items():
@@ -189,14 +174,10 @@ def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, 
 
 
 def slowest_start(commanded_s: float, starts: list[dict[str, Any]]) -> dict[str, float]:
-    """Parts of the rank that was last to its first step.
+    """Seconds by part, in their order and first the launcher's, of the rank that was last to its first step.
 
-    Args:
-        commanded_s: when the launcher was started, seconds from boot.
-        starts: fields of each rank's event ``start/phases``.
-
-    Returns:
-        Seconds by part in their order, first the launcher's; they add up to the whole.
+    ``commanded_s`` is the launcher's start in seconds from boot; ``starts`` are fields of each rank's event
+    ``start/phases``. The parts add up to the whole.
     """
     last = max(starts, key=lambda fields: fields["process_started_boot_s"] + sum(fields["phases"].values()))
     return {"launcher": last["process_started_boot_s"] - commanded_s, **last["phases"]}
