@@ -39,7 +39,7 @@ class SizeHistogram:
 
 
 class GradientSizes(Hook):
-    """Counts the sizes of reduced gradients before they are clipped, from ``first_step`` on every ``interval`` steps.
+    """Counts the sizes of reduced gradients before they are clipped, in every ``interval`` steps from ``first_step``.
 
     It only reads.
     """

@@ -116,7 +116,7 @@ class Witness(Hook):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def size_of(self, firing: Firing) -> tuple[str, float] | None:
-        """The check that looks at the value changed by a firing on this rank, and by how many thresholds its value moves.
+        """The check that looks at the value changed by a firing on this rank, and the size of the change in thresholds.
 
         None where no check looks at it.
         """

@@ -237,8 +237,9 @@ class TimedGate:
         self.clock.timed("announce", self._inner.announce, micro_batch, starts)
 
     def heard_s(self, told: list[dict[str, Moments]]) -> float:
-        """Seconds in which this rank received decisions, without waiting for the senders; from all ranks' moments of the
-        step.
+        """Seconds in which this rank received decisions in the step that ended, without waiting for the senders.
+
+        ``told`` is that of every rank.
         """
         moments = told[self.source][self._hears_by]
         return sum(max(0.0, ended - max(began, moments[one])) for one, (began, ended) in self._heard.items())

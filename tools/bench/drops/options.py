@@ -142,7 +142,7 @@ class DropSpeedupOptions(Options):
 
 @dataclass(frozen=True)
 class Setting:
-    """Share of micro-batches dropped in a run, whether their samples are ``discard`` or ``defer``, and the compensation.
+    """Share of micro-batches dropped in a run, and what becomes of their samples: ``discard`` or ``defer``.
 
     Compensation is as in the section; None: none.
     """

@@ -81,7 +81,7 @@ def resampled_curve(steps: RecordedSteps) -> Curve:
 
 
 def choose_thresholds(steps: RecordedSteps, rates: Sequence[float], sigmas: float | None) -> list[float]:
-    """Thresholds that drop about these shares of micro-batches, as the steps predict; ``sigmas`` as of ``expected_s``."""
+    """Thresholds that drop about these shares of micro-batches, as the steps predict; ``expected_s`` explains ``sigmas``."""
     curve = resampled_curve(steps)
     dropped = 1 - curve.completed_share[:-1]
     starts = [float(curve.thresholds_s[int(np.abs(dropped - rate).argmin())]) for rate in rates]

@@ -24,7 +24,7 @@ LLAMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TrainBenchOptions(Options):
-    """Sizes of a measurement of training steps; all ranks are data parallel, and ``fuse`` holds for the bare loop too."""
+    """Sizes of a measurement of training steps; all ranks are data parallel, and the bare loop has ``fuse`` too."""
 
     blocks: int = option(30, "Blocks of each loop.", least=1)
     steps_per_block: int = option(10, "Steps of a block.", least=1)

@@ -66,9 +66,9 @@ def measure_block(block: Block) -> Cost:
 
 
 def library_share(block: Block) -> float:
-    """Part of a profiled block's time in matrix products and attention, which are the library's on either side; in (0, 1).
+    """Part of a block's time in matrix products and attention, which are the library's on either side; in (0, 1).
 
-    A GPU's time where there is one.
+    The block runs under the profiler; the time is a GPU's where there is one.
     """
     on_gpu = torch.cuda.is_available()
     with torch.profiler.profile() as profile:
@@ -155,7 +155,7 @@ def compare(messages: Messages, options: TrainBenchOptions, against: str, folder
 
 
 def run_apart(messages: Messages, options: TrainBenchOptions, name: str, folder: Path) -> None:
-    """Run ``OURS`` or one of ``APART`` in blocks, each when it is its turn; rank 0 asks for it and reports what they took.
+    """Run ``OURS`` or one of ``APART`` in blocks, each when it is its turn; rank 0 reports what they took.
 
     What our run sets in its process, such as how memory is kept, is not set here for another loop.
 
