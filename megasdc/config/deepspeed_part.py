@@ -1,4 +1,4 @@
-"""DeepSpeed's part of a configuration: defaults of its keys, and what they come to."""
+"""DeepSpeed's part of a configuration: defaults of its keys, and their effect."""
 
 from __future__ import annotations
 

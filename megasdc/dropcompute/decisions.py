@@ -1,4 +1,4 @@
-"""Which micro-batches a replica starts: decided by the clock, or replayed from another run's ``decisions.jsonl``.
+"""Decisions which micro-batches a replica starts: by the clock, or replayed from another run's ``decisions.jsonl``.
 
 ``decisions.jsonl`` has a line for each start of the run, ``{"start": {"step", "data", "micro_batches"}}``, and for each
 step ``{"step", "planned", "completed": [of each replica]}``. A start line invalidates logged steps after its own.

@@ -31,7 +31,7 @@ Times = Callable[[], Iterator[tuple[int, Seconds, Seconds]]]
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens when the threshold tau has passed.
+    """Rule for micro-batches when the threshold tau has passed.
 
     Args:
         finish: a started micro-batch is finished and counts; none is started later than tau. Else, as in eq. 6, the

@@ -101,7 +101,7 @@ class Accelerator:
     vocab: int = 32000
 
     def work(self, hidden: int) -> Work:
-        """What a rank computes in bf16, GPT style with an MLP of 4 h and heads of 128, with embedding and output."""
+        """Work of a rank in bf16, GPT style with an MLP of 4 h and heads of 128, with embedding and output."""
         heads = hidden // 128
         model = ModelSection(
             num_layers=self.layers, hidden_size=hidden, num_attention_heads=heads, max_positions=self.sequence

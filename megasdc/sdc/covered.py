@@ -1,4 +1,4 @@
-"""Coverage of a configuration: which checks look at each phase of a step, and when.
+"""Coverage of a configuration: the checks of each phase of a step, and when they run.
 
 Exact checks compare bits. Checks that only warn, or detect only NaN and Inf, are listed but do not count as exact.
 """
@@ -23,7 +23,7 @@ class Shape:
         replicas: data-parallel size.
         tensor: tensor-parallel size.
         micro_batches: of a step on each replica.
-        covered: micro-batches of a step that the always-on checks look at; None: one or all, depending on cost.
+        covered: micro-batches of a step that the always-on checks cover; None: one or all, depending on cost.
         recomputes: whether activations are recomputed.
     """
 
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def share(self) -> str:
-        """The micro-batches that the always-on checks look at, as text."""
+        """The micro-batches that the always-on checks cover, as text."""
         covered = "1 or all" if self.covered is None else str(self.covered)
         return f"{covered} of {self.micro_batches}"
 

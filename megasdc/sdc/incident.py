@@ -196,7 +196,7 @@ def incident_to_json(incident: Incident) -> str:
 
 
 def incident_from_json(text: str, source: str = "the text") -> Incident:
-    """Parse the JSON of ``incident_to_json``; ``source`` says in messages where it is from.
+    """Parse the JSON of ``incident_to_json``; messages name its ``source``.
 
     Raises:
         TraceError: it is damaged, or not an incident.

@@ -20,7 +20,7 @@ _OPTION, _PART = "option", "part"
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is given on the command line.
+    """Description of a field as an option of the command line.
 
     Args:
         name: with its dashes; empty: that of the field.
@@ -126,7 +126,7 @@ class Options:
             raise ConfigError(wrong, source=_SOURCE)
 
     def problems(self) -> list[str]:
-        """What else is out of range, one sentence each."""
+        """Other options that are out of range, one sentence each."""
         return []
 
 

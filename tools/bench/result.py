@@ -39,7 +39,7 @@ class Result:
         return True
 
     def report(self) -> Report:
-        """What was measured, for people."""
+        """The measurements, for people."""
         yield from ()
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 Block = Callable[[], None]
 SLACK = 0.01
-"""How far the upper end of a ratio's interval may lie above its bar."""
+"""Largest distance of the upper end of a ratio's interval above its bar."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one block took.
+    """Cost of one block.
 
     Args:
         cpu_s: seconds of processor time, all threads of all ranks.

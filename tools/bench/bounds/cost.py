@@ -37,7 +37,7 @@ MILLION = 1 << 20
 
 @dataclass(frozen=True)
 class BoundsComparison(Comparison):
-    """The pass over one shard against something else over the same shard; ``difference`` says if it bounded wrongly.
+    """The pass over one shard against something else over the same shard; ``difference`` is None if it bounded rightly.
 
     ``size_million`` is the shard's size in units of 2^20 elements, ``bounded`` how many of them a pass bounds, and
     ``pass_s`` the median seconds of the pass and of the other operation.
@@ -114,7 +114,7 @@ class Shard:
         self.passes += 1
 
     def difference(self, bounded: int) -> str | None:
-        """What is wrong with the sums of all passes since the last call, each of which had so many to bound."""
+        """The error in the sums of all passes since the last call, each with so many elements to bound, or None."""
         sums, passes = dict(zip(SUMS, self.sums.tolist(), strict=True)), self.passes
         self.sums.zero_()
         self.passes = 0
@@ -144,7 +144,7 @@ class _Clock:
         return block
 
     def measure(self, block: Block) -> Cost:
-        """What a block's calls took."""
+        """Cost of a block's calls."""
         self.wall_s = self.cpu_s = 0.0
         block()
         return Cost(self.wall_s, self.cpu_s)

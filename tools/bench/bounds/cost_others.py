@@ -1,4 +1,4 @@
-"""What the pass of gradient bounds is measured against: reading once, optimizers' steps, the formula."""
+"""Operations that the pass of gradient bounds is compared with: reading once, optimizers' steps, the formula."""
 
 from __future__ import annotations
 

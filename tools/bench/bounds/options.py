@@ -118,5 +118,5 @@ class BoundTrainOptions(Options):
 
     @property
     def fault_probabilities(self) -> dict[int, float]:
-        """By decade of the factor, for each sign: that a parameter's gradient is harmed in a step."""
+        """Probability, by decade of the factor and for each sign, of a fault in a parameter's gradient in a step."""
         return {decade: self.fault_probability * FALL ** (decade - 1) for decade in DECADES}

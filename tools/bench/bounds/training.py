@@ -74,12 +74,12 @@ class BoundTrainResult(Result):
 
     @property
     def scores(self) -> list[SettingScore]:
-        """What came out for each setting."""
+        """Scores of each setting."""
         return score(self.runs, self.diverged_above)
 
     @property
     def verdict(self) -> str:
-        """What these numbers show, as one sentence."""
+        """The conclusion from these numbers, as one sentence."""
         return verdict(self.scores, self.options.seeds)
 
     def report(self) -> Report:

@@ -35,7 +35,7 @@ from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run
 BAR = 1.25
 """Largest median of our time over that of ``cat``."""
 MEMORY_SLACK_MIB = 16.0
-"""How much more the larger size may take than the smaller one."""
+"""Largest excess of the larger size's memory over the smaller one's."""
 M_ARENA_MAX = -8
 """glibc's name for the number of heaps, mallopt(3)."""
 _PROCESSES = 5
@@ -46,7 +46,7 @@ _SMALL = 4
 
 @dataclass(frozen=True)
 class CompareComparison(Comparison):
-    """The comparison against another program over the same two files; ``difference`` says if it found one.
+    """The comparison against another program over the same two files; ``difference`` is None where it found none.
 
     ``bytes_per_s`` is of both files together, median over blocks, ours and the other's.
     """

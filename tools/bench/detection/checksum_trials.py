@@ -1,7 +1,7 @@
 """Random faults of the kinds that defective hardware makes, and how many a checksum misses.
 
 Beside our algorithms the same trials run over two that are known to be blind to some kinds. Their misses show that the
-trials can find a blind spot: without them, no misses would say little.
+trials can find a blind spot: without them, no misses would prove little.
 
 Source of the kinds: gate-level fault simulation, https://arxiv.org/abs/2605.04213 (few faults are single flips, their
 addresses are periodic); AEGIS, OSDI 2026 (adjacent elements wrong in tensor cores).
@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[[Words, random.Random], None]] = {
     "equal flips at a period": _periodic_flips,
     "swap of 2 elements": _swap,
 }
-"""What each kind of fault does to the bit patterns of a tensor."""
+"""Effect of each kind of fault on the bit patterns of a tensor."""
 
 XOR = "torch.hash_tensor"
 PACKED = "weighted sum of packed words"

@@ -1,8 +1,8 @@
 """Campaign of injected faults against a golden trace: which are found, and which rank is named.
 
 Random faults - kinds x submodules x phases x ranks - are injected one a run, in several layouts and types. Each run is
-compared with a golden trace of the same ranks as ``megasdc golden verify`` compares, and scored against what the
-injector says it did. Clean runs in between must raise nothing.
+compared with a golden trace of the same ranks as ``megasdc golden verify`` compares, and scored against the
+firings of the injector. Clean runs in between must raise nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, Callable[[Trial], str]]] = {
     "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
     "kind": ("kind", lambda trial: trial.kind),
 }
-"""What faults are counted by: title of the table, and the group of a trial."""
+"""Groupings of faults: title of the table, and the group of a trial."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DetectionResult(Result):
         return right and bool(self.harmful) and not any(trial.detected for trial in without)
 
     def counts(self, key: Callable[[Trial], str]) -> dict[str, Counter[str]]:
-        """Counts of the trials with faults, grouped by what ``key`` says."""
+        """Counts of the trials with faults, grouped by ``key``."""
         groups: dict[str, Counter[str]] = {}
         for trial in self.trials:
             if trial.phase is None:

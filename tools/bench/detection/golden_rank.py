@@ -37,7 +37,7 @@ the norm on each replica by itself: one whose shard is not finite skips the step
 all-gather, and the run hangs (DeepSpeed 0.19.8): found as a hang.
 """
 SHOWN_AS = {COLLECTIVE: ACCUMULATED_GRAD, OPTIMIZER_STATE: UPDATE}
-"""Phase in which harm that is no observation of its own shows first."""
+"""Phase in which a fault shows first that is no observation of its own."""
 KINDS: dict[str, dict[str, Any]] = {
     "one bit": {"kind": "bit_flip"},
     "sign": {"kind": "bit_flip", "bits": "sign"},

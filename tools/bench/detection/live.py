@@ -40,7 +40,7 @@ GROUPS: dict[str, tuple[str, Callable[[LiveTrial], str]]] = {
     "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
     "kind": ("kind", kind_of),
 }
-"""What faults are counted by: title of the table, and the group of a trial."""
+"""Groupings of faults: title of the table, and the group of a trial."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LiveResult(Result):
 
     @property
     def missed(self) -> list[LiveTrial]:
-        """Trials in which the checks did not say what they have to say."""
+        """Trials in which the checks did not report what they have to."""
         return [trial for trial in self.trials if not trial.met]
 
     @property
@@ -76,7 +76,7 @@ class LiveResult(Result):
         return not self.missed and tested and (not self.options.toleranced or self.toleranced.passed)
 
     def counts(self, key: Callable[[LiveTrial], str]) -> dict[str, Counter[str]]:
-        """Counts of the trials with faults, grouped by what ``key`` says."""
+        """Counts of the trials with faults, grouped by ``key``."""
         groups: dict[str, Counter[str]] = {}
         for trial in self.faulty:
             count = groups.setdefault(key(trial), Counter())

@@ -45,13 +45,13 @@ PERSISTENCE: dict[str, dict[str, Any]] = {
     ALWAYS: {"same_elements": True},
     SOMETIMES: {"probability": 0.5},
 }
-"""How often a fault comes again, each a part of a spec."""
+"""Persistences of a fault, each a part of a spec."""
 LASTING = "update, in every step"
 TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
-"""How often each row comes that is scored for the toleranced checks."""
+"""Weights of the rows that are scored for the toleranced checks."""
 AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
 TOLERANCED = "toleranced"
-"""What detects in a case."""
+"""Modes: the checks of a case."""
 MODES = {
     CLEAN: EVERYTHING,
     ALONE: AUDITED,
@@ -106,12 +106,12 @@ class Case:
 
     @property
     def mode(self) -> str:
-        """What detects."""
+        """The mode: which checks run."""
         return MODES.get(self.row, EVERYTHING)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that are harmed."""
+        """Ranks with a fault."""
         return tuple(sorted(target.rank for target in self.targets))
 
 
@@ -126,7 +126,7 @@ def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
 
 
 def deal_rows(weights: Mapping[str, int], count: int, draw: random.Random) -> list[str]:
-    """Rows of ``count`` cases in random order, each as often as its weight says, by largest remainders."""
+    """Rows of ``count`` cases in random order, each in proportion to its weight, by largest remainders."""
     total = sum(weights.values())
     shares = {row: divmod(weight * count, total) for row, weight in weights.items()}
     left = count - sum(whole for whole, _ in shares.values())
@@ -210,7 +210,7 @@ class Cases:
         return replace(found, shows=shows)
 
     def _phases(self) -> list[str]:
-        """Phases of a micro-batch that can be harmed, each as likely."""
+        """Phases of a micro-batch in which a fault can be injected, each as likely."""
         return [FORWARD, BACKWARD, WEIGHT_GRAD] + ([RECOMPUTE] if self._recompute else [])
 
     def _target(

@@ -28,7 +28,7 @@ OTHERS = {
     "other way: detection/layer_replay.py) and at least 3 replicas; it replays saved inputs every 50 steps, when "
     "a transient fault is gone, and by its own account one-shot faults are outside its guarantee",
 }
-"""What else there is, and why it is not scored."""
+"""Other rules, and why they are not scored."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "exponent": {"kind": "bit_flip", "bits": "exponent"},
     "mantissa": {"kind": "bit_flip", "bits": "mantissa"},
 }
-"""Kinds of faults by name, each a part of a spec: all orders of size, at most as many elements as a firing says."""
+"""Kinds of faults by name, each a part of a spec: all orders of size, at most as many elements as a firing lists."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Done:
 
     @property
     def seen(self) -> dict[int, Seen]:
-        """What faults are measured against, by step."""
+        """Values that faults are measured against, by step."""
         assert self.witness is not None, "a warm-up is not measured"
         return self.witness.kept
 
@@ -125,7 +125,7 @@ class ToleranceCampaign(LiveCampaign):
         return [self._score(case, self._train(case), {}, covered=False)]
 
     def trial(self, row: str) -> list[ToleranceTrial]:
-        """Go on with a fault of a row; where its size is told by the same steps without it, those are a trial too."""
+        """Go on with a fault of a row; where its size needs the same steps without it, those are a trial too."""
         case = self.cases.case(row)
         if row == LASTING:
             case = self._in_every_step(case)
@@ -145,7 +145,7 @@ class ToleranceCampaign(LiveCampaign):
         ]
 
     def _in_every_step(self, case: Case) -> Case:
-        """The same elements harmed until every slice was looked at, and a step in which an audit may be called."""
+        """Faults in the same elements until every slice was checked, and a step in which an audit may be called."""
         (target,) = case.targets
         step = target.address.step
         often = {"once": False, **PERSISTENCE[ALWAYS], "steps": [step, step + self._parts - 1]}
@@ -182,7 +182,7 @@ class ToleranceCampaign(LiveCampaign):
         return Done(checks, witness, injector.firings if injector else [], results.kept, list(self._events.kept))
 
     def _score(self, case: Case, done: Done, sizes: dict[str, float], *, covered: bool) -> ToleranceTrial:
-        """What the checks said; complete on rank 0, which writes events."""
+        """Reports of the checks; complete on rank 0, which writes events."""
         step = case.targets[0].address.step if case.targets else 0
         said = [one for one in done.events if one.kind == EVENT_KIND]
         return ToleranceTrial(

@@ -1,4 +1,4 @@
-"""What the toleranced checks reported of one fault, against what its size lets one expect.
+"""Outcome of one fault with the toleranced checks, against the outcome to be expected of its size.
 
 A check is blind below its threshold. A fault adds to what rounding or chance make of a clean step, which is at most the
 threshold; so one of up to twice the threshold may be hidden, and a larger one may not.
@@ -65,7 +65,7 @@ class ToleranceTrial:
         return sum(not self.harmed or step < self.fault_step for step, _ in self.warnings)
 
     def detected(self, check: str) -> bool:
-        """Whether a check warned of the harmed step, or of one of the harmed steps."""
+        """Whether a check warned of the step of the fault, or of one of its steps."""
         return any(
             name == check and step >= self.fault_step and (step == self.fault_step or self.row == LASTING)
             for step, name in self.warnings
@@ -77,7 +77,7 @@ class ToleranceTrial:
 
     @property
     def met(self) -> bool:
-        """Whether the checks said what they have to say."""
+        """Whether the checks reported what they have to."""
         if self.false_warnings or not set(self.accused) <= set(self.ranks):
             return False
         if not self.harmed or self.skipped:
@@ -143,7 +143,7 @@ class ToleranceResult:
 
     @property
     def missed(self) -> list[ToleranceTrial]:
-        """Trials in which the checks did not say what they have to say."""
+        """Trials in which the checks did not report what they have to."""
         return [trial for trial in self.trials if not trial.met]
 
     @property

@@ -88,7 +88,7 @@ class LiveTrial:
 
     @property
     def rank_right(self) -> bool:
-        """Whether exactly the harmed ranks were named."""
+        """Whether exactly the ranks with a fault were named."""
         return self.accused == set(self.harmed) and self.detected
 
     @property
@@ -103,7 +103,7 @@ class LiveTrial:
 
     @property
     def met(self) -> bool:
-        """Whether the checks said what they have to say."""
+        """Whether the checks reported what they have to."""
         if not self.harmed:
             return not self.detected
         if self.row == MAJORITY:  # without a golden trace verdicts are relative to the majority

@@ -31,7 +31,7 @@ from tools.bench.training.options import TrainBenchOptions, run_config
 BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}
 """Largest share of a step's time, on the first model."""
 SLACK = 0.5
-"""How far the interval's upper end may lie above a bar, as a share of it."""
+"""Largest distance of the interval's upper end above a bar, as a share of it."""
 BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, TOLERANCED)
 """Kinds of steps whose parts are printed."""
 SMALLEST = 1e-5
@@ -130,7 +130,7 @@ class OverheadResult(Result):
 
     @property
     def work(self) -> str:
-        """What the ranks of this machine ran."""
+        """The work of the ranks of this machine."""
         sizes = self.options.sizes
         return (
             f"{sizes.ranks} gloo ranks x {sizes.threads} thread(s), DP{sizes.ranks}, {sizes.precision}; Llama-like "
@@ -140,7 +140,7 @@ class OverheadResult(Result):
 
     @property
     def assumptions(self) -> str:
-        """What the extrapolation assumes."""
+        """Assumptions of the extrapolation."""
         assumed = self.options.accelerator
         return (
             f"assumed: reads {assumed.bytes_per_s / 1e12:.2f} TB/s, {assumed.call_s * 1e6:g} us a call, "
@@ -206,7 +206,7 @@ def _measure(sizes: TrainBenchOptions, interval: int, bars: dict[str, float], on
 
 
 def work_of(sizes: TrainBenchOptions) -> Work:
-    """What a rank of the benchmark computes in a step, activations computed again."""
+    """Work of a rank of the benchmark in a step, with recomputed activations."""
     model = run_config(sizes, Path("unused")).megasdc.model
     return Work(
         model,

@@ -45,12 +45,9 @@ def amortised(audited: float, between: float, interval: int) -> float:
 
 
 def predict(work: Work, rates: Rates, flop_per_s: float, interval: int) -> dict[str, float]:
-    """Time of the checks over the time of a step without them, by kind of step and for audits as a whole.
+    """Time of the checks over that of a step without them, by kind of step and for audits every ``interval`` steps.
 
-    Args:
-        work: of the rank, with recompute.
-        flop_per_s: that the step reaches, recomputation counted.
-        interval: K, steps from one audit to the next.
+    ``work`` is of the rank, with recompute; ``flop_per_s`` is that of the step, recomputation counted.
     """
     step_s = work.flops / flop_per_s
     shares = {step: asked_by(work, step).seconds(rates) / step_s for step in (ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN)}

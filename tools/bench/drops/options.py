@@ -153,7 +153,7 @@ class Setting:
 
     @property
     def fate(self) -> str:
-        """What becomes of samples that are left out, as tables show it."""
+        """The fate of dropped samples, as tables show it."""
         if not self.rate:
             return "-"
         return (self.compensation or ("given up" if self.samples == DISCARD else self.samples)).replace("_", " ")

@@ -3,7 +3,7 @@
 Runs of the same delays take steps in turn: one without a threshold, one for each of several thresholds, and one that
 chooses its own. Each micro-batch is a constant delay and one from the paper's environment, which no threshold cuts;
 computation is little beside them, so that many replicas fit few cores. What is predicted for steps comes from steps of
-other delays, in which nothing was left out, by the search that runs use.
+other delays, in which nothing was dropped, by the search that runs use.
 
 Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 """

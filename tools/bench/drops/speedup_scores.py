@@ -25,7 +25,7 @@ from megasdc.faults.delay import draw_delays
 from tools.bench.drops.options import Segment
 
 RESAMPLED = 20
-"""How often each recorded micro-batch is dealt out anew, so that the slowest replica is not one of few."""
+"""Number of times that each recorded micro-batch is dealt out anew, so that the slowest replica is not one of few."""
 TimedRun = tuple[Path, Sequence[float]]
 """Run folder, and seconds of each step."""
 
@@ -81,7 +81,7 @@ def resampled_curve(steps: RecordedSteps) -> Curve:
 
 
 def choose_thresholds(steps: RecordedSteps, rates: Sequence[float], sigmas: float | None) -> list[float]:
-    """Thresholds that drop about these shares of micro-batches, as the steps predict; ``expected_s`` explains ``sigmas``."""
+    """Thresholds that drop about these shares of micro-batches, as the steps predict."""
     curve = resampled_curve(steps)
     dropped = 1 - curve.completed_share[:-1]
     starts = [float(curve.thresholds_s[int(np.abs(dropped - rate).argmin())]) for rate in rates]
@@ -105,16 +105,10 @@ def compare(
     others: Segment,
     sigmas: float | None = None,
 ) -> Comparison:
-    """Compare what a run with a threshold measured with what was predicted for it.
+    """Compare what a run with a threshold (None: it chose none) measured with what was predicted for it.
 
-    Args:
-        tau_s: its threshold; None: the run chose none.
-        plain: run without a threshold.
-        dropping: run with it.
-        measured: steps of both that are compared.
-        predicting: folder of the run whose steps predict, and in them dropped nothing.
-        others: these of its steps, whose delays are not those compared.
-        sigmas: of the rule "predictive"; None: the other rule.
+    ``measured`` are the steps of both runs that are compared; ``predicting`` is the folder of the run whose steps
+    ``others``, with other delays and nothing dropped, predict. ``sigmas`` as of ``expected_s``.
     """
     tau = math.inf if tau_s is None else tau_s
     known = recorded_steps(predicting, others)
@@ -139,7 +133,7 @@ def compare(
 
 
 def _at(curve: Curve, tau_s: float) -> tuple[float, float]:
-    """Speed-up and share left out at a threshold, between those that were looked at in a straight line."""
+    """Speed-up and share dropped at a threshold, interpolated linearly between those of the curve."""
     return (
         float(np.interp(tau_s, curve.thresholds_s, curve.throughput)),
         float(np.interp(tau_s, curve.thresholds_s, 1 - curve.completed_share)),

@@ -1,7 +1,7 @@
 """Speed of preparing data, ``python -m tools.bench data``: against Megatron's own way, on the same text.
 
 Both sides read one JSONL file of the standard library's text with the same number of processes and the same tokenizer,
-which is given, and must write the same bytes. What each side does is said in `tools.bench.training.data_side`.
+which is given, and must write the same bytes. `tools.bench.training.data_side` has each side.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHUNK_LINES = 32
 
 
 class LineEncoder:
-    """What runs in a worker of Megatron's: one JSON line to the ids of its text and an end-of-document id.
+    """Encoder in a worker of Megatron's: one JSON line to the ids of its text and an end-of-document id.
 
     The tokenizer is ``sentencepiece`` or ``huggingface``, and ``path`` its folder.
     """

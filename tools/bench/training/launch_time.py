@@ -30,7 +30,7 @@ TIMEOUT_S = 600.0
 COMMANDS = ("megasdc launch", "deepspeed")
 WARM, COLD = "megasdc launch, model.fuse", "megasdc launch, model.fuse, nothing compiled before"
 FUSED_COMMANDS = ("megasdc launch", WARM, COLD)
-"""What is compared where fused modules are asked for."""
+"""Commands that are compared with ``--fuse``."""
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
 TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
 """Modules of the standard library whose source is the text."""
@@ -45,7 +45,7 @@ PHASES = {
     "resume": "looking for a checkpoint",
     "first_step": "hooks and first step",
 }
-"""What the parts are."""
+"""Descriptions of the parts."""
 
 
 def prepare_text(folder: Path) -> Path:
@@ -85,17 +85,8 @@ def measure_launches(
 ) -> dict[str, Any]:
     """Launch a short run several times by each command in turn; the first, which fill caches, do not count.
 
-    Args:
-        commands: ``COMMANDS`` or ``FUSED_COMMANDS``.
-        repeats: launches that count, of each command.
-        on_progress: called with the number of launches that are done, the one that does not count included.
-
-    Returns:
-        By command estimates in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch
-        that does not count, ``dominates``, and the samples.
-
-    Raises:
-        MegasdcError: a launch failed.
+    By command, in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch that does not
+    count, ``dominates``, and samples. ``on_progress`` gets the number of launches done. MegasdcError if one failed.
     """
     data = prepare_text(folder)
     samples: dict[str, list[dict[str, float]]] = {command: [] for command in commands}

@@ -143,7 +143,7 @@ class DeterministicLoop(MegasdcLoop):
 
 
 HOOKS = [{"hook": "spike_aware", "theta": 1e6, "grace_steps": 0}, {"hook": "absolute", "theta": 1.0}]
-"""Bounds that may act in every step, so that nothing is left out, and hardly do."""
+"""Bounds that may act in every step, so that no work is skipped, and are rarely triggered."""
 
 
 class BoundedLoop(MegasdcLoop):

@@ -4,7 +4,7 @@
 a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
 DeepSpeed ZeRO-1, in processes of its own, where DeepSpeed, PyTorch and the allocator have their defaults.
 ``hf-compiled``: against the same model under ``torch.compile``, with a bar for fused modules only.
-``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
+``determinism``: our loop with deterministic mode against without; its cost is reported and has no bar. On
 GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
 ``bounds``: our loop with gradient bounds against without; the bar is for 8 or more micro-batches a step.
 ``launch``: seconds from the launcher's command to the first step, with ``fuse`` by what is compiled; it has no bar.
@@ -182,7 +182,7 @@ def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress
 
 
 Sides = tuple[list[dict[str, Any]], str | None]
-"""What rank 0 told of our loop and of the other, and the first thing whose bits differ."""
+"""Reports of rank 0 on our loop and the other, and the first thing whose bits differ."""
 
 
 def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_progress: Callable[[int], None]) -> Sides:

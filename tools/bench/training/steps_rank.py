@@ -40,7 +40,7 @@ LIBRARY = (
     *("aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_dot_product"),
     *("aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention"),
 )
-"""How the names of matrix products and attention begin."""
+"""Beginnings of the names of matrix products and attention."""
 LONGEST_TURN = timedelta(hours=1)
 OURS = "ours"
 """Name of our loop as a default run has it."""
@@ -83,7 +83,7 @@ def library_share(block: Block) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a loop is built from on a rank; ``folder`` is where our loop writes."""
+    """Parts from which a loop is built on a rank; ``folder`` is where our loop writes."""
 
     options: TrainBenchOptions
     folder: Path
