@@ -14,7 +14,7 @@ from rich.table import Table
 from tools.bench.statistics import SLACK, Cost, Estimate
 
 Progress = Callable[[str, int, int], None]
-"""Told what is measured, how much is done, and of how much."""
+"""Called with the name of what is measured, how much is done, and the total."""
 Report = Iterator[str | Table]
 """Lines and tables, in the order in which they are printed."""
 

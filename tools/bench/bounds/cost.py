@@ -30,7 +30,7 @@ BAR = 1.25
 GPU_LEAST_MILLION = 16
 """Smallest shard that has a bar on a GPU; the time of less is the time to start a kernel."""
 SHARE = 1e-4
-"""Of elements to bound in the case that has some."""
+"""Share of elements to bound in the case that has some."""
 _BLOCK_MILLION = {"cpu": 16, "cuda": 1024}
 MILLION = 1 << 20
 
@@ -114,7 +114,7 @@ class Shard:
         self.passes += 1
 
     def difference(self, bounded: int) -> str | None:
-        """The error in the sums of all passes since the last call, each with so many elements to bound, or None."""
+        """The error in the sums of all passes since the last call, each with ``bounded`` elements to bound; or None."""
         sums, passes = dict(zip(SUMS, self.sums.tolist(), strict=True)), self.passes
         self.sums.zero_()
         self.passes = 0

@@ -22,7 +22,7 @@ from megasdc.tensors.bound_limits import SUMS, Limits
 
 READ_BOTH = Path(__file__).with_name("read_both.c")
 LIMITS = Limits(absolute=1.0, spike=5000.0)
-"""Of every pass that is measured."""
+"""Limits of every pass that is measured."""
 _BUILD_S = 900
 
 Build = Callable[[Tensor, Tensor], Callable[[], Any]]

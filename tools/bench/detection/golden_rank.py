@@ -63,9 +63,9 @@ LLAMA_GROUPED = {**LLAMA, "num_query_groups": 2}
 class Trial:
     """One run with one fault, or with none: then ``phase`` is None.
 
-    ``effect`` is false after a fault in a stored state that left every parameter, master and moment with the same bits,
-    since the next update overwrote it. ``named`` ranks are divergent, one of ``suspects`` is. ``rank_right``: exactly
-    the rank with the fault is named; the first difference is in its submodule and in the phase that shows the fault
+    ``effect`` is false where the next update overwrote a fault in a stored state, so that all parameters, masters and
+    moments end with equal bits. ``rank_right``: exactly the rank with the fault is in ``named``; ``suspects``: one of
+    them is wrong. The last two: the first difference is in its submodule, and also in the phase that shows the fault
     first.
     """
 

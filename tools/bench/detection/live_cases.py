@@ -66,7 +66,7 @@ MODES = {
 FIRST_STEPS = range(2, 51)
 """Steps with which cases begin; the golden workload's step is 1, so that its firings can be told from others."""
 LONG = 3
-"""Steps of a case that looks at what comes after the fault, and of a clean one; the fault comes in the second."""
+"""Steps of a case that covers the time after the fault, which is in the second, and of a clean one."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ RULES = {
     "gradient norm outlier": Normal.is_outlier,
     "self-replay, torchtitan": lambda normal, trial: trial.replayed,
 }
-"""By name, whether a rule raises an alarm."""
+"""Rules by name; each returns whether it raises an alarm."""
 
 
 def compare_with_today(trials: Sequence[LiveTrial]) -> dict[str, dict[str, Any]]:

@@ -50,10 +50,10 @@ class Named:
 class LiveTrial:
     """One short run with faults, or one clean step.
 
-    ``harmed`` are ranks that read a changed bit when it was computed first, and ``shows`` where it has to show first,
-    empty where elsewhere or nowhere. ``reproduced``: every repeat got exactly the same fault; ``golden_harmed``: the
-    golden workload got it on each of these ranks; ``replayed``: some rank's gradients of the first micro-batch differ
-    from its first repeat.
+    ``harmed``: ranks that read a bit changed in the first computation; ``shows``: where it has to show first, empty:
+    elsewhere or nowhere. ``reproduced``: every repeat got exactly the same fault; ``golden_harmed``: the golden
+    workload got a fault on all these ranks; ``replayed``: some rank's gradients of the first micro-batch differ from
+    its first repeat.
     """
 
     layout: str

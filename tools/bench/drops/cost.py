@@ -39,7 +39,7 @@ LEAST_MICRO_BATCH_S = 0.5
 NEVER_S = 1e6
 """A threshold that no step reaches."""
 Moments = dict[int, float]
-"""By micro-batch, seconds on the host's clock."""
+"""Seconds on the host's clock, by micro-batch."""
 
 
 @dataclass(frozen=True)

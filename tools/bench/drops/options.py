@@ -12,7 +12,7 @@ from tools.bench.options import Options, numbers, option, parse_layouts, part_of
 from tools.bench.small.gpt import SmallGpt, small_config
 
 REPLICAS = 2
-"""That train in the campaign on dropped micro-batches."""
+"""Replicas that train in the campaign on dropped micro-batches."""
 COMPENSATED_RATE = 0.1
 NEVER, AUTO = "inf", "auto"
 LEAST_MICRO_BATCHES = 2

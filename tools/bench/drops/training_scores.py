@@ -10,7 +10,7 @@ from tools.bench.drops.options import DropTrainOptions, Setting
 from tools.bench.drops.training_setup import draw
 
 EPSILON = 0.005
-"""Relative change of the final loss up to which it is none, however equal seeds are."""
+"""Relative change of the final loss up to which it counts as none, however equal seeds are."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.small.gpt import small_config
 
 LATENCY_S, MEAN_DELAY_S, COMMUNICATION_S = 0.45, 0.225, 0.5
-"""Of a micro-batch, of its bounded log-normal delay, and of a step besides; the paper's environment."""
+"""Seconds of a micro-batch, of its bounded log-normal delay, and of a step besides; the paper's environment."""
 
 
 @dataclass(frozen=True)
