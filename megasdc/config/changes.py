@@ -33,10 +33,8 @@ class Change:
     """One field with a changed value.
 
     Attributes:
-        path: of the field, dotted, with list indices as numbers.
         old: in the checkpoint; the default where it has none.
         new: of this start.
-        at_resume: class of the field, see ``AtResume``.
     """
 
     path: str
@@ -53,7 +51,6 @@ def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, d
 
     Args:
         saved: the resolved file in the checkpoint.
-        config: of this start.
         saved_data: data-parallel size of the run that saved, for the batch sizes derived from it.
         data: data-parallel size of this start.
     """
@@ -68,7 +65,6 @@ def may_change(change: Change, allowed: Collection[str], universal: bool) -> boo
     """Whether a run may resume with this changed field.
 
     Args:
-        change: of the field.
         allowed: paths given by ``--allow-changed``.
         universal: whether a new run starts from a universal checkpoint.
     """

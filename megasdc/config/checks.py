@@ -24,9 +24,6 @@ class Layout:
 
     Attributes:
         world_size: all ranks, the product of the next three; in a study, those of one replica.
-        tensor: tensor-parallel ranks.
-        pipeline: pipeline stages.
-        data: data-parallel replicas.
         train_batch_size: samples of one step over all ranks.
         micro_batch_size: samples of one micro-batch on one replica.
         accumulation_steps: micro-batches of one step on one replica.
@@ -44,11 +41,7 @@ class Layout:
 
 
 def check_layout(config: RunConfig, world_size: int) -> Layout:
-    """Check that the layout and the batch sizes fit a number of ranks.
-
-    Args:
-        config: a loaded configuration.
-        world_size: all ranks of the run.
+    """Check that the layout and the batch sizes fit a number of ranks, all those of the run.
 
     Raises:
         ConfigError: the ranks do not fit the layout or the enabled features, a fault names a rank that does not exist,
@@ -93,11 +86,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:
-    """Return (train_batch_size, micro_batch_size, accumulation_steps, data-parallel size).
-
-    Raises:
-        ConfigError: as `check_layout`.
-    """
+    """The batch sizes (train, micro, accumulation steps) and the data-parallel size; raises as `check_layout`."""
     layout = check_layout(config, world_size)
     return layout.train_batch_size, layout.micro_batch_size, layout.accumulation_steps, layout.data
 
@@ -105,15 +94,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, in
 def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     """Derive the sizes that are absent, or check all three: train = micro x accumulation x data.
 
-    Args:
-        config: of which DeepSpeed's part is used.
-        data: data-parallel size.
-
-    Returns:
-        (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps).
-
-    Raises:
-        ConfigError: they disagree.
+    Returns them in the order of that equation; ConfigError if they disagree.
     """
     train: int | None = config.deepspeed.get("train_batch_size")
     micro: int | None = config.deepspeed.get("train_micro_batch_size_per_gpu")

@@ -1,4 +1,4 @@
-"""DeepSpeed's part of a configuration: defaults of its keys, and what they come to."""
+"""DeepSpeed's part of a configuration: defaults of its keys, and their effect."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ SILENT_STEPS_PER_PRINT = 10**9
 
 
 def fill_defaults(given: dict[str, Any], steps: int, node_local: bool) -> dict[str, Any]:
-    """Fill in defaults of DeepSpeed's part, so that a run with sizes and a data path trains safely.
+    """A copy of DeepSpeed's part with defaults filled in, so that a run with sizes and a data path trains safely.
 
     A default does not depend on whether neighbouring keys are given; the resolved file shows it. Several differ from
-    DeepSpeed's own: warm-up is linear (log reaches half of the peak within a few steps), its length depends on that
-    of the run, and WarmupDecayLR peaks at the optimizer's lr, not at 0.001.
-
-    Args:
-        given: DeepSpeed's keys as read and checked; not modified.
-        steps: `megasdc.training.steps`.
-        node_local: whether `megasdc.checkpoint.storage` is `node_local`.
-
-    Returns:
-        A new dict, ready for DeepSpeed except for the batch sizes that depend on the world size.
+    DeepSpeed's own: warm-up is linear (log reaches half of the peak within a few steps), its length depends on that of
+    the run, and WarmupDecayLR peaks at the optimizer's lr, not at 0.001. Batch sizes that depend on the world size stay
+    absent.
     """
     part: dict[str, Any] = large_as_floats(given)
     if "bfloat16" in part:

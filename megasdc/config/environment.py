@@ -22,11 +22,8 @@ from megasdc.errors import ConfigError
 class Variable:
     """An environment variable that decides whether sums are added in a fixed order.
 
-    Attributes:
-        name: of the variable.
-        value: set by deterministic mode where the variable is unset or empty.
-        accepted: values with which a run is repeatable; letter case is ignored.
-        reason: what differs with other values.
+    Deterministic mode sets ``value`` where it is unset or empty; ``accepted`` are all values, in any letter case, with
+    which a run is repeatable; ``reason`` is what differs with others.
     """
 
     name: str
@@ -67,11 +64,10 @@ NVIDIA/nccl issue 1497 (NVLS); Megatron-core, docs/user-guide/deterministic-trai
 def set_deterministic_environment(section: DeterminismSection, environ: MutableMapping[str, str]) -> None:
     """Set the variables of deterministic mode; nothing is changed where it is off.
 
-    Another value is an error and is not overwritten: it was probably set on purpose, and on several hosts it may be
-    set on some of them only.
+    Another value is an error and is not overwritten: it was probably set on purpose, and on several hosts it may be set
+    on some of them only.
 
     Args:
-        section: the `determinism` section.
         environ: the process's environment, changed in place.
 
     Raises:

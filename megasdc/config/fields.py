@@ -46,7 +46,6 @@ def setting(
         default: of the field; ``...``: it must be given.
         description: meaning, unit, range, and what 0 or null means.
         at_resume: effect of a change at a resume, such as ``REFUSED``; None: the one that its section states.
-        **limits: as of ``pydantic.Field``.
     """
     return Field(default, description=description, json_schema_extra=at_resume, **limits)
 
@@ -56,17 +55,12 @@ def section(kind: type[Section], **settings: Any) -> Any:
 
     Args:
         kind: class of the section, whose fields all have a default.
-        **settings: as of ``pydantic.Field``.
     """
     return Field(default_factory=lambda: kind.model_validate({}), **settings)
 
 
 def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
-    """Effect of a field that is changed at a resume.
-
-    Raises:
-        ValueError: neither the field nor its section states it.
-    """
+    """The effect of a change of this field at a resume; ValueError if neither the field nor its section states it."""
     extra = field.json_schema_extra
     stated = extra.get("at_resume") if isinstance(extra, dict) else getattr(section, "at_resume", None)
     if stated not in get_args(AtResume):

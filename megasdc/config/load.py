@@ -71,7 +71,6 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: 
     """Read, check and complete a JSON file.
 
     Args:
-        path: the file.
         overrides: texts ``a.b.c=value``, applied in order before anything is checked.
         allow_changed: paths ``a.b.c`` of fields that may differ at a resume, see `megasdc.config.changes`.
 
@@ -87,7 +86,6 @@ def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str
     """Check and complete a configuration that is already a dict, which is not modified.
 
     Args:
-        raw: the content of a file.
         overrides: as in `load_config`.
         source: its origin, for messages.
 

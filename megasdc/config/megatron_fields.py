@@ -102,15 +102,10 @@ def _value_problem(name: str, value: Any, layers: int) -> str | None:
 
 
 def megatron_problems(model: ModelSection) -> dict[str, str]:
-    """Check the names in `model.megatron`.
+    """Problems of the names in `model.megatron`, by name; those with a field of their own are refused too.
 
-    Args:
-        model: with names and values; values of fields that are not in `VALUES` are checked by Megatron-core when the
-            model is built.
-
-    Returns:
-        Problems by name. Names that have their own field in the configuration are refused too. Without Megatron-core
-        on this machine, unknown names cannot be detected and pass.
+    Values of fields that are not in `VALUES` are checked by Megatron-core when the model is built. Without
+    Megatron-core on this machine, unknown names cannot be detected and pass.
     """
     known = megatron_fields()
     wrong = {}

@@ -32,10 +32,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
-    """Read a JSON file whose root is an object.
-
-    Args:
-        path: the file, UTF-8.
+    """Read a JSON file in UTF-8 whose root is an object.
 
     Returns:
         The object, and one problem for every duplicate key.
@@ -113,16 +110,10 @@ def shown(value: Any) -> str:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str], list_default: ListDefault) -> list[str]:
-    """Set values by dotted path, in place.
+    """Set values by dotted path, in place; returns one problem for every override that cannot be applied.
 
-    Args:
-        raw: the file's object.
-        overrides: texts ``a.b.c=value``; a value that is not JSON is a string. A number in the path is an index into a
-            list.
-        list_default: default of a list field by path.
-
-    Returns:
-        One problem for every override that cannot be applied.
+    Overrides are texts ``a.b.c=value``; a value that is not JSON is a string, and a number in the path an index into a
+    list. ``list_default`` gives the default of a list field by path.
     """
     return [problem for text in overrides if (problem := _apply(raw, text, list_default)) is not None]
 

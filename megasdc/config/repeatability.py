@@ -38,8 +38,6 @@ class Cause:
 
     Attributes:
         place: dotted path of a setting, name of an environment variable, or name of a module.
-        text: its effect.
-        remedy: what to do about it.
         between: which runs can differ: two ``runs`` on one machine, or only runs on two ``machines``.
     """
 
@@ -60,7 +58,6 @@ def find_causes(
     """List everything known that could make two runs of a configuration differ.
 
     Args:
-        config: the configuration.
         environ: environment of the ranks.
         startup_modules: from ``find_startup_modules``.
         cuda: whether it trains on GPUs.

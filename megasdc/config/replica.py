@@ -30,12 +30,7 @@ def harmed_replica(study: StudySection) -> int:
 
 
 def replica_config(config: RunConfig, replica: int) -> RunConfig:
-    """The configuration of one replica: own folders, only its faults, no study.
-
-    Args:
-        config: of a study.
-        replica: from 0.
-    """
+    """The configuration of one replica, counted from 0, of a study: own folders, only its faults, no study."""
     sections = config.megasdc
     logging = sections.logging.model_copy(
         update={

@@ -42,25 +42,12 @@ _LOCAL_TERMS = ("maximum", "predicted", "sum")
 
 
 def submodule_slots(model: ModelSection, parallel: ParallelSection) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Every submodule of the model in forward order, with its slots in each phase.
-
-    Args:
-        model: the resolved section.
-        parallel: numbers of stages and tensor ranks.
-
-    Returns:
-        Slots by full name and phase; phases without slots are omitted.
-    """
+    """Every submodule of the model in forward order, with its slots by phase; phases without slots are omitted."""
     return {name: _slots(name, _parameters(name, model, parallel), parallel) for name in _names(model)}
 
 
 def parameter_names(model: ModelSection, parallel: ParallelSection) -> list[str]:
-    """Full name of every parameter of the model, in forward order; a tied one has the name of the embedding only.
-
-    Args:
-        model: the resolved section.
-        parallel: number of stages.
-    """
+    """Full name of every parameter of the model, in forward order; a tied one has the name of the embedding only."""
     own = [fqn for fqn in _names(model) if not (model.tie_embeddings and fqn.endswith(".output"))]
     return [f"{fqn}.{name}" for fqn in own for name in _parameters(fqn, model, parallel)]
 

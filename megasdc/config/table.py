@@ -34,7 +34,6 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The JSON values that an annotation allows, in words, such as ``integer > 0 or null``.
 
     Args:
-        annotation: type of a section's field.
         metadata: bounds that pydantic has separated from the annotation.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)

@@ -19,7 +19,6 @@ def expected_steps(steps: int, drop_rate: float) -> int:
     """Length of a run with this constant drop rate: I_base (1 + R), R = rate / (1 - rate), rounded up.
 
     Args:
-        steps: I_base.
         drop_rate: share of micro-batches dropped, below 1.
     """
     return -(-round(steps * (1 + extra_steps_share(drop_rate)) * 1_000_000) // 1_000_000)
@@ -29,7 +28,6 @@ def larger_batch(micro_batches: int, drop_rate: float) -> int:
     """Micro-batches to plan so that about the wanted number is completed: M (1 + R), rounded up.
 
     Args:
-        micro_batches: wanted, M.
         drop_rate: share dropped, below 1.
     """
     return expected_steps(micro_batches, drop_rate)

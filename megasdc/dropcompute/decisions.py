@@ -1,4 +1,4 @@
-"""Which micro-batches a replica starts: decided by the clock, or replayed from another run's ``decisions.jsonl``.
+"""Decisions which micro-batches a replica starts: by the clock, or replayed from another run's ``decisions.jsonl``.
 
 ``decisions.jsonl`` has a line for each start of the run, ``{"start": {"step", "data", "micro_batches"}}``, and for each
 step ``{"step", "planned", "completed": [of each replica]}``. A start line invalidates logged steps after its own.
@@ -27,7 +27,6 @@ class ClockDecisions:
     """Decides by the time elapsed in the step.
 
     Args:
-        times: of this rank.
         device_lag: micro-batches that the host may be ahead of its device.
         sigmas: None: a micro-batch is started if tau has not passed. Else only if it is expected to end by tau: its
             expected duration is the mean plus so many standard deviations, from its start to the end of its backward
@@ -60,22 +59,16 @@ class ClockDecisions:
 
 
 def expected_time_s(durations_s: Sequence[float], sigmas: float) -> float:
-    """Expected duration of a micro-batch in seconds: mean plus standard deviations, with exactly rounded sums.
+    """Expected duration of a micro-batch: mean plus ``sigmas`` standard deviations of the last ``REMEMBERED`` ones.
 
-    Args:
-        durations_s: of earlier ones; the last ``REMEMBERED`` count.
-        sigmas: standard deviations above their mean.
+    Sums are exactly rounded.
     """
     last = durations_s[-REMEMBERED:]
     return statistics.fmean(last) + sigmas * statistics.pstdev(last)
 
 
 class ReplayedDecisions:
-    """Repeats the decisions of another run.
-
-    Args:
-        replica: of this rank.
-    """
+    """Repeats the decisions of another run."""
 
     def __init__(self, replica: int) -> None:
         self._replica = replica
@@ -116,9 +109,7 @@ class DecisionLog:
     """Appends to a run's ``decisions.jsonl``; used by rank 0 only.
 
     Args:
-        run_dir: the run folder.
         step: last step before this start.
-        data: number of replicas.
         micro_batches: of a replica's step, as configured.
     """
 
@@ -146,9 +137,6 @@ def read_decisions(path: Path | str, data: int, micro_batches: int) -> dict[int,
         path: its ``decisions.jsonl``; an incomplete last line is ignored.
         data: number of replicas that it must have.
         micro_batches: of a replica's step that it must have.
-
-    Returns:
-        By step.
 
     Raises:
         ConfigError: the file is missing, is no such log, or is of another layout.

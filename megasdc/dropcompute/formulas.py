@@ -30,18 +30,10 @@ def normal_cdf(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
 
 
 def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
-    """E[T] by eq. 4: the largest of N normal values, by the limit of extreme values.
+    """E[T] by eq. 4: the largest of N >= 2 normal values, by the limit of extreme values.
 
-    Args:
-        num_replicas: N, >= 2; the equation is undefined for one replica.
-        mean_s: of one replica's time, M mu.
-        std_s: of one replica's time, sqrt(M) s.
-
-    Returns:
-        std_s ((1 - g) Phi^-1(1 - 1/N) + g Phi^-1(1 - 1/(e N))) + mean_s, g being Euler's constant.
-
-    Raises:
-        ValueError: fewer than two replicas.
+    std_s ((1 - g) Phi^-1(1 - 1/N) + g Phi^-1(1 - 1/(e N))) + mean_s, g being Euler's constant; a replica's time has the
+    mean M mu and the deviation sqrt(M) s. ValueError for one replica, for which eq. 4 is undefined.
     """
     if num_replicas < 2:
         raise ValueError(f"num_replicas is {num_replicas}, needed at least 2")
@@ -52,25 +44,14 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
 
 
 def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
-    """E[T] of N normal values by quadrature, without eq. 4's limit.
-
-    Args:
-        num_replicas: N, >= 1.
-        mean_s: of one replica's time.
-        std_s: of one replica's time.
-    """
+    """E[T] of N >= 1 normal values by quadrature, without eq. 4's limit; mean_s and std_s are of a replica's time."""
     return mean_s + std_s * exact_cut(num_replicas, _FAR)
 
 
 def exact_cut(num_replicas: int, cut: float) -> float:
-    """E[min(c, X)], X being the largest of N standard normal values: c - the integral of Phi(x)^N up to c.
+    """E[min(c, X)], X being the largest of N >= 1 standard normal values: c - the integral of Phi(x)^N up to c.
 
-    Args:
-        num_replicas: N, >= 1.
-        cut: c, in standard deviations from the mean.
-
-    Returns:
-        In the same unit; for a large c the expected largest value. Relative error below 1e-9.
+    In standard deviations from the mean, as c; for a large c the expected largest value. Relative error below 1e-9.
     """
     cut = min(cut, _FAR)
     edges = np.linspace(-_FAR, cut, 17)  # pieces, because Phi^N rises within a fraction of a standard deviation
@@ -85,16 +66,9 @@ def exact_cut(num_replicas: int, cut: float) -> float:
 def expected_completed(
     thresholds_s: NDArray[np.float64], micro_batches: int, mean_s: float, std_s: float
 ) -> NDArray[np.float64]:
-    """E[M~] by eq. 5: micro-batches that a replica completes before a threshold.
+    """E[M~] by eq. 5, [threshold]: micro-batches that a replica completes before tau; an infinite tau: all.
 
-    Args:
-        thresholds_s: tau, [threshold]; infinity: all are completed.
-        micro_batches: M, of a step.
-        mean_s: mu, of one micro-batch.
-        std_s: s, of one micro-batch, > 0.
-
-    Returns:
-        The sum over m = 1..M of Phi((tau - m mu) / sqrt(m s^2)), [threshold].
+    The sum over m = 1..M of Phi((tau - m mu) / sqrt(m s^2)), with mu and s > 0 of one micro-batch.
     """
     number = np.arange(1, micro_batches + 1)
     return normal_cdf((np.asarray(thresholds_s)[:, None] - number * mean_s) / (np.sqrt(number) * std_s)).sum(axis=1)
@@ -108,18 +82,10 @@ def expected_speedup(
     std_s: float,
     communication_s: float,
 ) -> NDArray[np.float64]:
-    """S_eff by eq. 6 with E[M~] of eq. 5 and the exact expectations of T and min(tau, T).
+    """S_eff by eq. 6, [threshold], with E[M~] of eq. 5 and the exact expectations of T and min(tau, T).
 
-    Args:
-        thresholds_s: tau, [threshold].
-        num_replicas: N, >= 1.
-        micro_batches: M, of a step.
-        mean_s: mu, of one micro-batch.
-        std_s: s, of one micro-batch, > 0.
-        communication_s: Tc, of a step, >= 0.
-
-    Returns:
-        E[M~] (E[T] + Tc) / (M (E[min(tau, T)] + Tc)), [threshold]; 1 without drops.
+    E[M~] (E[T] + Tc) / (M (E[min(tau, T)] + Tc)), 1 without drops; mu and s > 0 are of one micro-batch, Tc >= 0 of a
+    step.
     """
     mean, std = micro_batches * mean_s, math.sqrt(micro_batches) * std_s
     cut = np.array([mean + std * exact_cut(num_replicas, (tau - mean) / std) for tau in thresholds_s])
@@ -131,10 +97,6 @@ def expected_speedup(
 def extra_steps_share(drop_rate: float) -> float:
     """Additional steps, as a share of the planned ones, that make up for the dropped micro-batches: R / (1 - R).
 
-    Args:
-        drop_rate: R, in [0, 1).
-
-    Returns:
-        0.11 for a drop rate of 0.1, as in the paper's Table 1; infinite for 1.
+    0.11 for a drop rate R of 0.1, as in the paper's Table 1; infinite for 1.
     """
     return drop_rate / (1 - drop_rate) if drop_rate < 1 else math.inf

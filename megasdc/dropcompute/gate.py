@@ -41,7 +41,6 @@ class ReplicaGate:
     """Sends the decisions of one replica to all its ranks.
 
     Args:
-        dims: place of this rank.
         group: a host group of the replica's ranks.
         decide: whether to start a micro-batch; called on the deciding rank only.
         time_left: seconds in which it may still be started.

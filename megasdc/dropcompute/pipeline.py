@@ -19,12 +19,7 @@ Seconds = NDArray[np.float64]
 def order_of_work(micro_batches: int, stages: int) -> tuple[tuple[int, int, bool], ...]:
     """All forwards and backwards of a replica, each after the passes that it depends on.
 
-    Args:
-        micro_batches: M that are started.
-        stages: of the pipeline.
-
-    Returns:
-        (stage, micro-batch, whether it is a backward), 2 M stages of them; those of one stage in 1F1B order.
+    (stage, micro-batch, whether it is a backward), 2 M stages of them; those of one stage in 1F1B order.
     """
     todo = [_order_of_stage(micro_batches, stages, stage) for stage in range(stages)]
     done: set[tuple[int, int, bool]] = set()

@@ -19,7 +19,6 @@ class SlowReplica:
     """A replica that is late in nearly every step while most others are not.
 
     Args:
-        replica: its dp_rank.
         late_steps: steps in which it dropped micro-batches.
         of_steps: steps in the window.
         median: late steps of the median replica.
@@ -32,11 +31,7 @@ class SlowReplica:
 
 
 class RecentSteps:
-    """The last steps in which micro-batches could be dropped.
-
-    Args:
-        length: steps in the window.
-    """
+    """The last ``length`` steps in which micro-batches could be dropped."""
 
     def __init__(self, length: int) -> None:
         self._steps: deque[StepDecisions] = deque(maxlen=length)
@@ -55,7 +50,6 @@ class RecentSteps:
         """Whether more were dropped than the rate allows in a full window.
 
         Args:
-            max_drop_rate: share.
             per_step: micro-batches planned in a step, over all replicas.
         """
         return self.dropped > max_drop_rate * self._length * per_step

@@ -31,7 +31,7 @@ Times = Callable[[], Iterator[tuple[int, Seconds, Seconds]]]
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens when the threshold tau has passed.
+    """Rule for micro-batches when the threshold tau has passed.
 
     Args:
         finish: a started micro-batch is finished and counts; none is started later than tau. Else, as in eq. 6, the
@@ -59,9 +59,7 @@ class Curve:
         thresholds_s: tau, [threshold], the last one infinite.
         completed: micro-batches completed by all replicas together, [step, threshold].
         times_s: compute time of the step, of its slowest replica, [step, threshold].
-        num_replicas: N.
         micro_batches: M, planned for a replica's step.
-        communication_s: Tc.
     """
 
     thresholds_s: Seconds
@@ -97,11 +95,7 @@ class Curve:
         return self.completed_share * seconds[-1] / np.array(seconds)
 
     def best(self, max_drop_rate: float) -> int:
-        """Index of the threshold with the largest S_eff among those within the allowed drop rate.
-
-        Args:
-            max_drop_rate: largest share dropped, in [0, 1].
-        """
+        """Index of the threshold with the largest S_eff among those within the allowed drop rate, in [0, 1]."""
         allowed = 1 - self.completed_share <= max_drop_rate
         speedup = np.where(allowed, self.speedup, -math.inf)
         return int(np.flatnonzero(speedup == speedup.max())[-1])
@@ -115,7 +109,6 @@ class Threshold:
         tau_s: infinite if dropping gains nothing.
         speedup: S_eff on the latencies it was chosen from.
         drop_rate: share of micro-batches not completed on them.
-        curve: of all thresholds tried.
     """
 
     tau_s: float
@@ -232,18 +225,10 @@ def _chosen(curve: Curve, max_drop_rate: float) -> Threshold:
 
 
 def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: float, rule: Rule, count: int) -> Curve:
-    """Effective speed-up against the threshold, from latencies in pieces, which are read twice.
+    """Effective speed-up against ``count`` finite thresholds, from latencies in pieces, which are read twice.
 
-    Args:
-        chunks: yields the pieces, in both passes the same.
-        sizes: replicas N, steps, micro-batches M.
-        communication_s: Tc, >= 0.
-        rule: what happens at the threshold.
-        count: of finite thresholds.
-
-    Raises:
-        ValueError: a wrong value.
-        ConfigError: a step takes no time.
+    ``chunks`` must yield the same pieces in both passes; ``sizes`` are replicas N, steps and micro-batches M.
+    ConfigError where a step takes no time.
     """
 
     def times() -> Iterator[tuple[int, Seconds, Seconds]]:

@@ -40,14 +40,11 @@ class Simulation:
     """Parameters of one simulation.
 
     Args:
-        replicas: N.
         micro_batches: M, of a step of each replica.
-        stages: of the pipeline.
         communication_s: Tc, time of a step that no threshold shortens: the all-reduce and the optimizer.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
         steps: to draw; 0: about 4 million latencies' worth, at most 1,000.
         training_steps: of the planned training run, for the number of extra steps.
-        rule: what happens at the threshold.
         thresholds: number of finite thresholds tried.
     """
 
@@ -87,13 +84,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the drawn latencies of one micro-batch on one stage.
-
-    Args:
-        mean_s: mu.
-        std_s: s.
-        largest_s: the largest.
-    """
+    """Mean mu, standard deviation s and maximum of the drawn latencies of one micro-batch on one stage."""
 
     mean_s: float
     std_s: float
@@ -122,12 +113,9 @@ class SimulationResult:
     """Parameters and results of one simulation.
 
     Args:
-        simulation: its parameters.
-        moments: of latencies.
-        curve: of all thresholds.
         formulas: None where they do not apply: several stages, or latencies that are all the same.
-        replica_times_s: compute times of replicas without drops, for a plot: those of the first steps, at
-            most 100,000, [time].
+        replica_times_s: compute times of replicas without drops, for a plot: those of the first steps, at most 100,000,
+            [time].
     """
 
     simulation: Simulation
@@ -148,11 +136,7 @@ class SimulationResult:
         return float(longest.std(ddof=1) / math.sqrt(len(longest))) if len(longest) > 1 else None
 
     def at(self, place: int) -> dict[str, Any]:
-        """Results at one threshold, in plain values; an infinite threshold is None.
-
-        Args:
-            place: index in the curve.
-        """
+        """Results at the threshold with this index in the curve, in plain values; an infinite threshold is None."""
         curve = self.curve
         share = float(curve.completed_share[place])
         extra = extra_steps_share(1 - share)
@@ -204,12 +188,7 @@ class SimulationResult:
 
 @dataclass(frozen=True)
 class SimulationResults:
-    """Simulations of the same environment, of one or several numbers of replicas.
-
-    Args:
-        environment: source of the latencies.
-        results: by rising number of replicas.
-    """
+    """Simulations of the same environment, by rising number of replicas."""
 
     environment: Environment
     results: tuple[SimulationResult, ...]
@@ -225,8 +204,6 @@ def simulate(simulation: Simulation, environment: Environment, on_progress: OnPr
     Latencies are drawn twice and never all in memory: some 100 MiB, whatever the number of replicas.
 
     Args:
-        simulation: sizes.
-        environment: draws the latencies.
         on_progress: called with the name of the work, how much is done, and the total.
 
     Returns:

@@ -23,8 +23,6 @@ class TimeLog:
     """Appends to the file of this rank.
 
     Args:
-        run_dir: the run folder.
-        dims: place of this rank.
         micro_batches: of a replica's step, as configured.
     """
 
@@ -46,14 +44,7 @@ class TimeLog:
         )
 
     def add(self, step: int, planned: int, record: StepRecord, gc_s: float) -> None:
-        """Write the times of a step.
-
-        Args:
-            step: its number.
-            planned: micro-batches.
-            record: seconds.
-            gc_s: seconds of garbage collection in it.
-        """
+        """Write the times of a step, with the micro-batches planned in it and the seconds of garbage collection."""
         self._write({"step": step, "planned": planned, **asdict(record), "gc_s": gc_s})
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def expected_times_s(start_s: Seconds, end_s: Seconds, sigmas: float | None) -> 
     """Duration that each replica expects of its next micro-batch, [replica]; 0 where ``sigmas`` is None.
 
     Args:
-        start_s: [replica, step, micro-batch].
+        start_s: [replica, step, micro-batch], seconds.
         end_s: likewise.
         sigmas: see ``ClockDecisions``.
     """
@@ -65,18 +65,13 @@ class RecordedSteps:
         return measured_communication_s(self.compute_s, self.step_s)
 
     def expected_s(self, sigmas: float | None) -> Seconds:
-        """Duration that each replica expects of a micro-batch after these steps, [replica]; 0 if ``sigmas`` is None.
-
-        Args:
-            sigmas: see ``ClockDecisions``.
-        """
+        """Duration that each replica expects of a micro-batch after these steps, [replica]; 0 if ``sigmas`` is None."""
         return expected_times_s(self.start_s, self.end_s, sigmas)
 
     def drop_rate(self, tau_s: float, min_micro_batches: int, sigmas: float | None = None) -> float:
         """Share of the micro-batches that a threshold would have dropped.
 
         Args:
-            tau_s: the threshold.
             min_micro_batches: that are always started.
             sigmas: see ``ClockDecisions``.
         """
@@ -93,7 +88,6 @@ class Tuning:
         drop_rate: share dropped at tau in the steps it was chosen from.
         speedup: S_eff there; None where the threshold was given.
         communication_s: Tc that was measured.
-        curve: of all thresholds tried; None where the threshold was given.
     """
 
     tau_s: float
@@ -104,13 +98,7 @@ class Tuning:
 
 
 class TimeWindow:
-    """Collects the times of a fixed number of steps.
-
-    Args:
-        length: steps.
-        micro_batches: of a replica's step.
-        dims: place of this rank.
-    """
+    """Collects the times of ``length`` steps, of so many micro-batches of this replica each."""
 
     def __init__(self, length: int, micro_batches: int, dims: ParallelDims) -> None:
         self._length, self._micro_batches, self._dims = length, micro_batches, dims
@@ -128,10 +116,7 @@ class TimeWindow:
     def gather(self, group: dist.ProcessGroup) -> RecordedSteps:
         """The times of all replicas, in seconds.
 
-        Args:
-            group: a host group of all ranks.
-
-        Collective: the group; one sum of [replicas, steps, 2 M + 2] numbers.
+        Collective: the group, a host group of all ranks; one sum of [replicas, steps, 2 M + 2] numbers.
         """
         dims, number = self._dims, self._micro_batches
         table = torch.zeros(dims.data, self._length, 2 * number + 2, dtype=torch.float64)
@@ -152,9 +137,7 @@ def tune(
     """The threshold of the largest effective speed-up; the same on every rank that gives the same times.
 
     Args:
-        steps: recorded.
         tau_s: a given threshold; None: it is searched for.
-        max_drop_rate: largest share that may be dropped.
         min_micro_batches: that every replica starts.
         sigmas: see ``ClockDecisions``.
     """

@@ -22,7 +22,6 @@ class MetricsWriter:
     """Appends one JSON line ``{"step", "time", name: value, ...}`` per call; used by rank 0 alone.
 
     Args:
-        run_dir: the run folder.
         monitor: DeepSpeed's monitor; None: only the file is written.
     """
 
@@ -71,7 +70,6 @@ def cut_back(run_dir: Path | str, step: int) -> int:
     """Drop the lines after a step, so that a resumed run does not report steps twice.
 
     Args:
-        run_dir: the run folder.
         step: last step that is kept; 0 drops all.
 
     Returns:

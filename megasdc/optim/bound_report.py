@@ -23,8 +23,6 @@ def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host
     """Counts of all ranks, every parameter once; the same on all ranks.
 
     Args:
-        bounds: of this rank.
-        dims: layout and place of this rank.
         data_group: the data-parallel group of this rank.
         host_group: a host group of all ranks, for objects.
 
@@ -98,12 +96,7 @@ def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
 
 
 def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
-    """Shares over the parameters that some entry bounds, at its places; NaN and Inf before the norm.
-
-    Args:
-        totals: of all ranks.
-        specs: the entries of the configuration.
-    """
+    """Shares over the parameters that some entry bounds, at its places; NaN and Inf before the norm."""
     rows = [
         row
         for place, of_place in totals.items()
@@ -122,12 +115,7 @@ def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
 
 
 def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Shares above a bound's ``warn_share``, each as a sentence and as the fields of an event.
-
-    Args:
-        totals: of all ranks.
-        specs: the entries of the configuration.
-    """
+    """Shares above a bound's ``warn_share``, each as a sentence and as the fields of an event."""
     for number, spec in enumerate(specs):
         if spec.warn_share is None:
             continue

@@ -46,13 +46,7 @@ def fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
-    """Bounds of a parameter at a place: the first matching entry of each kind.
-
-    Args:
-        name: full name of the parameter.
-        specs: the entries of the configuration.
-        place: one of ``megasdc.optim.bounds.PLACES``.
-    """
+    """Bounds of a parameter, by its full name, at one of ``megasdc.optim.bounds.PLACES``: the first of each kind."""
     fitting = [
         spec
         for spec in specs
@@ -73,14 +67,9 @@ def may_act(spec: HookSpec, step: int) -> bool:
 
 
 def limits_at(rule: Rule, step: int, scale: float, *, floor: float | None = None, v_factor: float = 1.0) -> Limits:
-    """Limits of a parameter's elements in a step.
+    """Limits of a parameter's elements in a step, at this loss scale.
 
-    Args:
-        rule: of the parameter.
-        step: optimizer step, first is 1.
-        scale: loss scale.
-        floor: smallest V; None: the spike-aware bound does not act in this step.
-        v_factor: what V is multiplied by.
+    ``floor`` is the smallest V, None: the spike-aware bound does not act in this step; V is multiplied by ``v_factor``.
     """
     absolute, spike = rule.absolute, None if floor is None else rule.spike
     return Limits(

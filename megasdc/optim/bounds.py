@@ -56,7 +56,6 @@ class ShardBounds:
         names: full name of each parameter of the stage; a tied copy has the name of its original.
         specs: the entries of the configuration; those that are not bounds are ignored.
         reset: resets of the moments; None: there are none.
-        dims: layout and place of this rank.
     """
 
     def __init__(
@@ -246,12 +245,7 @@ class ShardBounds:
 
 
 def add(table: Tensor, more: Tensor) -> None:
-    """Add counts in place; of the largest ratios the larger is kept.
-
-    Args:
-        table: [parameters, columns].
-        more: likewise.
-    """
+    """Add counts, [parameters, columns], in place; of the largest ratios the larger is kept."""
     largest = torch.maximum(table[:, _RATIO], more[:, _RATIO])
     table += more
     table[:, _RATIO] = largest

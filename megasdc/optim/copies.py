@@ -20,7 +20,6 @@ def digest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
     Args:
         gradients: [n] each, of one type, in an order that is the same on all tensor ranks; may be empty.
-        device: of the gradients and the result.
 
     Returns:
         [2], fp64, on the device: the upper and the lower 32 bits of a checksum of all elements in order, 0 for none:
@@ -37,9 +36,5 @@ def digest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def differ(copies: Sequence[Sequence[float]]) -> bool:
-    """Whether any tensor rank's digests, summed over its shards, differ from the first's.
-
-    Args:
-        copies: of each tensor rank.
-    """
+    """Whether any tensor rank's digests, summed over its shards, differ from the first's."""
     return any(list(one) != list(copies[0]) for one in copies)

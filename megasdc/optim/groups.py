@@ -10,12 +10,9 @@ from torch import nn
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Split the parameters of this rank's stage into those with weight decay and those without.
 
-    Args:
-        module: the stage.
-
     Returns:
-        Optimizer groups without empty ones. Only the group without decay sets ``weight_decay``;
-        the other uses the optimizer's.
+        Optimizer groups without empty ones. Only the group without decay sets ``weight_decay``; the other uses the
+        optimizer's.
     """
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []

@@ -18,7 +18,6 @@ class GradientPart:
     """This rank's part of the reduced gradient of one parameter.
 
     Args:
-        name: full name of the parameter.
         gradient: [n], to be changed in place; it holds ``scale`` times the gradient.
         second_moment: [n], fp32, the optimizer's from before this step, not to be changed; None in the first step.
         step: optimizer step, first is 1.
@@ -42,10 +41,7 @@ class GradientHook:
     """
 
     def apply(self, part: GradientPart) -> None:
-        """Change the gradient of one parameter in place.
-
-        Args:
-            part: of this rank.
+        """Change this rank's part of the gradient of one parameter in place.
 
         Sync: should be none.
         """
@@ -64,7 +60,6 @@ def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> Gra
 
     Args:
         path: the file; it is executed.
-        name: of the class.
         settings: keyword arguments.
         place: where it is configured, for messages.
 

@@ -47,10 +47,7 @@ class MomentumReset:
 
     @torch.no_grad()
     def reset(self, inner: Any) -> None:
-        """Set the moments of an optimizer to zero.
-
-        Args:
-            inner: the torch optimizer that steps the flat shards.
+        """Set the moments of an optimizer, the torch one that steps the flat shards, to zero.
 
         Sync: none.
         """

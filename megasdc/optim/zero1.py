@@ -100,7 +100,6 @@ class Fragment:
         numel: number of elements, at least 1.
         gradient: the owned part of the reduced gradient, [numel], a view; valid between the reduction and the step.
         offset: first owned element in the parameter, row-major.
-        group: index of the parameter's group in the optimizer.
     """
 
     parameter: nn.Parameter
@@ -117,11 +116,7 @@ class Fragment:
         return self.flat.detach().narrow(0, self.start, self.numel)
 
     def states(self, optimizer: Any) -> dict[str, Tensor]:
-        """The owned part of each optimizer state that has one value an element, [numel], views.
-
-        Args:
-            optimizer: DeepSpeed's ZeRO-1 optimizer.
-        """
+        """The owned part of each optimizer state that has one value an element, [numel], views."""
         state = optimizer.optimizer.state.get(self.flat, {})
         return {
             name: value.detach().narrow(0, self.start, self.numel)
@@ -131,13 +126,10 @@ class Fragment:
 
 
 def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
-    """The part of each parameter that this rank owns, in the order of the optimizer's groups.
+    """The part of each parameter that this rank owns, in the order of the groups of DeepSpeed's ZeRO-1 optimizer.
 
     Read from the fragment addresses and not through ``safe_get_full_optimizer_state``, because DeepSpeed links the
     optimizer state of the first of several groups only (0.19.8).
-
-    Args:
-        optimizer: DeepSpeed's ZeRO-1 optimizer.
     """
     bf16 = is_bf16_optimizer(optimizer)
     for index, parameters in enumerate(grouped_parameters(optimizer)):
@@ -189,11 +181,7 @@ def scale_gradients(optimizer: Any, factor: Tensor) -> None:
 
 @torch.no_grad()
 def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
-    """Sum of squares of the parameters that this rank counts: each parameter once over TP and PP.
-
-    Args:
-        module: the stage.
-        tp_rank: tensor rank.
+    """Sum of squares of the parameters of a stage that this rank counts: each parameter once over TP and PP.
 
     Returns:
         0-d, fp64; sum it over the ranks of one replica.
@@ -214,9 +202,5 @@ def counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
     """Whether this rank's copy is the one counted in a sum over tensor ranks and stages.
 
     A parameter held by every tensor rank counts on tensor rank 0, a tied one on the first stage.
-
-    Args:
-        parameter: of this rank's stage.
-        tp_rank: tensor rank.
     """
     return not (is_copied(parameter) and tp_rank > 0) and not getattr(parameter, "ds_pipe_replicated", False)

@@ -38,10 +38,8 @@ class AdamSettings:
     """Hyper-parameters of a group at a step.
 
     Args:
-        learning_rate: of this step.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: of the group.
         decoupled: whether weight decay is decoupled (AdamW) instead of added to the gradient.
     """
 
@@ -58,10 +56,8 @@ def adam_step(
     """The expected slice after a step, and the magnitude of the terms that are summed.
 
     Args:
-        before: before the step.
         gradient: [n], after unscaling and clipping.
         step: of the optimizer, the first is 1.
-        settings: of the group.
 
     Returns:
         The slice after the step, fp64; and for each element the sum of the magnitudes of its terms, fp64, to which

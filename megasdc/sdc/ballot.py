@@ -15,14 +15,8 @@ Position = tuple[int, int]
 class Flag:
     """A rank whose result differs from that of a strict majority.
 
-    Args:
-        rank: global rank.
-        replica: that it belongs to.
-        address: of its first result that differs.
-        place: how many results the rank recorded before it.
-        expected: checksum of the majority.
-        got: its own checksum.
-        against: ranks that computed ``expected``.
+    ``address`` is that of its first such result, before which it recorded ``place`` results; ``expected`` and ``got``
+    are checksums, and the ranks ``against`` computed the expected one.
     """
 
     rank: int
@@ -43,13 +37,8 @@ class Flag:
 class Dispute:
     """Differing results of which no rank can be named as the cause.
 
-    Args:
-        address: where replicas first differ.
-        place: how many results each of the ranks recorded before it.
-        replicas: those not set aside that have a result here.
-        values: checksum of each by global rank; one mapping for each tensor rank at which replicas differ here.
-        origin: whether everything that these replicas computed before was compared and equal, so that the error
-            began here. If not, the difference may be the consequence of a result that was not compared.
+    ``values`` holds checksums by global rank, one mapping for each tensor rank that differs; ``replicas`` are those not
+    set aside. ``origin``: everything computed before was compared and equal, so that the error began here.
     """
 
     address: Address

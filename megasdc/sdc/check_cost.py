@@ -29,11 +29,7 @@ class Rates:
 
 
 def median_rates(measured: Sequence[Rates]) -> Rates:
-    """The median of each rate, so that one slow measurement has no effect.
-
-    Args:
-        measured: at least one.
-    """
+    """The median of each rate, so that one slow measurement has no effect; of at least one measurement."""
     return Rates(*(statistics.median(values) for values in zip(*map(astuple, measured), strict=True)))
 
 
@@ -42,7 +38,6 @@ class Asked:
     """Operations of one step's checks.
 
     Args:
-        checksums: to compute.
         extremes: results checked for NaN and Inf.
         exchanges: reductions over all ranks.
     """

@@ -22,8 +22,6 @@ class Divergence:
     """One result that differs from the expected one.
 
     Args:
-        rank: global rank.
-        address: of the result.
         place: how many results the rank recorded before it.
         expected: expected checksum; None where no result was expected.
         got: computed checksum; None where there is none.
@@ -69,9 +67,7 @@ def execution_key(address: Address, place: int, dims: ParallelDims) -> tuple[int
     orders them too.
 
     Args:
-        address: of the result.
         place: how many results its rank recorded before it.
-        dims: place of its rank.
     """
     if address.phase not in MICRO_BATCH_PHASES:
         return address.step, _STEP_PHASES[address.phase], 0, 0, 0, place
@@ -87,7 +83,6 @@ def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layo
     Args:
         expected: trace by global rank.
         got: trace by global rank; of the same layout.
-        layout: sizes of the parallel dimensions.
 
     Raises:
         ValueError: the ranks are not the same.
@@ -103,13 +98,7 @@ def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layo
 
 
 def in_execution_order(compared: int, found: Iterable[Divergence], layout: ParallelDims) -> Comparison:
-    """Sort divergences of several ranks by execution order.
-
-    Args:
-        compared: results that were compared.
-        found: of any ranks.
-        layout: sizes of the parallel dimensions of these ranks.
-    """
+    """Sort divergences of several ranks of one layout by execution order; ``compared`` is passed on."""
     places = {}
     keyed = []
     for one in found:
@@ -122,13 +111,7 @@ def in_execution_order(compared: int, found: Iterable[Divergence], layout: Paral
 
 
 def compare_rank(rank: int, expected: Trace, got: Trace) -> list[Divergence]:
-    """Every difference between two traces of one rank: in the order of ``got``, then what ``got`` lacks.
-
-    Args:
-        rank: global rank, stored in the result.
-        expected: expected trace.
-        got: computed trace.
-    """
+    """Every difference between two traces of one rank: in the order of ``got``, then what ``got`` lacks."""
     if expected.addresses == got.addresses:
         pairs = enumerate(zip(got.addresses, expected.checksums, got.checksums, strict=True))
         return [Divergence(rank, address, place, a, b) for place, (address, a, b) in pairs if a != b]

@@ -50,7 +50,6 @@ class Work:
         micro_batch: samples b of a micro-batch.
         accumulation: micro-batches of a step.
         tensor: tensor-parallel size.
-        data: replicas.
         width_bytes: bytes of one value of the model, 4 or 2.
         recompute: whether transformer layers are recomputed in the backward pass.
     """
@@ -86,12 +85,9 @@ class Accelerator:
         bytes_per_s: at which a checksum reads device memory. 0.8 of the 3.35 TB/s of an H100 SXM (NVIDIA's data sheet).
         flop_per_s: that training reaches. 40 % of the same GPU's 989 TFLOP/s in bf16.
         call_s: of launching one checksum.
-        tensor: tensor-parallel size.
-        data: replicas.
         layers: of the rank's stage.
         sequence: tokens of a sample.
         accumulation: micro-batches of a step, one sample each.
-        vocab: entries of the vocabulary.
     """
 
     bytes_per_s: float = 0.8 * 3.35e12
@@ -105,7 +101,7 @@ class Accelerator:
     vocab: int = 32000
 
     def work(self, hidden: int) -> Work:
-        """What a rank computes in bf16, GPT style with an MLP of 4 h and heads of 128, with embedding and output."""
+        """Work of a rank in bf16, GPT style with an MLP of 4 h and heads of 128, with embedding and output."""
         heads = hidden // 128
         model = ModelSection(
             num_layers=self.layers, hidden_size=hidden, num_attention_heads=heads, max_positions=self.sequence
@@ -115,12 +111,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Reads:
-    """Number of checksums and the bytes that they read.
-
-    Args:
-        count: checksums.
-        bytes: read by them.
-    """
+    """Number of checksums and the bytes that they read."""
 
     count: float
     bytes: float
@@ -139,7 +130,6 @@ def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
     accumulate in fp32, the default without `fp16` and `data_types.grad_accum_dtype`.
 
     Args:
-        work: of the rank.
         granularity: a key of ``GRANULARITIES``.
     """
     number = {kind: count * work.model.num_layers for kind, count in _OF_A_LAYER.items()}
@@ -179,7 +169,6 @@ def predicted_share(
     """Time of the checksums over the time of the step without them.
 
     Args:
-        work: of the rank.
         granularity: a key of ``GRANULARITIES``.
         bytes_per_s: at which a checksum reads.
         flop_per_s: that the step reaches.

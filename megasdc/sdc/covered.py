@@ -1,4 +1,4 @@
-"""Coverage of a configuration: which checks look at each phase of a step, and when.
+"""Coverage of a configuration: the checks of each phase of a step, and when they run.
 
 Exact checks compare bits. Checks that only warn, or detect only NaN and Inf, are listed but do not count as exact.
 """
@@ -23,7 +23,7 @@ class Shape:
         replicas: data-parallel size.
         tensor: tensor-parallel size.
         micro_batches: of a step on each replica.
-        covered: micro-batches of a step that the always-on checks look at; None: one or all, depending on cost.
+        covered: micro-batches of a step that the always-on checks cover; None: one or all, depending on cost.
         recomputes: whether activations are recomputed.
     """
 
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def share(self) -> str:
-        """The micro-batches that the always-on checks look at, as text."""
+        """The micro-batches that the always-on checks cover, as text."""
         covered = "1 or all" if self.covered is None else str(self.covered)
         return f"{covered} of {self.micro_batches}"
 
@@ -44,12 +44,7 @@ class Shape:
 class Covered:
     """Checks of one phase.
 
-    Args:
-        phase: of ``megasdc.addresses``.
-        every_step: checks in every step.
-        audit: checks in audited steps.
-        golden: checks with the golden workload.
-        exact: whether bits are compared in every micro-batch of every step, in some, or never.
+    ``exact``: bits are compared in every micro-batch of every step ("always"), in some ("sometimes"), or "never".
     """
 
     phase: str
@@ -65,12 +60,7 @@ class Covered:
 
 
 def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
-    """Checks of each phase of a step.
-
-    Args:
-        sections: of the run.
-        shape: of the run.
-    """
+    """Checks of each phase of a step."""
     rows = [_row(phase, sections, shape) for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)]
     if not shape.recomputes:
         del rows[1]
@@ -144,8 +134,6 @@ def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = 
     """The table and its conclusions, as lines.
 
     Args:
-        sections: of the run.
-        shape: of the run.
         markdown: as a Markdown table; else as columns for a terminal.
     """
     rows = coverage_rows(sections, shape)

@@ -38,15 +38,7 @@ LAYOUT_FREE: dict[str, dict[str, frozenset[str]]] = {
 
 
 def free_kinds(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Kinds of submodules whose results do not depend on the differences between two layouts.
-
-    Args:
-        expected: header of a trace.
-        got: header of the other.
-
-    Returns:
-        Kinds by phase; empty: nothing, as with sequence parallelism and different tensor sizes.
-    """
+    """Kinds of submodules, by phase, whose results are equal in the layouts of two trace headers; empty: none."""
     differ = {name for name in LAYOUT_FREE if expected["layout"][name] != got["layout"][name]}
     if expected["sequence_parallel"] != got["sequence_parallel"] or ("tensor" in differ and got["sequence_parallel"]):
         return {}
@@ -68,8 +60,6 @@ def compare_across_layouts(
     Args:
         expected: trace by global rank, of one step.
         got: trace by global rank, of the same step.
-        expected_header: of any rank.
-        got_header: of any rank.
 
     Returns:
         The comparison, and the number of compared results by (step, rank, submodule).

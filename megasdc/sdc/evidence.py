@@ -22,7 +22,6 @@ def count_differing(
 
     Args:
         traces: by global rank, of work that was the same on all replicas.
-        layout: sizes of the parallel dimensions.
         wrong: ranks that were named; their replicas are not used as reference, unless there is no other.
 
     Returns:

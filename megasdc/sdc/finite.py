@@ -26,7 +26,6 @@ class NonFinite:
     """A result with elements that are not finite.
 
     Args:
-        address: of the result.
         place: how many results its rank recorded before it.
         kind: ``NAN`` or ``INF``.
     """
@@ -37,13 +36,7 @@ class NonFinite:
 
 
 def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest element, each [] on the tensor's device.
-
-    Args:
-        tensor: of a floating-point type, at least one element.
-
-    Sync: none.
-    """
+    """Smallest and largest element of a non-empty floating-point tensor, each [], without waiting for the device."""
     found = torch.aminmax(tensor.detach())
     return found.min, found.max
 
@@ -91,9 +84,6 @@ class FiniteRecorder:
     def take(self, dims: ParallelDims) -> NonFinite | None:
         """This rank's first non-finite result since the last call, in execution order.
 
-        Args:
-            dims: layout and place of this rank.
-
         Sync: waits for the device once.
         """
         if not self._values:
@@ -116,7 +106,6 @@ def first_of(found: Sequence[NonFinite | None], layout: ParallelDims) -> tuple[i
 
     Args:
         found: by global rank; None: all results were finite.
-        layout: sizes of the parallel dimensions.
 
     Returns:
         The rank and its result; None where all ranks' results were finite.

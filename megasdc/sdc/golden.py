@@ -35,7 +35,6 @@ class Case:
     """One set of inputs of the workload.
 
     Args:
-        seed: of the tokens.
         sequence_length: tokens s of a sample.
     """
 
@@ -49,10 +48,7 @@ class Golden:
 
     Args:
         key: properties, by name, that must be equal for results to be comparable.
-        config: the resolved configuration of the workload.
         layout: sizes of the parallel dimensions; every rank has a trace in each case.
-        algorithm: of the checksums.
-        cases: inputs, in order.
         repeats: how often the workload was repeated, with equal results, when it was recorded.
         recorded: when and where, for people.
         traces: by (case, rank).
@@ -79,7 +75,6 @@ def save_golden(path: Path, golden: Golden) -> None:
 
     Args:
         path: replaced if it exists; of a link the target is replaced; a device or pipe is written to.
-        golden: the contents.
 
     Raises:
         StorageError: it cannot be written.
@@ -138,7 +133,6 @@ def load_golden(path: Path, rank: int | None = None) -> Golden:
     """Read a golden file and check the digest of every trace that is read.
 
     Args:
-        path: the file.
         rank: only the traces of this rank; None: of all.
 
     Raises:

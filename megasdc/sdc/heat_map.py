@@ -34,12 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One submodule, or neighbours whose cells are all equal.
-
-    Args:
-        label: their names.
-        cells: one for each column.
-    """
+    """One submodule, or neighbours whose cells are all equal; one cell for each column."""
 
     label: str
     cells: tuple[Cell, ...]
@@ -47,14 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Differing results of one direction.
-
-    Args:
-        title: the direction.
-        columns: the ranks of each column.
-        rows: in execution order.
-        notes: what is not shown.
-    """
+    """Differing results of one direction; rows are in execution order, and notes state what is not shown."""
 
     title: str
     columns: tuple[str, ...]

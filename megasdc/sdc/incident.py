@@ -26,12 +26,8 @@ class RankPlace:
     """One rank of the run.
 
     Args:
-        rank: global rank.
         host: name of its host, as in the hostfile.
         device: name of its device.
-        dp_rank: replica.
-        pp_rank: pipeline stage.
-        tp_rank: place in the tensor group.
     """
 
     rank: int
@@ -98,8 +94,6 @@ class Environment:
     """Software versions, layout and precision of the run.
 
     Args:
-        versions: of software, by name.
-        layout: sizes of the parallel dimensions, by name.
         precision: ``fp32``, ``bf16`` or ``fp16``.
     """
 
@@ -110,12 +104,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One action for the engineer.
-
-    Args:
-        text: what to do and why.
-        commands: exact, one a line; words in capitals are to be filled in.
-    """
+    """One action for the engineer, with exact commands, one a line; words in capitals are to be filled in."""
 
     text: str
     commands: tuple[str, ...] = ()
@@ -127,19 +116,14 @@ class Incident:
 
     Args:
         time: of detection, ISO 8601, UTC.
-        run_dir: the run folder.
         step: optimizer step, first is 1.
         micro_batch: micro-batch in the step, first is 0; None where it belongs to none.
         tier: the check that detected it.
         verdict: of the incident; of several flagged ranks the worst.
         basis: how the correct value is known.
-        policy: the configured policy.
         done: what was done; repaired: the step was rerun, ranks agreed, and the result was used; committed: nothing.
         flagged: ranks named as wrong.
         disputed: ranks that differ without being named.
-        ranks: all ranks.
-        evidence: what was compared.
-        environment: of the run.
         earlier: earlier events that may be related, oldest first.
         golden: golden trace file to verify hosts with; None: there is none.
         verified_checkpoint: folder of the newest verified checkpoint; None: there is none.
@@ -212,11 +196,7 @@ def incident_to_json(incident: Incident) -> str:
 
 
 def incident_from_json(text: str, source: str = "the text") -> Incident:
-    """Parse the JSON of ``incident_to_json``.
-
-    Args:
-        text: the JSON.
-        source: where it is from, for the message.
+    """Parse the JSON of ``incident_to_json``; messages name its ``source``.
 
     Raises:
         TraceError: it is damaged, or not an incident.

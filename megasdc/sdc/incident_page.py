@@ -54,10 +54,7 @@ _OUTCOMES = {
 
 
 def write_incident(incident: Incident) -> tuple[Path, Path]:
-    """Write both reports of an incident, each atomically; earlier reports are kept.
-
-    Args:
-        incident: its ``run_dir`` is the run folder.
+    """Write both reports of an incident to its run folder, each atomically; earlier reports are kept.
 
     Returns:
         ``reports/incident_step_NNNNNNNN.json`` and ``.html`` in the run folder, with a number where that name is taken.
@@ -79,12 +76,7 @@ def write_incident(incident: Incident) -> tuple[Path, Path]:
 
 
 def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
-    """Unused names for the JSON and HTML reports of an incident.
-
-    Args:
-        run_dir: the run folder.
-        step: optimizer step of the incident.
-    """
+    """Unused names for the JSON and HTML reports of an incident of this step."""
     folder, stem, number = Path(run_dir) / "reports", f"incident_step_{step:08d}", 1
     while True:
         name = stem if number == 1 else f"{stem}_{number}"
@@ -110,12 +102,7 @@ def headline(incident: Incident) -> str:
 
 
 def render_page(incident: Incident, json_name: str) -> str:
-    """The page, as self-contained HTML.
-
-    Args:
-        incident: to show.
-        json_name: name of the JSON file beside it.
-    """
+    """The page, as self-contained HTML; it links the JSON file beside it by name."""
     environment = Environment(
         loader=PackageLoader("megasdc.sdc", "templates"),
         autoescape=True,

@@ -87,13 +87,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan and its latencies.
-
-    Args:
-        plan: the plan.
-        latencies: of each tier at each rate.
-        trials: of each simulation.
-    """
+    """A plan, the latencies of each tier at each rate, and the number of trials of each simulation."""
 
     plan: Plan
     latencies: tuple[Latency, ...]
@@ -116,15 +110,9 @@ class PlanResult:
 
 
 def expected_latency(plan: Plan, tier: str, rate: float) -> float:
-    """Expected steps until a tier detects a bad rank, by the formulas of the module.
+    """Expected steps until a tier detects a bad rank, by the formulas of the module; infinite if it never does.
 
-    Args:
-        plan: the plan.
-        tier: one of ``TIERS``.
-        rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
-
-    Returns:
-        At least 1; infinite if the tier detects nothing of the rank, as audits of one replica.
+    ``rate`` is the probability that a micro-batch of the bad rank is wrong, in (0, 1].
     """
     if tier == AUDIT:
         return plan.interval * (1 / rate - 0.5) + 0.5 if plan.replicas > 1 else math.inf
@@ -149,20 +137,10 @@ def largest_interval(latency: float, rate: float) -> int | None:
 
 
 def simulate_latency(plan: Plan, tier: str, rate: float, trials: int, seed: int) -> NDArray[np.int64]:
-    """Simulated steps until a tier detects a bad rank, for each trial.
+    """Simulated steps, [trials], until a tier detects a bad rank whose micro-batches are wrong at this rate, in (0, 1].
 
-    Only the rules are simulated: which micro-batches are wrong, which of them are checked, and whether their errors are
-    visible.
-
-    Args:
-        plan: the plan; at least two replicas and some visible share.
-        tier: one of ``TIERS``.
-        rate: probability that a micro-batch of the bad rank is wrong, in (0, 1].
-        trials: how many bad ranks.
-        seed: of every draw.
-
-    Returns:
-        Steps, [trials].
+    Only the rules are simulated: which micro-batches are wrong, which are checked, and whether their errors are
+    visible. Needs at least two replicas and a visible share above 0.
     """
     draws = np.random.default_rng([seed, TIERS.index(tier), int(np.float64(rate).view(np.uint64))])
     return np.array([_one_trial(plan, tier, rate, draws) for _ in range(trials)], dtype=np.int64)
@@ -193,10 +171,8 @@ def make_plan(
     """Latency of every tier at every rate.
 
     Args:
-        plan: the plan.
         rates: probabilities that a micro-batch of the bad rank is wrong, in (0, 1].
         trials: of each simulation; 0: formulas only.
-        seed: of every draw.
         on_progress: called with the name of the work, how much is done, and the total.
     """
     latencies: list[Latency] = []
@@ -218,7 +194,6 @@ def checksum_shares(
     """Time of one micro-batch's checksums over the time of that micro-batch, by the cost model.
 
     Args:
-        work: of a rank.
         audit: granularity of audits, a key of ``GRANULARITIES``.
         always_on: granularity of the check of every step.
         bytes_per_s: at which a checksum reads.

@@ -20,13 +20,9 @@ OWN_RECOMPUTATION = "own recomputation"
 
 @dataclass(frozen=True)
 class Unrepeated:
-    """A forward result that differs from its recomputation.
+    """A forward result, and its recomputation with another checksum.
 
-    Args:
-        address: of the forward result.
-        forward: its checksum.
-        recompute: checksum of the recomputed result.
-        place: how many forward results the rank recorded before it.
+    ``place`` is the number of forward results that the rank recorded before it.
     """
 
     address: Address
@@ -37,12 +33,11 @@ class Unrepeated:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Result of comparing a trace's forward results with their recomputation.
+    """Result of comparing a trace's forward results with their recomputation; differences in forward order.
 
     Args:
         compared: results that were computed twice.
         alone: forward results without a recomputation.
-        unrepeated: in the order of the forward pass.
     """
 
     compared: int
@@ -51,11 +46,7 @@ class Repeats:
 
 
 def compare_recomputed(trace: Trace) -> Repeats:
-    """Compare every forward result with its recomputation.
-
-    Args:
-        trace: of one rank, with results of phases ``forward`` and ``recompute``; other phases are ignored.
-    """
+    """Compare every forward result of one rank's trace with its recomputation; other phases are ignored."""
     forward, again = _both(trace)
     both = [(place, address) for place, address in enumerate(forward) if address in again]
     found = [Unrepeated(one, forward[one], again[one], place) for place, one in both if forward[one] != again[one]]
@@ -71,7 +62,6 @@ def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, 
 
     Args:
         found: first difference of each rank that differs, by global rank.
-        layout: sizes of the parallel dimensions.
     """
     first: dict[tuple[int, int | None], int] = {}
     for rank, one in found.items():
@@ -83,12 +73,7 @@ def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, 
 
 
 def pair_at(trace: Trace, address: Address) -> tuple[int, int] | None:
-    """Checksums of a forward result and of its recomputation; None if it was not computed twice.
-
-    Args:
-        trace: of one rank.
-        address: of the forward result.
-    """
+    """Checksums of a forward result and of its recomputation; None if it was not computed twice."""
     forward, again = _both(trace)
     return (forward[address], again[address]) if address in forward and address in again else None
 
@@ -108,7 +93,6 @@ def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, in
     values that differed. Persistent: all repeats show the same two values.
 
     Args:
-        rank: global rank.
         found: where it first differed from itself.
         again: checksums of the forward result and of its recomputation in each repeat; None: none.
         earlier: whether the rank was wrong in an earlier event of the run.

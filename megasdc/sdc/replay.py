@@ -87,11 +87,8 @@ def repeated_value(
     """The checksum that a rank computed at a place in one repeat, if its inputs were those of the audit.
 
     Args:
-        rank: global rank.
-        place: of the result in its trace.
         audit: traces of the audited micro-batch by global rank; at least of this rank's replica.
         repeat: the same of one repeat.
-        layout: sizes of the parallel dimensions.
 
     Returns:
         The checksum; None where the rank has no result there, or where an earlier result of its replica differed from
@@ -142,7 +139,6 @@ def settle(
     """Rulings on every flag and dispute of a ballot.
 
     Args:
-        ballot: outcome of the vote.
         repeats: by (global rank, place), each of ``to_repeat``, the checksum in each repeat; None or absent: no
             evidence, as from a rank that died, which counts neither as right nor as wrong.
         golden: by global rank, whether it reproduces the golden trace; absent: not verified. Do not pass False for a
@@ -150,8 +146,8 @@ def settle(
         earlier: ranks that were wrong in an earlier event of the run.
 
     Returns:
-        One ruling for each named rank, and one without a rank for each position where none can be named and for
-        missing evidence; empty if and only if the ballot agreed.
+        One ruling for each named rank, and one without a rank for each position where none can be named and for missing
+        evidence; empty if and only if the ballot agreed.
     """
 
     def case(place: int) -> _Case:

@@ -14,12 +14,7 @@ from megasdc.addresses import Address
 
 @dataclass
 class Trace:
-    """Checksums in the order in which one rank computed them.
-
-    Args:
-        addresses: of each result.
-        checksums: the unsigned 64-bit checksum of each.
-    """
+    """Addresses and unsigned 64-bit checksums of results, in the order in which one rank computed them."""
 
     addresses: list[Address] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)

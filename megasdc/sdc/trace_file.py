@@ -71,8 +71,6 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
 
     Args:
         folder: the ``trace`` folder; it need not exist.
-        rank: global rank.
-        world_size: number of ranks.
         first_step: the step that the new file begins with.
 
     Returns:
@@ -88,12 +86,11 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
 
 
 class TraceWriter:
-    """Writes one rank's trace, one batch for each call; appended data is flushed when ``append`` returns.
+    """Writes one rank's trace, replacing the file, one batch for each call; data is flushed when ``append`` returns.
 
     The file appears under its name with the first batch in it.
 
     Args:
-        path: replaced if it exists.
         header: about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.
     """
 
@@ -163,10 +160,7 @@ def _whole_frames(path: Path) -> bytes:
 
 
 def read_trace(path: Path) -> tuple[dict[str, Any], Trace]:
-    """Read one file.
-
-    Args:
-        path: the file; of one whose writer was killed, every complete batch is read.
+    """Read one file; of one whose writer was killed, every complete batch.
 
     Returns:
         The header and the trace.
@@ -200,10 +194,7 @@ def _append_batch(trace: Trace, batch: pa.RecordBatch) -> None:
 
 
 def read_folder(folder: Path) -> dict[int, tuple[dict[str, Any], Trace]]:
-    """Read every rank's trace of a run.
-
-    Args:
-        folder: the ``trace`` folder of a run.
+    """Read every rank's trace from the ``trace`` folder of a run.
 
     Returns:
         Header and trace by rank; of steps that were rerun after a resume, the later ones.

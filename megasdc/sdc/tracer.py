@@ -18,8 +18,6 @@ class Tracer:
     """A listener of ``engine.observer.Observer`` that records checksums and changes nothing.
 
     Args:
-        algorithm: computes the checksums.
-        section: which steps, micro-batches and phases.
         fqns: submodules whose results are recorded, where other listeners observe more; None: all that are observed.
     """
 
@@ -70,10 +68,9 @@ class Tracer:
 def choose_submodules(
     submodules: Iterable[Submodule], granularity: str, layers: Sequence[int] | None
 ) -> list[Submodule]:
-    """The submodules of a granularity and a choice of layers.
+    """The submodules of a stage that belong to a granularity and a choice of layers.
 
     Args:
-        submodules: all of a stage.
         granularity: a key of ``GRANULARITIES``.
         layers: indices of layers in the whole pipeline, as in names; None: all. The loss belongs to none and is always
             included.

@@ -29,8 +29,6 @@ class Finding:
     """Comparison of one rank's trace of one run with the golden one.
 
     Args:
-        compared: results that were compared.
-        divergences: how many differ.
         first: the first in execution order; None if none differs.
         key: its execution key, comparable between ranks of one cell.
     """
@@ -47,7 +45,6 @@ class RankVerdict:
 
     Args:
         status: one of the module's verdicts.
-        runs: runs that were compared.
         wrong_runs: runs in which this rank was the first to differ; of an inconclusive one, runs that leave it open.
         addresses: results that differed in the first of them.
         first: the first of these.
@@ -65,13 +62,7 @@ class RankVerdict:
 
 
 def find(expected: Trace, got: Trace, dims: ParallelDims) -> Finding:
-    """Compare one rank's trace of one run.
-
-    Args:
-        expected: the golden one.
-        got: what was computed.
-        dims: layout and place of the rank in its cell.
-    """
+    """Compare one rank's trace of one run with the golden one; ``dims`` are the rank's in its cell."""
     divergences = compare_rank(dims.rank, expected, got)
     compared = max(len(expected), len(got))
     if not divergences:
@@ -81,12 +72,7 @@ def find(expected: Trace, got: Trace, dims: ParallelDims) -> Finding:
 
 
 def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
-    """Settings that exclude results from a trace; with any, a rank's first difference may be a value it received.
-
-    Args:
-        trace: what is recorded.
-        recomputes: whether layers are recomputed in the backward pass.
-    """
+    """Settings that exclude results from a trace; with any, a rank's first difference may be a value it received."""
     missing = set(PHASES) - set(trace.phases) - (set() if recomputes else {RECOMPUTE})
     gaps = [] if not missing else [f"phases without {', '.join(phase for phase in PHASES if phase in missing)}"]
     if trace.granularity != FINEST:
@@ -104,7 +90,6 @@ def judge(
 
     Args:
         findings: by rank in the cell, one a run, in the same order on all ranks; a rank that did not finish has fewer.
-        layout: sizes of the cell's parallel dimensions.
         gaps: from ``trace_gaps``; without effect for a cell of one rank, which receives nothing.
 
     Returns:

@@ -42,7 +42,6 @@ def vote(
 
     Args:
         traces: by global rank, of one micro-batch that all replicas computed; None or absent: no evidence of that rank.
-        layout: sizes of the parallel dimensions.
         comparable: positions where hardware and versions of all replicas are equal; others are not compared, and
             differences that may follow from them are disputed. None: all.
 

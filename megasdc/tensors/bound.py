@@ -44,7 +44,6 @@ def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums:
     Args:
         gradient: [n] contiguous; fp32, bf16 or fp16; on any device.
         second_moment: [n] contiguous fp32 on the same device, V from before this step; None: there is none yet.
-        limits: of the elements.
         sums: [8] fp64 on the same device, by `SUMS`. All but the last are added to: ``squares`` of finite stored values
             after bounding; ``mass``, the sum of |g| of finite elements before, and ``removed``, the decrease of that
             sum, both unscaled; counts of finite elements bounded ``by_absolute`` and ``by_spike``: by the smaller

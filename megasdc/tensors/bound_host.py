@@ -42,16 +42,9 @@ class _Limits(ctypes.Structure):
 
 
 def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """`megasdc.tensors.bound.bound_` on the host, in one thread.
+    """`megasdc.tensors.bound.bound_` on the host, in one thread; raises as `fused_library`.
 
-    Args:
-        gradient: see there; on the host.
-        second_moment: see there.
-        limits: see there.
-        sums: see there; ``squares`` and ``mass`` are summed in fp32 within blocks of 1024, and over blocks in fp64.
-
-    Raises:
-        LaunchError: see `fused_library`.
+    ``squares`` and ``mass`` are summed in fp32 within blocks of 1024, and over blocks in fp64.
     """
     fused_library().megasdc_bound(
         gradient.data_ptr(),
@@ -81,11 +74,7 @@ def _limits_of(limits: Limits) -> _Limits:
 
 @cache
 def fused_library() -> ctypes.CDLL:
-    """The compiled pass.
-
-    Raises:
-        LaunchError: see `load_library`.
-    """
+    """The compiled pass; LaunchError as `load_library`."""
     library, pointer = load_library(SOURCE), ctypes.c_void_p
     library.megasdc_bound.argtypes = (
         pointer,

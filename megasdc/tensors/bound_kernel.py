@@ -31,15 +31,10 @@ _LARGEST_RATIO = SUMS.index("largest_ratio")
 
 
 def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
-    """`megasdc.tensors.bound.bound_` by one kernel and a reduction of its programs' sums.
+    """`megasdc.tensors.bound.bound_` on a GPU (or in Triton's interpreter), by one kernel and a reduction of its sums.
 
-    Args:
-        gradient: see there; on a GPU (or anywhere in Triton's interpreter).
-        second_moment: see there.
-        limits: see there.
-        sums: see there; ``largest_ratio`` is computed from fp32 quotients, of which those under 1e-15 may be 0.
-
-    Sync: none.
+    ``largest_ratio`` is computed from fp32 quotients, of which those under 1e-15 may be 0. It does not wait for the
+    device.
     """
     count = gradient.numel()
     if count == 0:

@@ -58,13 +58,8 @@ class Limits:
 class Factors:
     """The fp32 numbers from which every implementation computes limits.
 
-    The limit of an element, in stored units, is min(absolute, spike * q), q = max(sqrt(V) * root_factor, root_floor).
-
-    Args:
-        absolute: limit in stored units; inf: none.
-        spike: sqrt(theta) * scale; inf: none.
-        root_factor: sqrt(v_factor).
-        root_floor: sqrt(floor).
+    The limit of an element, in stored units, is min(absolute, spike * q), q = max(sqrt(V) * root_factor, root_floor),
+    with spike = sqrt(theta) * scale, root_factor = sqrt(v_factor) and root_floor = sqrt(floor); inf: no limit.
     """
 
     absolute: float

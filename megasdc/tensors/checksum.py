@@ -27,11 +27,7 @@ _MASK = (1 << 64) - 1
 
 
 class ChecksumAlgorithm(Protocol):
-    """One way to compute a checksum.
-
-    Args:
-        name: with version; what a trace records and a configuration names.
-    """
+    """One way to compute a checksum, with a name, version included, that traces record and configurations use."""
 
     name: str
 
@@ -153,12 +149,8 @@ def checksum(tensor: Tensor, name: str | None = None) -> int:
 
 
 def row_major_bits(tensor: Tensor) -> Tensor:
-    """The bit patterns of all elements in logical row-major order, copied only where strides require it.
+    """The elements' bit patterns in logical row-major order, as signed integers; copied only where strides require it.
 
-    Returns:
-        The same shape, contiguous, signed integers of the elements' width.
-
-    Raises:
-        ValueError: the type is complex.
+    ValueError if the type is complex.
     """
     return as_bits(tensor.resolve_neg()).contiguous()

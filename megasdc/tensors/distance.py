@@ -23,7 +23,6 @@ class Distance:
         squares: sum of (theta - theta_ref)^2 over the elements that differ in some bit.
         reference: sum of theta_ref^2.
         num_different: elements that differ in some bit.
-        numel: all elements.
     """
 
     squares: float = 0.0

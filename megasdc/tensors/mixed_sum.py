@@ -28,13 +28,8 @@ CHUNK = 1 << 16
 def mixed_sum_formula(bits: Tensor) -> Tensor:
     """The mixed sum in torch's integer operations (int64 wraps modulo 2^64); the reference for every kernel.
 
-    Args:
-        bits: [n], contiguous, signed integers of the elements' width.
-
-    Returns:
-        [] int64 on the same device, the bits of the unsigned value.
-
-    Sync: none.
+    ``bits`` is [n], contiguous, signed integers of the elements' width; the result, [] int64 on the same device, has
+    the bits of the unsigned value.
     """
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     steps = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=bits.device).mul_(_signed(WEYL))

@@ -32,15 +32,10 @@ _PROGRAMS_PER_PROCESSOR = 8
 
 
 def fused_mixed_sum(bits: Tensor) -> Tensor:
-    """The mixed sum by one kernel.
+    """The mixed sum by one kernel, on a GPU or anywhere in Triton's interpreter; it does not wait for the device.
 
-    Args:
-        bits: [n], contiguous, signed integers of the elements' width, on a GPU (or anywhere in Triton's interpreter).
-
-    Returns:
-        [] int64 on the same device, the bits of the unsigned value.
-
-    Sync: none.
+    ``bits`` is [n], contiguous, signed integers of the elements' width; the result, [] int64 on the same device, has
+    the bits of the unsigned value.
     """
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     if bits.numel() == 0:

@@ -38,12 +38,7 @@ class Clock:
 
 
 class Timed:
-    """Stands for a hook, and adds up the time inside its methods.
-
-    Args:
-        inner: the hook.
-        clock: told the time of each method.
-    """
+    """Stands for a hook, and adds up the time inside its methods."""
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner = inner
@@ -89,11 +84,7 @@ class TimedObserver(Observer):
 
 
 class TimedAgreement(StepAgreement):
-    """Adds up the time inside the agreement of a step.
-
-    Args:
-        clock: told the time, as the part ``agreement``.
-    """
+    """Adds up the time inside the agreement of a step, as the clock's part ``agreement``."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(dist.group.WORLD)

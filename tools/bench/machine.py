@@ -27,7 +27,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """The processor's name and family, as far as Linux tells."""
+    """The processor's name and family, as far as Linux reports them."""
     found: dict[str, str] = {}
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -20,10 +20,9 @@ _OPTION, _PART = "option", "part"
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is given on the command line.
+    """Description of a field as an option of the command line.
 
     Args:
-        help: what it means.
         name: with its dashes; empty: that of the field.
         least: smallest value; smaller ones are refused together with all other wrong options.
         kind: type on the command line; None: that of the field.
@@ -45,9 +44,6 @@ def option(default: Any, help: str, name: str = "", **more: Any) -> Any:
     """A field of a dataclass that is an option of its command.
 
     Args:
-        default: of the field.
-        help: what it means.
-        name: see ``Option``.
         **more: further arguments of ``Option``; others are settings of ``typer.Option``.
     """
     own = {key: more.pop(key) for key in ("least", "kind", "shown", "read") if key in more}
@@ -63,9 +59,6 @@ def numbers(name: str, default: tuple[float, ...] | None, help: str, example: st
     """A field of several numbers, whose option has commas between them; one that is not given stays None.
 
     Args:
-        name: of the option.
-        default: of the field.
-        help: what it means.
         example: of what can be given.
         shown: default on the command line.
     """
@@ -79,13 +72,7 @@ def numbers(name: str, default: tuple[float, ...] | None, help: str, example: st
 def parse_numbers(name: str, text: str, example: str) -> tuple[float, ...]:
     """Numbers with commas between; an empty text is none of them.
 
-    Args:
-        name: of the option.
-        text: as given.
-        example: of what can be given.
-
-    Raises:
-        ConfigError: one is no number.
+    ``name`` and ``example`` are the option's, for the message of ConfigError if one is no number.
     """
     try:
         return tuple(float(one) for one in text.split(",") if one.strip())
@@ -139,7 +126,7 @@ class Options:
             raise ConfigError(wrong, source=_SOURCE)
 
     def problems(self) -> list[str]:
-        """What else is out of range, one sentence each."""
+        """Other options that are out of range, one sentence each."""
         return []
 
 
@@ -149,13 +136,7 @@ def _name_of(one: Field[Any], described: Option) -> str:
 
 @dataclass(frozen=True)
 class _Given:
-    """One option of a command, and where its value belongs.
-
-    Args:
-        path: of the field, through parts.
-        parameter: of the command's function.
-        read: from what was given to the field's value.
-    """
+    """One option of a command: the path of its field through parts, its parameter, and how its value is read."""
 
     path: tuple[str, ...]
     parameter: inspect.Parameter
@@ -202,8 +183,6 @@ def add_command(app: Application, name: str, example: str, options: type | None 
     returns the result, or the result and what is called once that is printed.
 
     Args:
-        app: gets the command.
-        name: of the command.
         example: arguments, shown below its help.
         options: dataclass whose options the command has in place of the function's parameter ``options``.
     """

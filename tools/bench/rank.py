@@ -52,7 +52,6 @@ def run_in_ranks(
 
     Args:
         function: of a module; called with a ``Messages`` and the arguments. Groups that it leaves are shut down.
-        arguments: by name.
         ranks: how many.
         folder: where their output goes.
         on_message: called with the fields of each message of rank 0, which waits for its return if it asked.
@@ -76,16 +75,11 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def join_ranks(tensor: int = 1, pipeline: int = 1, *, threads: int = 1, timeout_s: float = TIMEOUT_S) -> ParallelDims:
-    """Make the groups of this process.
+    """Make the groups of this process, and return the place of this rank.
 
     Args:
-        tensor: tensor-parallel size.
-        pipeline: stages.
         threads: CPU threads of this rank.
         timeout_s: of collectives.
-
-    Returns:
-        The place of this rank.
 
     Collective: all ranks of the world.
     """

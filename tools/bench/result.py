@@ -14,7 +14,7 @@ from rich.table import Table
 from tools.bench.statistics import SLACK, Cost, Estimate
 
 Progress = Callable[[str, int, int], None]
-"""Told what is measured, how much is done, and of how much."""
+"""Called with the name of what is measured, how much is done, and the total."""
 Report = Iterator[str | Table]
 """Lines and tables, in the order in which they are printed."""
 
@@ -25,7 +25,6 @@ class Result:
 
     Args:
         machine: date, processor, versions.
-        options: what was asked for, a dataclass.
     """
 
     also: ClassVar[tuple[str, ...]] = ("passed",)
@@ -40,7 +39,7 @@ class Result:
         return True
 
     def report(self) -> Report:
-        """What was measured, for people."""
+        """The measurements, for people."""
         yield from ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,11 +48,7 @@ class Result:
         return found
 
     def render(self, console: Console) -> None:
-        """Print machine, lines and tables, and the verdict where there is a bar.
-
-        Args:
-            console: where.
-        """
+        """Print machine, lines and tables, and the verdict where there is a bar."""
         machine = self.machine
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         console.print(
@@ -111,11 +106,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparisonResult(Result):
-    """A result made of comparisons with other programs.
-
-    Args:
-        comparisons: those that were asked for.
-    """
+    """A result made of comparisons with other programs."""
 
     also = ("passed", "slack")
     slack: ClassVar[float] = SLACK
@@ -148,9 +139,6 @@ def table(
     """A table whose first column names the row.
 
     Args:
-        title: above it.
-        columns: headings.
-        rows: cells.
         total: the last row is the sum of the others.
         tight: no space between columns, and long headings are folded.
     """
@@ -168,7 +156,6 @@ def interval(estimate: Estimate, digits: int = 3, scale: float = 1.0, link: str 
     """A median with its interval.
 
     Args:
-        estimate: of what was measured.
         digits: after the point.
         scale: what values are multiplied by, 100 for per cent.
         link: between the ends of the interval.

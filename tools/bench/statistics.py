@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 Block = Callable[[], None]
 SLACK = 0.01
-"""How far the upper end of a ratio's interval may lie above its bar."""
+"""Largest distance of the upper end of a ratio's interval above its bar."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one block took.
+    """Cost of one block.
 
     Args:
-        wall_s: seconds on the clock.
         cpu_s: seconds of processor time, all threads of all ranks.
     """
 
@@ -36,11 +35,8 @@ class Estimate:
     """A median and the interval that holds the true one.
 
     Args:
-        median: of the values.
         low: lower end of the interval.
-        high: upper end.
         coverage: probability that such an interval holds the true median; under 0.95 only with fewer than six values.
-        count: number of values.
     """
 
     median: float
@@ -79,14 +75,9 @@ def estimate_median(values: Sequence[float], coverage: float = 0.95) -> Estimate
 
 
 def interval_coverage(count: int, left_out: int) -> float:
-    """Probability that the median lies between order statistics.
+    """1 - 2 P(Binomial(n, 1/2) <= k): the probability that the median of n values lies between two order statistics.
 
-    Args:
-        count: number of values n.
-        left_out: values left out at each end k; the interval is from the (k+1)-th smallest to the (k+1)-th largest.
-
-    Returns:
-        1 - 2 P(Binomial(n, 1/2) <= k).
+    These are the (k+1)-th smallest and the (k+1)-th largest; k values are left out at each end.
     """
     return 1.0 - 2.0 * sum(math.comb(count, i) for i in range(left_out + 1)) / 2.0**count
 
@@ -101,11 +92,9 @@ def run_alternating(
     """Run two blocks in turn, the order changing from pair to pair.
 
     Args:
-        first: one block of the first loop.
-        second: one block of the second loop.
-        pairs: how many of each.
-        measure: runs a block and says what it took.
-        after_pair: told how many pairs are done.
+        pairs: blocks of each side.
+        measure: runs a block and returns its cost.
+        after_pair: called with the number of pairs that are done.
 
     Returns:
         (cost of first, cost of second) of each pair, whichever ran before the other.
@@ -134,11 +123,10 @@ def run_pairs(
     """Run two blocks in turn after one pair that does not count: it fills caches and compiles what is compiled.
 
     Args:
-        what: is measured.
-        sides: one block of each.
+        what: name of what is measured.
         pairs: how many count.
         measure: see ``run_alternating``.
-        on_progress: told what is measured, how many pairs are done, and of how many.
+        on_progress: called with ``what``, the number of pairs that are done, and their total.
         after_pair: called after each that counts.
     """
 

@@ -24,7 +24,6 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     Args:
         deepspeed: DeepSpeed's keys with defaults filled in.
         given: DeepSpeed's keys as the user gave them.
-        file: our sections.
     """
     yield from model_problems(file)
     yield from data_problems(file.data)

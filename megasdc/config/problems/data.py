@@ -11,11 +11,7 @@ from megasdc.config.sections.data import DataSection
 
 
 def data_problems(data: DataSection) -> Iterator[Problem]:
-    """Yield every contradiction between its fields.
-
-    Args:
-        data: the section.
-    """
+    """Yield every contradiction between the section's fields."""
     yield from _own_problems(data)
     yield from _blend_problems(data)
 

@@ -12,12 +12,7 @@ from megasdc.config.problems.problem import Problem
 
 
 def deepspeed_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every contradiction that does not depend on the number of ranks.
-
-    Args:
-        deepspeed: DeepSpeed's keys with defaults filled in.
-        given: the same keys as the user gave them.
-    """
+    """Yield every contradiction in DeepSpeed's keys with defaults; ``given`` are those of the user, without them."""
     yield from _precision_problems(deepspeed, given)
     yield from _monitor_problems(deepspeed)
     yield from _optimizer_problems(deepspeed)

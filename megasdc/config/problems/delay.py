@@ -14,11 +14,7 @@ _PARAMETERS = sorted({name for names in PARAMETERS_OF.values() for name in names
 
 
 def delay_problems(specs: Sequence[DelaySpec]) -> Iterator[Problem]:
-    """Yield everything that is wrong with delays, whatever the number of ranks.
-
-    Args:
-        specs: the section's entries.
-    """
+    """Yield everything that is wrong with delays, whatever the number of ranks."""
     for index, spec in enumerate(specs):
         path = f"megasdc.delay.{index}"
         for field, text in (*step_problems(spec), *_parameter_problems(spec), *_value_problems(spec)):

@@ -13,12 +13,7 @@ MOST_SAMPLES_LOST = 0.005
 
 
 def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every contradiction that does not depend on the number of ranks.
-
-    Args:
-        file: our sections.
-        deepspeed: DeepSpeed's keys with defaults filled in.
-    """
+    """Yield every contradiction that does not depend on the number of ranks; ``deepspeed`` has defaults filled in."""
     checks = {"megasdc.audit.enabled": file.audit.enabled, "megasdc.sdc.always_on.enabled": file.sdc.always_on.enabled}
     for name in (name for name, enabled in checks.items() if enabled):
         if not file.determinism.enabled:
@@ -91,8 +86,6 @@ def asks_golden(file: MegasdcSection) -> bool:
 def samples_lost(file: MegasdcSection, micro_batches: int) -> float:
     """Upper bound of the share of independent samples that audits take; 0 without audits.
 
-    Args:
-        file: our sections.
-        micro_batches: micro-batches M of a step on each replica.
+    ``micro_batches`` is the number M of a step on each replica.
     """
     return 1 / (micro_batches * file.audit.interval) if file.audit.enabled else 0.0

@@ -20,11 +20,7 @@ _D = "megasdc.drop_compute"
 
 
 def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """Yield every contradiction that does not depend on the number of ranks.
-
-    Args:
-        file: our sections.
-    """
+    """Yield every contradiction that does not depend on the number of ranks."""
     drop = file.drop_compute
     compensation = drop.compensation
     if compensation is not None and drop.samples != DISCARD:
@@ -69,11 +65,7 @@ def _unread(drop: DropComputeSection) -> Iterator[Problem]:
 
 
 def drop_warnings(file: MegasdcSection) -> Iterator[str]:
-    """Sentences about settings that are probably unintended.
-
-    Args:
-        file: our sections.
-    """
+    """Sentences about settings that are probably unintended."""
     drop, steps = file.drop_compute, file.training.steps
     measured = drop.warmup_steps + drop.window_steps
     chooses = drop.threshold == AUTO or drop.compensation == LARGER_BATCH
@@ -85,12 +77,9 @@ def drop_warnings(file: MegasdcSection) -> Iterator[str]:
 
 
 def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulation_name: str) -> Iterator[str]:
-    """Sentences about settings that do not fit the number of micro-batches of a replica's step.
+    """Sentences about settings that do not fit the planned micro-batches of a replica's step.
 
-    Args:
-        drop: the section.
-        micro_batches: planned per step.
-        accumulation_name: the setting that determines them.
+    ``accumulation_name`` is the setting that determines their number.
     """
     if drop.enabled and drop.min_micro_batches > micro_batches:
         yield (

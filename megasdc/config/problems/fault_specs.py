@@ -132,11 +132,9 @@ def _phase_problems(spec: FaultSpec) -> Iterator[Fault]:
 
 
 def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]) -> Iterator[Fault]:
-    """Yield submodules, phases and slots that the model does not have.
+    """Yield submodules, phases and slots that the model does not have, of a spec without a profile.
 
-    Args:
-        spec: one without a profile.
-        slots: from ``submodule_slots``.
+    ``slots`` are those of ``submodule_slots``.
     """
     if spec.phase in WITHOUT_SUBMODULE:
         return
@@ -171,10 +169,6 @@ def place_problems(
     """Yield ranks, replicas and stages that the layout does not have.
 
     Args:
-        spec: of a fault or delay.
-        tensor: tensor-parallel ranks.
-        pipeline: pipeline stages.
-        data: data-parallel replicas.
         replicas: of a study, each of that layout; then ``replica`` is one of them.
     """
     of_study = "" if replicas is None else f" in each of {replicas} replicas"

@@ -27,7 +27,6 @@ def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[
     """Yield every problem of a fault, by itself or with the model.
 
     Args:
-        file: our sections.
         deepspeed: DeepSpeed's keys with defaults filled in.
     """
     slots = submodule_slots(file.model, file.parallel) if file.faults else {}

@@ -15,11 +15,7 @@ _P = "megasdc.parallel"
 
 
 def model_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """Yield every contradiction that does not depend on the number of ranks.
-
-    Args:
-        file: our sections.
-    """
+    """Yield every contradiction that does not depend on the number of ranks."""
     yield from _own_problems(file.model)
     yield from _tensor_problems(file)
     yield from _length_problems(file)

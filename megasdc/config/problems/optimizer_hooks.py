@@ -33,12 +33,7 @@ element would shrink for ever and the element would freeze."""
 
 
 def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every problem of the hooks.
-
-    Args:
-        file: our sections.
-        deepspeed: DeepSpeed's keys with defaults filled in.
-    """
+    """Yield every problem of the hooks; ``deepspeed`` has defaults filled in."""
     names = parameter_names(file.model, file.parallel) if file.optimizer_hooks else []
     for place, spec in enumerate(file.optimizer_hooks):
         path = f"megasdc.optimizer_hooks.{place}"

@@ -22,11 +22,7 @@ _READERS = {
 
 
 def study_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """Yield every contradiction that does not depend on the number of ranks.
-
-    Args:
-        file: our sections.
-    """
+    """Yield every contradiction that does not depend on the number of ranks."""
     study = file.study
     if study.mode is None:
         for field in StudySection.model_fields:

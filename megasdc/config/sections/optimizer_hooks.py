@@ -99,7 +99,6 @@ def theta_at(theta: Theta, step: int) -> float:
     before it, the last after it.
 
     Args:
-        theta: as configured.
         step: optimizer step, first is 1.
     """
     if not isinstance(theta, list):

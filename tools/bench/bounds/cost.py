@@ -30,21 +30,17 @@ BAR = 1.25
 GPU_LEAST_MILLION = 16
 """Smallest shard that has a bar on a GPU; the time of less is the time to start a kernel."""
 SHARE = 1e-4
-"""Of elements to bound in the case that has some."""
+"""Share of elements to bound in the case that has some."""
 _BLOCK_MILLION = {"cpu": 16, "cuda": 1024}
 MILLION = 1 << 20
 
 
 @dataclass(frozen=True)
 class BoundsComparison(Comparison):
-    """The pass over one shard against something else over the same shard; ``difference`` says if it bounded wrongly.
+    """The pass over one shard against something else over the same shard; ``difference`` is None if it bounded rightly.
 
-    Args:
-        device: cpu or cuda.
-        size_million: elements, in units of 2^20.
-        bounded: how many of them a pass bounds.
-        against: the other operation.
-        pass_s: median seconds of the pass, and of the other operation.
+    ``size_million`` is the shard's size in units of 2^20 elements, ``bounded`` how many of them a pass bounds, and
+    ``pass_s`` the median seconds of the pass and of the other operation.
     """
 
     device: str
@@ -56,13 +52,7 @@ class BoundsComparison(Comparison):
 
 @dataclass(frozen=True)
 class BoundsBenchResult(ComparisonResult):
-    """Everything that was measured.
-
-    Args:
-        comparisons: one a device, size, case and other operation.
-        implementations: which one ran, by device.
-        not_run: what could not be measured here, and why.
-    """
+    """Comparisons by device, size, case and other operation; implementations by device; what could not run, and why."""
 
     comparisons: Sequence[BoundsComparison]
     implementations: dict[str, str]
@@ -99,12 +89,7 @@ def _row(one: BoundsComparison) -> list[str]:
 
 
 class Shard:
-    """A gradient and a second moment as training has them, and some elements far too large.
-
-    Args:
-        count: elements.
-        device: where.
-    """
+    """A gradient and a second moment as training has them, and some elements far too large."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(count)
@@ -129,7 +114,7 @@ class Shard:
         self.passes += 1
 
     def difference(self, bounded: int) -> str | None:
-        """What is wrong with the sums of all passes since the last call, each of which had so many to bound."""
+        """The error in the sums of all passes since the last call, each with ``bounded`` elements to bound; or None."""
         sums, passes = dict(zip(SUMS, self.sums.tolist(), strict=True)), self.passes
         self.sums.zero_()
         self.passes = 0
@@ -159,7 +144,7 @@ class _Clock:
         return block
 
     def measure(self, block: Block) -> Cost:
-        """What a block's calls took."""
+        """Cost of a block's calls."""
         self.wall_s = self.cpu_s = 0.0
         block()
         return Cost(self.wall_s, self.cpu_s)
@@ -168,12 +153,7 @@ class _Clock:
 def bench_bounds(
     options: BoundsBenchOptions, on_progress: Progress = lambda what, done, total: None
 ) -> BoundsBenchResult:
-    """Measure on this machine.
-
-    Args:
-        options: sizes.
-        on_progress: told what is measured, how much is done, and of how much.
-    """
+    """Measure on this machine."""
     machine = describe_machine()
     devices, not_run = ["cpu"], []
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the pass of gradient bounds is measured against: reading once, optimizers' steps, the formula."""
+"""Operations that the pass of gradient bounds is compared with: reading once, optimizers' steps, the formula."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megasdc.tensors.bound_limits import SUMS, Limits
 
 READ_BOTH = Path(__file__).with_name("read_both.c")
 LIMITS = Limits(absolute=1.0, spike=5000.0)
-"""Of every pass that is measured."""
+"""Limits of every pass that is measured."""
 _BUILD_S = 900
 
 Build = Callable[[Tensor, Tensor], Callable[[], Any]]
@@ -32,10 +32,8 @@ Build = Callable[[Tensor, Tensor], Callable[[], Any]]
 class Other:
     """An operation that the pass is compared with.
 
-    Args:
-        name: for people.
-        build: from gradient and second moment, [n] fp32 each, a call that does it once.
-        reads_once: whether it does no more than read both once.
+    ``build`` makes of gradient and second moment, [n] fp32 each, a call that does it once; ``reads_once``: it does no
+    more than read both once.
     """
 
     name: str
@@ -44,14 +42,7 @@ class Other:
 
 
 def others(device: str) -> tuple[list[Other], list[str]]:
-    """Everything that the pass is compared with on a device.
-
-    Args:
-        device: cpu or cuda.
-
-    Returns:
-        The operations, and what cannot be measured here, and why.
-    """
+    """Operations that the pass is compared with on a device, and what cannot be measured here, and why."""
     problems = []
     found = [Other("g.sum() and V.sum()", _both_sums, reads_once=True)]
     if device == "cpu":

@@ -23,11 +23,7 @@ class SizeHistogram:
         self.elements = torch.zeros((), dtype=torch.float64)
 
     def add(self, values: Tensor, elements: int) -> None:
-        """Count some values.
-
-        Args:
-            values: [n], not negative.
-            elements: of how many elements they are the values; at least n, the others exceed nothing.
+        """Count values, [n], not negative, of at least n elements, the others of which exceed nothing.
 
         Sync: waits for the device.
         """
@@ -36,22 +32,16 @@ class SizeHistogram:
         self.elements += elements
 
     def exceeded_by(self, share: float) -> float:
-        """The lowest bin's edge that at most a share of all elements exceeds, rounded to two digits.
-
-        Args:
-            share: in [0, 1].
-        """
+        """The lowest bin's edge that at most a share, in [0, 1], of all elements exceeds, rounded to two digits."""
         above = self.counts.flip(0).cumsum(0).flip(0)  # elements in a bin or in a higher one
         bins = int((above > share * self.elements).sum())
         return float(f"{10 ** (LOWEST + bins / PER_DECADE):.1e}")
 
 
 class GradientSizes(Hook):
-    """Counts the sizes of reduced gradients before they are clipped; only reads.
+    """Counts the sizes of reduced gradients before they are clipped, in every ``interval`` steps from ``first_step``.
 
-    Args:
-        first_step: gradients are looked at from here on.
-        interval: and in every so many steps.
+    It only reads.
     """
 
     def __init__(self, first_step: int, interval: int) -> None:

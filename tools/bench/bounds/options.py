@@ -40,12 +40,9 @@ class BoundsBenchOptions(Options):
 
 @dataclass(frozen=True)
 class Setting:
-    """What bounds gradients in a run.
+    """The bound of gradients in a run: ``none``, ``absolute`` or ``spike_aware``, with its threshold theta.
 
-    Args:
-        bound: ``none``, ``absolute`` or ``spike_aware``.
-        theta: its threshold; None without a bound.
-        chosen: ``tight``, ``moderate`` or ``loose``; empty where theta was given, and without a bound.
+    ``chosen`` is ``tight``, ``moderate`` or ``loose``; empty where theta was given, and without a bound.
     """
 
     bound: str = NONE
@@ -65,7 +62,8 @@ class BoundTrainOptions(Options):
     """Size of a campaign.
 
     Args:
-        fault_probability: that 10^1 harms a parameter's gradient in a step, for each sign; 10^k less and less.
+        fault_probability: probability that 10^1 is injected into a parameter's gradient, for each sign; 10^k less and
+            less.
         data: folder of prepared data; None: the standard library is prepared.
         absolute: thresholds; None: three are chosen.
         spike_aware: likewise.
@@ -120,5 +118,5 @@ class BoundTrainOptions(Options):
 
     @property
     def fault_probabilities(self) -> dict[int, float]:
-        """By decade of the factor, for each sign: that a parameter's gradient is harmed in a step."""
+        """Probability, by decade of the factor and for each sign, of a fault in a parameter's gradient in a step."""
         return {decade: self.fault_probability * FALL ** (decade - 1) for decade in DECADES}

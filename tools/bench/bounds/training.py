@@ -54,10 +54,8 @@ COLUMNS = (
 class BoundTrainResult(Result):
     """All runs of a campaign.
 
-    Args:
-        diverged_above: entropy of token frequencies, nats; finite losses above it count as diverged.
-        healthy_sizes: of healthy gradients, by kind of bound: what ``SHARES`` of their elements exceed.
-        runs: one entry a run.
+    ``diverged_above`` is the entropy of token frequencies in nats, above which a finite loss counts as diverged;
+    ``healthy_sizes`` holds, by kind of bound, what ``SHARES`` of the elements of healthy gradients exceed.
     """
 
     also = ("verdict", "epsilon", "fault_probabilities", "shares_of_healthy_elements", "scores")
@@ -76,12 +74,12 @@ class BoundTrainResult(Result):
 
     @property
     def scores(self) -> list[SettingScore]:
-        """What came out for each setting."""
+        """Scores of each setting."""
         return score(self.runs, self.diverged_above)
 
     @property
     def verdict(self) -> str:
-        """What these numbers show, as one sentence."""
+        """The conclusion from these numbers, as one sentence."""
         return verdict(self.scores, self.options.seeds)
 
     def report(self) -> Report:
@@ -141,10 +139,6 @@ def bench_bound_training(
 ) -> BoundTrainResult:
     """Run a campaign with both ranks on this machine.
 
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
-
     Raises:
         MegasdcError: the data cannot be used, or a rank failed.
     """
@@ -172,14 +166,7 @@ def bench_bound_training(
 
 
 def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, folder: Path) -> None:
-    """Make all runs as a rank; the healthy ones without a bound come first, since thresholds are chosen by them.
-
-    Args:
-        messages: gets each run as it ends.
-        options: size.
-        data: folder of prepared data.
-        folder: where runs write.
-    """
+    """Make all runs as a rank; the healthy ones without a bound come first, since thresholds are chosen by them."""
     dims = join_ranks()
     sizes = GradientSizes(GRACE_STEPS + 1, MEASURED_INTERVAL)
     numbers = iter(range(1, options.num_runs + 1))

@@ -19,18 +19,10 @@ EPSILON = 0.005
 
 @dataclass(frozen=True)
 class BoundRun:
-    """One run.
+    """One run, with faults on one replica or healthy.
 
-    Args:
-        setting: its bound.
-        seed: of weights and faults.
-        faulty: whether one replica was harmed.
-        loss: validation loss at the end, nats; NaN where the run had none.
-        steps: taken.
-        skipped: of them, those that the optimizer did not take.
-        share: elements bounded of all elements of all steps; None without a bound, or where the run ended early.
-        faults: times that a parameter's gradient was harmed.
-        seconds: engine, training and evaluation.
+    The validation loss is in nats, NaN where the run had none; ``share`` is that of the elements bounded in all steps,
+    None without a bound or where the run ended early; ``faults`` counts injections into a parameter's gradient.
     """
 
     setting: Setting
@@ -48,22 +40,20 @@ class BoundRun:
 class SettingScore:
     """All runs of one setting.
 
-    Args:
-        setting: the bound.
+    Attributes:
         healthy: losses of the healthy runs that did not fail.
         faulty: those of the faulty runs that did not fail.
-        price: mean relative increase of those over the healthy runs of the same seeds without a bound; None without.
+        price: mean relative increase of ``healthy`` over the healthy runs of the same seeds without a bound; None
+            without.
         worst: of the faulty runs that did not fail, the loss of the one with the largest increase; None: all failed.
         increase: its relative increase over the healthy run of the same seed and setting.
-        over_unbounded: the largest increase over the healthy run of the same seed without a bound: harm and price.
+        over_unbounded: the largest increase over the healthy run of the same seed without a bound: effect and price.
         worse: faulty runs, not failed, with an increase above ``EPSILON``.
         diverged: faulty runs whose loss is finite and above the entropy of token frequencies.
         not_finite: faulty runs whose loss is NaN or infinite, or that were ended because they only skipped steps.
         failed_healthy: healthy runs that diverged or are not finite.
         skipped: steps skipped in the faulty runs.
-        skipped_healthy: in the healthy ones.
         share: mean share of elements bounded in the faulty runs; None without a bound.
-        share_healthy: in the healthy ones.
     """
 
     also = ("name",)
@@ -91,11 +81,9 @@ class SettingScore:
 
 
 def score(runs: Sequence[BoundRun], entropy: float) -> list[SettingScore]:
-    """Score every setting, in the order in which it came first.
+    """Score every setting, in the order in which it came first; runs must include the healthy ones without a bound.
 
-    Args:
-        runs: of all settings; the healthy ones without a bound among them.
-        entropy: of token frequencies, nats; a final loss above it counts as diverged.
+    ``entropy`` is that of token frequencies, in nats; a final loss above it counts as diverged.
     """
     base = _losses([run for run in runs if run.setting.theta is None and not run.faulty], entropy)
     settings = dict.fromkeys(run.setting for run in runs)

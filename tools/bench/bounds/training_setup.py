@@ -17,16 +17,7 @@ HARMED_ELEMENTS = 2
 def run_config(
     options: BoundTrainOptions, data: Path, folder: Path, setting: Setting, seed: int, *, faulty: bool
 ) -> dict[str, Any]:
-    """The configuration of one run.
-
-    Args:
-        options: sizes.
-        data: folder of prepared data.
-        folder: where the run writes.
-        setting: its bound.
-        seed: of weights and faults.
-        faulty: whether one replica is harmed.
-    """
+    """The configuration of one run; the seed is of weights and faults, which a faulty run has on one replica."""
     raw = small_config(
         options.gpt,
         folder,

@@ -16,14 +16,10 @@ def percent(share: float) -> str:
 
 
 def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
-    """Say what faults do without a bound, which bound does best against them, and at what price.
+    """The effect of faults without a bound, the bound that does best against them, and its price, as text.
 
     The best bound is the one with the fewest failed runs and, of those, the smallest worst loss against the healthy run
     without a bound: a bound that makes every run equally bad has not helped. Less than ``noise`` is no difference.
-
-    Args:
-        scores: of all settings, that without a bound among them.
-        seeds: runs of each kind.
     """
     (none,) = [one for one in scores if one.setting.theta is None]
     bounded = [one for one in scores if one.setting.theta is not None]
@@ -55,7 +51,7 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
 def noise(none: SettingScore, bounded: Sequence[SettingScore]) -> float:
     """Relative difference of losses that may be chance: the largest over seeds within a setting.
 
-    Faulty runs without a bound are left out: how much they differ is what faults do.
+    Faulty runs without a bound are not counted: their differences are the effect of faults.
     """
     groups = [none.healthy, *(losses for one in bounded for losses in (one.healthy, one.faulty))]
     return max([EPSILON, *((max(losses) - min(losses)) / fmean(losses) for losses in groups if losses)])
@@ -103,7 +99,7 @@ def _price(one: SettingScore) -> str:
 
 
 def _prices(bounded: Sequence[SettingScore]) -> str:
-    """What bounds cost without faults."""
+    """The cost of bounds without faults."""
     prices = [one.price for one in bounded if one.price is not None]
     lost = sum(one.failed_healthy for one in bounded)
     said = (

@@ -35,7 +35,7 @@ from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run
 BAR = 1.25
 """Largest median of our time over that of ``cat``."""
 MEMORY_SLACK_MIB = 16.0
-"""How much more the larger size may take than the smaller one."""
+"""Largest excess of the larger size's memory over the smaller one's."""
 M_ARENA_MAX = -8
 """glibc's name for the number of heaps, mallopt(3)."""
 _PROCESSES = 5
@@ -46,11 +46,9 @@ _SMALL = 4
 
 @dataclass(frozen=True)
 class CompareComparison(Comparison):
-    """The comparison against another program over the same two files; ``difference`` says if it found one.
+    """The comparison against another program over the same two files; ``difference`` is None where it found none.
 
-    Args:
-        against: the other program.
-        bytes_per_s: of both files together, median over blocks, ours and the other's.
+    ``bytes_per_s`` is of both files together, median over blocks, ours and the other's.
     """
 
     against: str
@@ -59,13 +57,7 @@ class CompareComparison(Comparison):
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """How much a comparison adds to what its process holds.
-
-    Args:
-        content: equal or different.
-        size_mib: of each file, the smaller and the larger.
-        growth_mib: by size.
-    """
+    """Memory growth of a comparison's process, by size of each file: the smaller and the larger."""
 
     also = ("passed",)
 
@@ -81,12 +73,7 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class CompareBenchResult(ComparisonResult):
-    """Everything that was measured.
-
-    Args:
-        comparisons: one a program.
-        memory: one a kind of content.
-    """
+    """Comparisons, one a program, and peak memory, one entry a kind of content."""
 
     comparisons: Sequence[CompareComparison]
     memory: list[PeakMemory]
@@ -125,15 +112,7 @@ class CompareBenchResult(ComparisonResult):
 def bench_compare(
     options: CompareBenchOptions, on_progress: Progress = lambda what, done, total: None
 ) -> CompareBenchResult:
-    """Measure on this machine.
-
-    Args:
-        options: sizes.
-        on_progress: told what is measured, how much is done, and of how much.
-
-    Raises:
-        ConfigError: ``cat`` or ``cmp`` is not installed.
-    """
+    """Measure on this machine; ConfigError if ``cat`` or ``cmp`` is not installed."""
     if lacking := [name for name in ("cat", "cmp") if shutil.which(name) is None]:
         raise ConfigError([f"{name} is not installed" for name in lacking], source="this machine")
     machine = describe_machine()
@@ -152,10 +131,7 @@ def bench_compare(
 def write_checkpoint(path: Path, size_mib: int, *, flipped: bool = False) -> Path:
     """Write a file of tensors: large ones, small ones beside each, the same values in every call.
 
-    Args:
-        path: the file.
-        size_mib: of the large ones together.
-        flipped: flip a bit of every element.
+    ``size_mib`` is that of the large ones together; ``flipped`` flips a bit of every element.
     """
     draw = torch.Generator().manual_seed(7)
     state: dict[str, torch.Tensor] = {}

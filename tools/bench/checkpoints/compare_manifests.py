@@ -45,15 +45,9 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class CompareManifestsResult(Result):
-    """What was measured.
+    """Size of the manifests, time and memory of the command, and whether each run named the differing block alone.
 
-    Args:
-        num_files: of the checkpoint.
-        num_blocks: of all its tensors.
-        manifest_bytes: of one manifest.
-        wall_s: of the command, from its start to its end; the median of the runs.
-        peak_bytes: most memory that it held, over the runs.
-        found: whether each run named the one block that differs, and nothing else.
+    ``wall_s`` is the median from the command's start to its end; ``peak_bytes`` is the most over the runs.
     """
 
     also = ("passed", "bar_s", "bar_bytes")
@@ -94,12 +88,7 @@ class CompareManifestsResult(Result):
 def bench_compare_manifests(
     options: CompareManifestsOptions, on_progress: Progress = lambda what, done, total: None
 ) -> CompareManifestsResult:
-    """Measure on this machine.
-
-    Args:
-        options: sizes.
-        on_progress: told what is measured, how much is done, and of how much.
-    """
+    """Measure on this machine."""
     machine = describe_machine()
     harmed = options.ranks // 2
     with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
@@ -141,12 +130,10 @@ def _is_right(answer: dict[str, Any], rank: int) -> bool:
 
 
 def made_up_digest(host: str, options: CompareManifestsOptions, harmed: int | None) -> Digest:
-    """A manifest of random digests, the same for the same sizes.
+    """A node's manifest of random digests, the same for the same sizes.
 
-    Args:
-        host: the node.
-        options: sizes; 12 of 14 bytes are the optimizer's, as with bf16 weights.
-        harmed: rank of whose shard one block differs; None: none.
+    12 of 14 bytes are the optimizer's, as with bf16 weights. One block differs in the shard of rank ``harmed``; None:
+    none does.
     """
     draw = random.Random(1)
     total = options.size_gb * 10**9

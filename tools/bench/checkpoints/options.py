@@ -18,8 +18,7 @@ TENSOR_RANKS = 8
 class CompareBenchOptions(Options):
     """Sizes of a comparison of checkpoints; one pair of blocks before those that count does not.
 
-    Args:
-        folder: where the files are written; they are removed in the end.
+    The files in ``folder`` are removed in the end.
     """
 
     blocks: int = option(15, "Blocks of each side.", least=1)

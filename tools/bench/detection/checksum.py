@@ -34,13 +34,7 @@ _BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 8 << 30}
 class SpeedComparison(Comparison):
     """The checksum of one tensor against an operation that reads it.
 
-    Args:
-        device: cpu or cuda.
-        algorithm: name of the checksum.
-        against: the other operation.
-        dtype: fp32 or bf16.
-        size_mib: of the tensor.
-        bytes_per_s: median over blocks, the checksum's and the other's.
+    ``bytes_per_s`` is the median over blocks, the checksum's and the other's.
     """
 
     device: str
@@ -53,13 +47,7 @@ class SpeedComparison(Comparison):
 
 @dataclass(frozen=True)
 class ChecksumBenchResult(ComparisonResult):
-    """Everything that was measured.
-
-    Args:
-        comparisons: one a device, type and size.
-        trials: one an algorithm, type and kind of fault.
-        not_run: what could not be measured here, and why.
-    """
+    """Comparisons by device, type and size; trials by algorithm, type and fault; what could not run, and why."""
 
     comparisons: list[SpeedComparison]
     trials: list[Trials]
@@ -110,12 +98,7 @@ class ChecksumBenchResult(ComparisonResult):
 def bench_checksum(
     options: ChecksumBenchOptions, on_progress: Progress = lambda what, done, total: None
 ) -> ChecksumBenchResult:
-    """Measure on this machine.
-
-    Args:
-        options: sizes.
-        on_progress: told what is measured, how much is done, and of how much.
-    """
+    """Measure on this machine."""
     machine = describe_machine()
     devices, not_run = ["cpu"], []
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Random faults of the kinds that defective hardware makes, and how many a checksum misses.
 
 Beside our algorithms the same trials run over two that are known to be blind to some kinds. Their misses show that the
-trials can find a blind spot: without them, no misses would say little.
+trials can find a blind spot: without them, no misses would prove little.
 
 Source of the kinds: gate-level fault simulation, https://arxiv.org/abs/2605.04213 (few faults are single flips, their
 addresses are periodic); AEGIS, OSDI 2026 (adjacent elements wrong in tensor cores).
@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[[Words, random.Random], None]] = {
     "equal flips at a period": _periodic_flips,
     "swap of 2 elements": _swap,
 }
-"""What each kind of fault does to the bit patterns of a tensor."""
+"""Effect of each kind of fault on the bit patterns of a tensor."""
 
 XOR = "torch.hash_tensor"
 PACKED = "weighted sum of packed words"
@@ -108,15 +108,7 @@ def packed_checksum(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Trials:
-    """Trials of one kind of fault with one algorithm.
-
-    Args:
-        algorithm: its name.
-        dtype: fp32 or bf16.
-        fault: kind.
-        count: how many faults were made.
-        misses: how many left the checksum as it was.
-    """
+    """Faults of one kind with one algorithm; a miss is a fault that left the checksum as it was."""
 
     also = ("passed",)
 
@@ -135,15 +127,9 @@ class Trials:
 
 
 def run_trials(count: int, seed: int = 0, on_progress: Progress = lambda what, done, total: None) -> list[Trials]:
-    """Make faults of every kind in tensors of every type, and compare every algorithm's value before and after.
+    """Inject faults of every kind into tensors of every type, and compare every algorithm's value before and after.
 
-    Args:
-        count: faults of each kind in each type, each in a new tensor of normal numbers.
-        seed: of numbers and faults.
-        on_progress: told what is done, how many faults of each kind are made, and of how many.
-
-    Returns:
-        One entry an algorithm, type and kind.
+    Each of the ``count`` faults is in a new tensor of normal numbers; one entry an algorithm, type and kind.
     """
     functions: dict[str, Callable[[Tensor], int]] = {
         **{name: partial(checksum, name=name) for name in sorted(ALGORITHMS)},

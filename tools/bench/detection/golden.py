@@ -1,8 +1,8 @@
 """Campaign of injected faults against a golden trace: which are found, and which rank is named.
 
 Random faults - kinds x submodules x phases x ranks - are injected one a run, in several layouts and types. Each run is
-compared with a golden trace of the same ranks as ``megasdc golden verify`` compares, and scored against what the
-injector says it did. Clean runs in between must raise nothing.
+compared with a golden trace of the same ranks as ``megasdc golden verify`` compares, and scored against the
+firings of the injector. Clean runs in between must raise nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,12 @@ GROUPS: dict[str, tuple[str, Callable[[Trial], str]]] = {
     "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
     "kind": ("kind", lambda trial: trial.kind),
 }
-"""What faults are counted by: title of the table, and the group of a trial."""
+"""Groupings of faults: title of the table, and the group of a trial."""
 
 
 @dataclass(frozen=True)
 class DetectionResult(Result):
-    """All trials of a campaign.
-
-    Args:
-        trials: with faults and clean.
-    """
+    """All trials of a campaign, with faults and clean."""
 
     also = ("passed", "clean_runs", "clean_alarms")
 
@@ -70,7 +66,7 @@ class DetectionResult(Result):
         return right and bool(self.harmful) and not any(trial.detected for trial in without)
 
     def counts(self, key: Callable[[Trial], str]) -> dict[str, Counter[str]]:
-        """Counts of the trials with faults, grouped by what ``key`` says."""
+        """Counts of the trials with faults, grouped by ``key``."""
         groups: dict[str, Counter[str]] = {}
         for trial in self.trials:
             if trial.phase is None:
@@ -120,13 +116,7 @@ class DetectionResult(Result):
 
 
 def count_table(title: str, groups: Mapping[str, Counter[str]], columns: Mapping[str, str]) -> Table:
-    """Counts of trials as a table.
-
-    Args:
-        title: what they are grouped by.
-        groups: counts by group.
-        columns: heading of each count.
-    """
+    """Counts of trials by group as a table; ``columns`` holds the heading of each count."""
     total: Counter[str] = sum(groups.values(), Counter())
     rows = [(name, *(str(count[one]) for one in columns)) for name, count in [*sorted(groups.items()), ("all", total)]]
     return table(f"injected faults by {title}", (title, *columns.values()), rows, total=True)
@@ -136,10 +126,6 @@ def bench_detection(
     options: DetectionOptions, on_progress: Progress = lambda what, done, total: None
 ) -> DetectionResult:
     """Run a campaign with all ranks on this machine.
-
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: a rank failed.
@@ -154,16 +140,10 @@ def bench_detection(
 
 
 def run_cell(function: Callable[..., None], request: dict[str, Any], total: int, on_progress: Progress) -> list[Any]:
-    """Run one layout and type of a campaign.
+    """Run one layout and type of a campaign, and return all trials.
 
-    Args:
-        function: of the ranks; sends ``trials`` after each case.
-        request: the cell, its counts and its seed; the ranks also get ``folder``.
-        total: cases.
-        on_progress: told how many are done.
-
-    Returns:
-        All trials.
+    The ranks run ``function``, which sends ``trials`` after each of the ``total`` cases. ``request`` is the cell, its
+    counts and its seed; the ranks also get ``folder``.
     """
     name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
     trials: list[Any] = []

@@ -37,7 +37,7 @@ the norm on each replica by itself: one whose shard is not finite skips the step
 all-gather, and the run hangs (DeepSpeed 0.19.8): found as a hang.
 """
 SHOWN_AS = {COLLECTIVE: ACCUMULATED_GRAD, OPTIMIZER_STATE: UPDATE}
-"""Phase in which harm that is no observation of its own shows first."""
+"""Phase in which a fault shows first that is no observation of its own."""
 KINDS: dict[str, dict[str, Any]] = {
     "one bit": {"kind": "bit_flip"},
     "sign": {"kind": "bit_flip", "bits": "sign"},
@@ -61,24 +61,12 @@ LLAMA_GROUPED = {**LLAMA, "num_query_groups": 2}
 
 @dataclass(frozen=True)
 class Trial:
-    """One run with one fault, or with none.
+    """One run with one fault, or with none: then ``phase`` is None.
 
-    Args:
-        layout: tensor x pipeline x data.
-        precision: type of the parameters.
-        phase: that was harmed; None in a clean run.
-        kind: of the fault.
-        rank: that was harmed.
-        address: what was harmed.
-        changed: elements whose bits changed.
-        effect: whether the fault had any; false where a parameter, master or moment of no rank ended with other bits
-            after a fault in a stored state, which the very next update overwrites.
-        named: ranks called divergent.
-        suspects: ranks of which one is wrong, without saying which.
-        first: the first difference of the first of these.
-        rank_right: exactly the harmed rank was named.
-        submodule_right: the first difference is in the harmed submodule.
-        direction_right: and in the phase in which the harm shows first.
+    ``effect`` is false where the next update overwrote a fault in a stored state, so that all parameters, masters and
+    moments end with equal bits. ``rank_right``: exactly the rank with the fault is in ``named``; ``suspects``: one of
+    them is wrong. The last two: the first difference is in its submodule, and also in the phase that shows the fault
+    first.
     """
 
     layout: str
@@ -123,16 +111,7 @@ def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_golden(workload: Workload, config: RunConfig, dims: ParallelDims, file: Path) -> list[list[Address]]:
-    """Record the first case of a workload, and save it as a golden trace of these ranks.
-
-    Args:
-        workload: of this rank.
-        config: of the workload.
-        dims: place of this rank.
-        file: golden trace file, which rank 0 writes.
-
-    Returns:
-        What each rank computed, in order.
+    """Record the first case of a workload as a golden trace, which rank 0 writes; returns addresses by rank, in order.
 
     Collective: all ranks of the world.
     """
@@ -148,10 +127,7 @@ def record_golden(workload: Workload, config: RunConfig, dims: ParallelDims, fil
 
 
 class Campaign:
-    """The golden trace of these ranks, and trials against it.
-
-    Args:
-        request: see ``tools.bench.detection.golden``.
+    """The golden trace of these ranks, and trials against it; ``tools.bench.detection.golden`` makes the request.
 
     Collective: all ranks of the world.
     """
@@ -261,12 +237,7 @@ class Campaign:
 
 
 def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
-    """Run as a rank, and report the trials.
-
-    Args:
-        messages: where to report.
-        request: see ``tools.bench.detection.golden``.
-    """
+    """Run as a rank, and report the trials; ``tools.bench.detection.golden`` makes the request."""
     campaign = Campaign(request)
     total = request["faults"] + request["clean"]
     every = max(1, total // max(1, request["clean"]))

@@ -40,17 +40,12 @@ GROUPS: dict[str, tuple[str, Callable[[LiveTrial], str]]] = {
     "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
     "kind": ("kind", kind_of),
 }
-"""What faults are counted by: title of the table, and the group of a trial."""
+"""Groupings of faults: title of the table, and the group of a trial."""
 
 
 @dataclass(frozen=True)
 class LiveResult(Result):
-    """All trials of a campaign.
-
-    Args:
-        trials: with faults and clean.
-        toleranced: those of the toleranced checks.
-    """
+    """All trials of a campaign, with faults and clean, and those of the toleranced checks."""
 
     also = ("passed", "not_detectable", "today", "not_run", "clean_steps", "clean_uneven_steps", "clean_alarms")
     not_detectable = UNSEEN
@@ -71,7 +66,7 @@ class LiveResult(Result):
 
     @property
     def missed(self) -> list[LiveTrial]:
-        """Trials in which the checks did not say what they have to say."""
+        """Trials in which the checks did not report what they have to."""
         return [trial for trial in self.trials if not trial.met]
 
     @property
@@ -81,7 +76,7 @@ class LiveResult(Result):
         return not self.missed and tested and (not self.options.toleranced or self.toleranced.passed)
 
     def counts(self, key: Callable[[LiveTrial], str]) -> dict[str, Counter[str]]:
-        """Counts of the trials with faults, grouped by what ``key`` says."""
+        """Counts of the trials with faults, grouped by ``key``."""
         groups: dict[str, Counter[str]] = {}
         for trial in self.faulty:
             count = groups.setdefault(key(trial), Counter())
@@ -164,10 +159,6 @@ class LiveResult(Result):
 
 def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, total: None) -> LiveResult:
     """Run a campaign with all ranks on this machine.
-
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: a rank failed.

@@ -45,13 +45,13 @@ PERSISTENCE: dict[str, dict[str, Any]] = {
     ALWAYS: {"same_elements": True},
     SOMETIMES: {"probability": 0.5},
 }
-"""How often a fault comes again, each a part of a spec."""
+"""Persistences of a fault, each a part of a spec."""
 LASTING = "update, in every step"
 TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
-"""How often each row comes that is scored for the toleranced checks."""
+"""Weights of the rows that are scored for the toleranced checks."""
 AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
 TOLERANCED = "toleranced"
-"""What detects in a case."""
+"""Modes: the checks of a case."""
 MODES = {
     CLEAN: EVERYTHING,
     ALONE: AUDITED,
@@ -66,19 +66,14 @@ MODES = {
 FIRST_STEPS = range(2, 51)
 """Steps with which cases begin; the golden workload's step is 1, so that its firings can be told from others."""
 LONG = 3
-"""Steps of a case that looks at what comes after the fault, and of a clean one; the fault comes in the second."""
+"""Steps of a case that covers the time after the fault, which is in the second, and of a clean one."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One fault of a case.
+    """One fault of a case: its rank, the address that it changes, and its spec for the injector.
 
-    Args:
-        rank: that is harmed.
-        address: what is harmed.
-        shows: address where it shows first; None: it shows elsewhere, or nowhere.
-        kind: name of the kind.
-        spec: for the injector.
+    ``shows`` is the address where it shows first; None: it shows elsewhere, or nowhere.
     """
 
     rank: int
@@ -90,16 +85,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """What is injected in one trial.
+    """Faults of one trial, which takes ``steps`` from ``first_step`` on; ``row`` is the question that it belongs to.
 
-    Args:
-        row: which question it belongs to.
-        first_step: the trial's first.
-        steps: how many it takes.
-        persistence: of its faults; empty in a clean one.
-        targets: its faults.
-        consumed: samples that each replica has taken before.
-        completed: micro-batches that each replica starts in each step; empty: all.
+    ``persistence`` is empty in a clean one. By replica: samples ``consumed`` before, and micro-batches ``completed`` in
+    each step; empty: all.
     """
 
     row: str
@@ -117,22 +106,17 @@ class Case:
 
     @property
     def mode(self) -> str:
-        """What detects."""
+        """The mode: which checks run."""
         return MODES.get(self.row, EVERYTHING)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that are harmed."""
+        """Ranks with a fault."""
         return tuple(sorted(target.rank for target in self.targets))
 
 
 def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
-    """How often each row comes in a layout.
-
-    Args:
-        replicas: number of replicas, at least 2.
-        recompute: whether activations are recomputed.
-    """
+    """Frequency of each row in a layout of at least 2 replicas."""
     if replicas > 2:
         weights = {ALONE: 56, TWO_WRONG: 5, MAJORITY: 2} | ({MAJORITY_GOLDEN: 3} if replicas == 3 else {})
     else:
@@ -142,7 +126,7 @@ def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
 
 
 def deal_rows(weights: Mapping[str, int], count: int, draw: random.Random) -> list[str]:
-    """Rows of ``count`` cases in random order, each as often as its weight says, by largest remainders."""
+    """Rows of ``count`` cases in random order, each in proportion to its weight, by largest remainders."""
     total = sum(weights.values())
     shares = {row: divmod(weight * count, total) for row, weight in weights.items()}
     left = count - sum(whole for whole, _ in shares.values())
@@ -153,15 +137,9 @@ def deal_rows(weights: Mapping[str, int], count: int, draw: random.Random) -> li
 
 
 class Cases:
-    """Draws cases for one layout and type.
+    """Draws cases for one layout and type, with a generator that is seeded equally on all ranks.
 
-    Args:
-        addresses: what each rank computes in a step, by global rank; of any step.
-        dims: sizes of the layout.
-        kinds: kinds of faults by name, each a part of a spec.
-        precision: fp32 or bf16.
-        draw: seeded equally on all ranks.
-        micro_batches: of a step.
+    ``addresses`` are those that each rank computes in any step, by global rank; ``kinds`` are parts of specs, by name.
     """
 
     def __init__(
@@ -232,7 +210,7 @@ class Cases:
         return replace(found, shows=shows)
 
     def _phases(self) -> list[str]:
-        """Phases of a micro-batch that can be harmed, each as likely."""
+        """Phases of a micro-batch in which a fault can be injected, each as likely."""
         return [FORWARD, BACKWARD, WEIGHT_GRAD] + ([RECOMPUTE] if self._recompute else [])
 
     def _target(

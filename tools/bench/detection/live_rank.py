@@ -60,12 +60,7 @@ from tools.bench.rank import Messages, join_ranks
 
 
 class KeptEvents(EventLog):
-    """An event log that also keeps what it wrote.
-
-    Args:
-        folder: of the run.
-        rank: global rank.
-    """
+    """An event log that also keeps what it wrote."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder, rank)
@@ -90,11 +85,7 @@ class KeptResults(Hook):
 
 
 class LiveCampaign:
-    """The engine of one rank, and trials with it.
-
-    Args:
-        request: see ``tools.bench.detection.live``.
-        kinds: of faults by name, each a part of a spec.
+    """The engine of one rank, and trials with it; ``tools.bench.detection.live`` makes the request.
 
     Collective: all ranks of the world.
     """
@@ -260,12 +251,9 @@ def _done(firing: Firing) -> tuple[Any, ...]:
 
 
 def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
-    """Whether a rank computes anything with what was harmed; of ids it reads those of its part of the vocabulary.
+    """Whether a rank reads the value that a fault changed; of ids it reads those of its part of the vocabulary.
 
-    Args:
-        firing: what was done.
-        tensor: tensor-parallel size.
-        padded_vocab: entries of the vocabulary over all tensor ranks.
+    ``padded_vocab`` counts entries over all tensor ranks.
     """
     if firing.address.phase != TOKENS:
         return True
@@ -277,8 +265,7 @@ def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
 def differs_from_repeat(trace: Trace) -> bool:
     """Whether a rank's gradients of a micro-batch differ from those of its first repeat; false if none was repeated.
 
-    Args:
-        trace: of the micro-batch and its repeats, one after the other.
+    The trace holds the micro-batch and its repeats, one after the other.
     """
     if not trace:
         return False
@@ -287,12 +274,7 @@ def differs_from_repeat(trace: Trace) -> bool:
 
 
 def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
-    """Run as a rank, and report the trials of each case.
-
-    Args:
-        messages: where to report.
-        request: see ``tools.bench.detection.live``.
-    """
+    """Run as a rank, and report the trials of each case; ``tools.bench.detection.live`` makes the request."""
     campaign = LiveCampaign(request)
     weights = weights_of_rows(campaign.dims.data, recompute=request["recompute"])
     rows = deal_rows(weights, request["faults"], campaign.draw)

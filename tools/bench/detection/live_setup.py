@@ -15,12 +15,12 @@ from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, TOLERA
 VOCABULARY, LENGTH, MICRO_BATCHES = 250, 32, 2
 MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": LENGTH}
 WARN = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclusive"), "warn")
-"""Every trial ends, whatever is found."""
+"""Policy with which every trial ends, whatever is found."""
 AUDIT = {"enabled": True, "interval": 1, "granularity": "gemm"}
 ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
 TOLERANCED_ONLY = {"enabled": True, "toleranced": True, "recompute": False, "parameters": False, "finite": False}
 ON_REQUEST = {**AUDIT, "interval": 1_000_000}
-"""Audits that come only where one is asked for."""
+"""Audits that run on request only."""
 
 
 def live_config(request: dict[str, Any]) -> dict[str, Any]:
@@ -50,12 +50,7 @@ def live_config(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class RandomTokens:
-    """A stream of seeded random tokens, another sample at each position.
-
-    Args:
-        seed: of all samples.
-        num_samples: length of the stream.
-    """
+    """A stream of seeded random tokens, another sample at each position."""
 
     path = "seeded random tokens"
     vocab_size = VOCABULARY
@@ -80,13 +75,7 @@ class RandomTokens:
 
 
 def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
-    """The configuration with what detects in a mode.
-
-    Args:
-        raw: from ``live_config``.
-        mode: one of those of ``tools.bench.detection.live_cases``.
-        golden: golden trace file of these ranks.
-    """
+    """The configuration of ``live_config`` with the checks of a mode of ``tools.bench.detection.live_cases``."""
     sdc: dict[str, Any] = {"policy": WARN}
     if mode in (CHECKED, EVERYTHING):
         sdc["always_on"] = ALWAYS_ON

@@ -28,17 +28,12 @@ OTHERS = {
     "other way: detection/layer_replay.py) and at least 3 replicas; it replays saved inputs every 50 steps, when "
     "a transient fault is gone, and by its own account one-shot faults are outside its guarantee",
 }
-"""What else there is, and why it is not scored."""
+"""Other rules, and why they are not scored."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Clean steps of one layout and type.
-
-    Args:
-        losses: nats.
-        norms: of the gradient.
-    """
+    """Losses in nats and gradient norms of clean steps of one layout and type."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -69,18 +64,13 @@ RULES = {
     "gradient norm outlier": Normal.is_outlier,
     "self-replay, torchtitan": lambda normal, trial: trial.replayed,
 }
-"""By name, whether a rule raises an alarm."""
+"""Rules by name; each returns whether it raises an alarm."""
 
 
 def compare_with_today(trials: Sequence[LiveTrial]) -> dict[str, dict[str, Any]]:
     """Alarms of each rule over the faults of one rank in the audited micro-batch, and over clean steps.
 
-    Args:
-        trials: of a campaign.
-
-    Returns:
-        By rule: alarms among harmful faults by persistence, among clean steps, and each total. "ours" is what the audit
-        detected.
+    By rule: alarms among harmful faults by persistence, among clean steps, and each total; "ours" is the audit's.
     """
     cells: dict[tuple[str, str], list[LiveTrial]] = {}
     for trial in trials:

@@ -55,19 +55,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "exponent": {"kind": "bit_flip", "bits": "exponent"},
     "mantissa": {"kind": "bit_flip", "bits": "mantissa"},
 }
-"""Kinds of faults by name, each a part of a spec: all orders of size, at most as many elements as a firing says."""
+"""Kinds of faults by name, each a part of a spec: all orders of size, at most as many elements as a firing lists."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What one rank has seen of a run.
+    """A rank's results of a run: the checks that are scored, its firings and events, and the result of each step.
 
-    Args:
-        checks: that are scored.
-        witness: what faults are measured against; None in the warm-up.
-        firings: of this rank.
-        results: of each step.
-        events: of this rank.
+    ``witness`` measures the sizes of faults; None in the warm-up.
     """
 
     checks: TolerancedChecks
@@ -78,7 +73,7 @@ class Done:
 
     @property
     def seen(self) -> dict[int, Seen]:
-        """What faults are measured against, by step."""
+        """Values that faults are measured against, by step."""
         assert self.witness is not None, "a warm-up is not measured"
         return self.witness.kept
 
@@ -87,7 +82,7 @@ class Done:
         return next(one for one in self.results if one.step == step).skipped is not None
 
     def sizes_of_firings(self) -> dict[str, float]:
-        """The largest size of what was harmed on any rank, by the check that looks at it, in thresholds.
+        """The largest size of a fault on any rank, in thresholds, by the check that looks at the changed value.
 
         Collective: all ranks of the world.
         """
@@ -108,10 +103,7 @@ def largest_of_ranks(sizes: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 class ToleranceCampaign(LiveCampaign):
-    """The engine of one rank after a clean warm-up, and trials with it.
-
-    Args:
-        request: see ``tools.bench.detection.live``.
+    """The engine of one rank after a clean warm-up, and trials with it; the request is ``LiveCampaign``'s.
 
     Collective: all ranks of the world.
     """
@@ -133,7 +125,7 @@ class ToleranceCampaign(LiveCampaign):
         return [self._score(case, self._train(case), {}, covered=False)]
 
     def trial(self, row: str) -> list[ToleranceTrial]:
-        """Go on with a fault of a row; where its size is told by the same steps without it, those are a trial too."""
+        """Go on with a fault of a row; where its size needs the same steps without it, those are a trial too."""
         case = self.cases.case(row)
         if row == LASTING:
             case = self._in_every_step(case)
@@ -153,7 +145,7 @@ class ToleranceCampaign(LiveCampaign):
         ]
 
     def _in_every_step(self, case: Case) -> Case:
-        """The same elements harmed until every slice was looked at, and a step in which an audit may be called."""
+        """Faults in the same elements until every slice was checked, and a step in which an audit may be called."""
         (target,) = case.targets
         step = target.address.step
         often = {"once": False, **PERSISTENCE[ALWAYS], "steps": [step, step + self._parts - 1]}
@@ -190,7 +182,7 @@ class ToleranceCampaign(LiveCampaign):
         return Done(checks, witness, injector.firings if injector else [], results.kept, list(self._events.kept))
 
     def _score(self, case: Case, done: Done, sizes: dict[str, float], *, covered: bool) -> ToleranceTrial:
-        """What the checks said; complete on rank 0, which writes events."""
+        """Reports of the checks; complete on rank 0, which writes events."""
         step = case.targets[0].address.step if case.targets else 0
         said = [one for one in done.events if one.kind == EVENT_KIND]
         return ToleranceTrial(
@@ -215,12 +207,7 @@ class ToleranceCampaign(LiveCampaign):
 
 
 def run_tolerance_campaign(messages: Messages, request: dict[str, Any]) -> None:
-    """Run as a rank, and report the trials of each case; the first is the clean one.
-
-    Args:
-        messages: where to report.
-        request: see ``tools.bench.detection.live``.
-    """
+    """Run as a rank, and report the trials of each case, of which the first is the clean one."""
     campaign = ToleranceCampaign(request)
     messages.send(trials=campaign.clean(request["clean_steps"]))
     for row in deal_rows(TOLERANCED_ROWS, request["faults"], campaign.draw):

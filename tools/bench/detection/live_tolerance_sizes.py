@@ -37,14 +37,11 @@ STATES = {"master": 0, "exp_avg": 1, "exp_avg_sq": 2}
 
 @dataclass
 class Seen:
-    """What faults of one step are measured against.
+    """Values of one step that faults are measured against; thresholds are those before it, of the checks that have one.
 
-    Args:
-        thresholds: of each check before the step; those not measured yet left out.
-        norms: [groups], of all replicas' gradients before the reduction.
-        magnitudes: of the terms of each shard's update, by id of the flat partition; empty where none was stepped.
-        features: [replicas, submodules, features], before any harm of the reduction.
-        scales: usual distances across replicas and from the past, each [submodules, features].
+    ``norms`` [groups] are of all replicas' gradients before the reduction; ``magnitudes`` of the terms of each shard's
+    update, by id of the flat partition; ``features`` [replicas, submodules, features] before any fault of the
+    reduction; ``scales`` the usual distances across replicas and from the past, each [submodules, features].
     """
 
     thresholds: dict[str, float]
@@ -57,10 +54,7 @@ class Seen:
 class Witness(Hook):
     """Keeps for each step what faults are measured against; put it after the checks.
 
-    Args:
-        engine: of this rank.
-        checks: that are scored.
-        features: state of the outliers at this position of the layout, from ``TolerancedChecks.state_dict``.
+    ``features`` is the state of the outliers at this position of the layout, from ``TolerancedChecks.state_dict``.
     """
 
     def __init__(self, engine: TrainingEngine, checks: TolerancedChecks, features: Mapping[str, Any]) -> None:
@@ -122,10 +116,9 @@ class Witness(Hook):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def size_of(self, firing: Firing) -> tuple[str, float] | None:
-        """How far one firing on this rank moves the value of the check that looks at what it harmed, in thresholds.
+        """The check that looks at the value changed by a firing on this rank, and the size of the change in thresholds.
 
-        Returns:
-            The check and the size; None where no check looks at it.
+        None where no check looks at it.
         """
         address, optimizer = firing.address, self._engine.optimizer
         slot, _, state = address.slot.partition(".")
@@ -165,12 +158,7 @@ class Witness(Hook):
 
 
 def feature_sizes(clean: Seen, harmed: Seen) -> dict[str, float]:
-    """How far a fault moved the gradient features at this position of the layout, by check, in thresholds.
-
-    Args:
-        clean: the step without the fault.
-        harmed: the same step with it.
-    """
+    """Changes of the gradient features at this position of the layout by a fault, by check, in thresholds."""
     moved = []
     for seen in (clean, harmed):
         logs = seen.features.double().clamp_min(torch.finfo(torch.float32).tiny).log()

@@ -1,4 +1,4 @@
-"""What the toleranced checks reported of one fault, against what its size lets one expect.
+"""Outcome of one fault with the toleranced checks, against the outcome to be expected of its size.
 
 A check is blind below its threshold. A fault adds to what rounding or chance make of a clean step, which is at most the
 threshold; so one of up to twice the threshold may be hidden, and a larger one may not.
@@ -33,27 +33,11 @@ SIZES = {"smaller": "< 1", "up to twice": f"1 to {CERTAIN:g}", "larger": f"> {CE
 
 @dataclass(frozen=True)
 class ToleranceTrial:
-    """One short run with a fault, or a clean one.
+    """One short run with a fault, or a clean one, in which ``kind`` and ``address`` are empty and ``fault_step`` is 0.
 
-    Args:
-        layout: tensor x pipeline x data.
-        precision: type of the parameters.
-        recompute: whether activations were recomputed.
-        dropout: whether there was dropout.
-        row: see ``tools.bench.detection.live_cases``.
-        kind: of the fault; empty in a clean run.
-        address: what was harmed first; empty likewise.
-        ranks: that were to be harmed.
-        steps: that the run took.
-        fault_step: the first that was to be harmed; 0 in a clean run.
-        harmed: whether a bit was changed.
-        skipped: whether the optimizer skipped the harmed step, which no toleranced check judges then.
-        covered: whether the checks of this row looked at what was harmed.
-        sizes: how far the fault moved the value of each check that may see it, in thresholds of that step.
-        thresholds: of each check before the first step, in its unit.
-        warnings: (step, check) of each, in the order in which they came.
-        audit: whether an audit was called.
-        accused: ranks that were named.
+    ``skipped``: the optimizer skipped the step of the fault, which no toleranced check judges then; ``covered``: the
+    checks of this row looked at the changed value. ``sizes`` are changes by check, in thresholds of that step;
+    ``thresholds`` those before the first step, in the check's unit; ``warnings`` (step, check) in their order.
     """
 
     layout: str
@@ -81,7 +65,7 @@ class ToleranceTrial:
         return sum(not self.harmed or step < self.fault_step for step, _ in self.warnings)
 
     def detected(self, check: str) -> bool:
-        """Whether a check warned of the harmed step, or of one of the harmed steps."""
+        """Whether a check warned of the step of the fault, or of one of its steps."""
         return any(
             name == check and step >= self.fault_step and (step == self.fault_step or self.row == LASTING)
             for step, name in self.warnings
@@ -93,7 +77,7 @@ class ToleranceTrial:
 
     @property
     def met(self) -> bool:
-        """Whether the checks said what they have to say."""
+        """Whether the checks reported what they have to."""
         if self.false_warnings or not set(self.accused) <= set(self.ranks):
             return False
         if not self.harmed or self.skipped:
@@ -105,11 +89,7 @@ class ToleranceTrial:
 
 
 def size_class(size: float) -> str:
-    """How large a fault is.
-
-    Args:
-        size: in thresholds.
-    """
+    """The class of a fault's size, which is in thresholds."""
     return "smaller" if size <= 1 else "up to twice" if size <= CERTAIN else "larger"
 
 
@@ -144,11 +124,7 @@ def _count_found(count: Counter[str], trial: ToleranceTrial, check: str) -> None
 
 @dataclass(frozen=True)
 class ToleranceResult:
-    """All trials of the toleranced checks.
-
-    Args:
-        trials: with faults and clean.
-    """
+    """All trials of the toleranced checks, with faults and clean."""
 
     also = ("passed", "by_row", "thresholds", "not_detectable", "clean_steps", "false_warnings")
     not_detectable = UNCOVERED
@@ -167,7 +143,7 @@ class ToleranceResult:
 
     @property
     def missed(self) -> list[ToleranceTrial]:
-        """Trials in which the checks did not say what they have to say."""
+        """Trials in which the checks did not report what they have to."""
         return [trial for trial in self.trials if not trial.met]
 
     @property

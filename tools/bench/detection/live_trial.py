@@ -34,14 +34,9 @@ REPLAYED = (PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY_GOLDEN)
 
 @dataclass(frozen=True)
 class Named:
-    """One verdict of a trial.
+    """One verdict of a trial, with its basis, as in ``megasdc.sdc.replay``, and the address of the first wrong result.
 
-    Args:
-        tier: check that found it.
-        rank: that was named; None: none could be.
-        verdict: see ``megasdc.sdc.replay``.
-        basis: what it is based on, likewise.
-        address: of its first wrong result.
+    ``rank`` is None where none could be named.
     """
 
     tier: str
@@ -55,26 +50,10 @@ class Named:
 class LiveTrial:
     """One short run with faults, or one clean step.
 
-    Args:
-        layout: tensor x pipeline x data.
-        precision: type of the parameters.
-        recompute: whether activations were recomputed.
-        dropout: whether there was dropout.
-        uneven: whether replicas completed different numbers of micro-batches.
-        row: see ``tools.bench.detection.live_cases``.
-        persistence: how often the fault came again.
-        kinds: of the faults.
-        ranks: that were to be harmed.
-        addresses: what was to be harmed.
-        harmed: ranks on which a bit that they read was changed when it was computed first.
-        shows: where that is to show first; empty where it shows elsewhere or nowhere.
-        reproduced: whether every repeat was harmed in exactly the same way.
-        golden_harmed: whether the golden workload was harmed on each of these ranks.
-        detected: whether anything was found.
-        named: verdicts.
-        loss: of the harmed step, nats.
-        grad_norm: of the harmed step.
-        replayed: whether some rank's gradients of the first micro-batch differ from those of its own first repeat.
+    ``harmed``: ranks that read a bit changed in the first computation; ``shows``: where it has to show first, empty:
+    elsewhere or nowhere. ``reproduced``: every repeat got exactly the same fault; ``golden_harmed``: the golden
+    workload got a fault on all these ranks; ``replayed``: some rank's gradients of the first micro-batch differ from
+    its first repeat.
     """
 
     layout: str
@@ -109,7 +88,7 @@ class LiveTrial:
 
     @property
     def rank_right(self) -> bool:
-        """Whether exactly the harmed ranks were named."""
+        """Whether exactly the ranks with a fault were named."""
         return self.accused == set(self.harmed) and self.detected
 
     @property
@@ -124,7 +103,7 @@ class LiveTrial:
 
     @property
     def met(self) -> bool:
-        """Whether the checks said what they have to say."""
+        """Whether the checks reported what they have to."""
         if not self.harmed:
             return not self.detected
         if self.row == MAJORITY:  # without a golden trace verdicts are relative to the majority

@@ -23,8 +23,7 @@ Layouts = tuple[tuple[int, int, int], ...]
 class ChecksumBenchOptions(Options):
     """Sizes of a measurement; one pair of blocks before those that count does not.
 
-    Args:
-        trials: with fewer than 100 the algorithms for comparison may miss none.
+    With fewer than 100 trials the algorithms for comparison may miss none.
     """
 
     blocks: int = option(40, "Blocks of each side.", least=1)
@@ -44,8 +43,6 @@ class DetectionOptions(Options):
         clean: runs without a fault, likewise.
         layouts: (tensor, pipeline, data) of each.
         precisions: some of ``PRECISIONS``.
-        seed: of every draw.
-        fuse: whether the models have ``model.fuse``.
     """
 
     faults: int = 600
@@ -71,12 +68,7 @@ class DetectionOptions(Options):
         ]
 
     def more_of_cell(self, place: int, number: int) -> dict[str, Any]:
-        """What else a cell has.
-
-        Args:
-            place: of its layout.
-            number: of its type.
-        """
+        """Further settings of the cell with this place of its layout and number of its type."""
         return {}
 
     def share(self, count: int) -> int:
@@ -151,11 +143,9 @@ _CALL_US = Option(
 
 @dataclass(frozen=True)
 class TraceOptions(Options):
-    """What is measured of traces.
+    """Sizes of the model that is traced on one rank, and the accelerator to predict for.
 
-    Args:
-        sizes: of the model; one rank, blocks of one step of each kind.
-        accelerator: what to predict for.
+    Blocks are one step of each kind.
     """
 
     sizes: TrainBenchOptions = part_of(
@@ -170,7 +160,7 @@ class TraceOptions(Options):
 
 @dataclass(frozen=True)
 class OverheadOptions(Options):
-    """What is measured of checks.
+    """Size of the measurement of checks.
 
     Args:
         sizes: of the first model, its batch and its ranks; blocks of one step of each kind.

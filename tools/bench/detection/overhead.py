@@ -31,7 +31,7 @@ from tools.bench.training.options import TrainBenchOptions, run_config
 BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}
 """Largest share of a step's time, on the first model."""
 SLACK = 0.5
-"""How far the interval's upper end may lie above a bar, as a share of it."""
+"""Largest distance of the interval's upper end above a bar, as a share of it."""
 BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, TOLERANCED)
 """Kinds of steps whose parts are printed."""
 SMALLEST = 1e-5
@@ -43,12 +43,8 @@ ACCELERATOR_SIZES = (2048, 4096, 6144, 8192, 12288)
 class TierCost:
     """Cost of one kind of check as a share of the step without.
 
-    Args:
-        own: time inside our own calls over the rest of the same step, so that a slow moment touches both.
-        slower: time of the step over that of the step without checks in the same block, less 1.
-        parts: median share of each part of our calls.
-        predicted: by bytes, calls and exchanges; None where there is no model.
-        bar: largest median that passes; None: any does.
+    ``own`` is time inside our own calls over the rest of the same step, so that a slow moment touches both; ``slower``
+    is the step's time over that without checks in the same block, less 1. None: no prediction, or no bar.
     """
 
     also = ("passed",)
@@ -72,15 +68,7 @@ class TierCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What the checks cost in one model.
-
-    Args:
-        hidden: its width.
-        step_s: of the step without checks.
-        flop_per_s: that it reaches.
-        rates: of what checks consist of.
-        tiers: cost by kind of step, and of audits.
-    """
+    """Cost of the checks in one model: by kind of step, and of audits; ``step_s`` is of the step without checks."""
 
     hidden: int
     step_s: Estimate
@@ -127,12 +115,7 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class OverheadResult(Result):
-    """What was measured and predicted.
-
-    Args:
-        models: the first with bars.
-        extrapolated: predicted share for the accelerator by tier and width.
-    """
+    """Measured costs, of which the first model has bars, and predicted shares for the accelerator by tier and width."""
 
     also = ("passed", "slack")
     slack = SLACK
@@ -147,7 +130,7 @@ class OverheadResult(Result):
 
     @property
     def work(self) -> str:
-        """What the ranks of this machine ran."""
+        """The work of the ranks of this machine."""
         sizes = self.options.sizes
         return (
             f"{sizes.ranks} gloo ranks x {sizes.threads} thread(s), DP{sizes.ranks}, {sizes.precision}; Llama-like "
@@ -157,7 +140,7 @@ class OverheadResult(Result):
 
     @property
     def assumptions(self) -> str:
-        """What the extrapolation assumes."""
+        """Assumptions of the extrapolation."""
         assumed = self.options.accelerator
         return (
             f"assumed: reads {assumed.bytes_per_s / 1e12:.2f} TB/s, {assumed.call_s * 1e6:g} us a call, "
@@ -194,10 +177,6 @@ class OverheadResult(Result):
 def bench_overhead(options: OverheadOptions, on_progress: Progress) -> OverheadResult:
     """Measure every kind of check in every model, and predict them for an accelerator.
 
-    Args:
-        options: what is measured.
-        on_progress: told what is done, how much of it, and of how much.
-
     Raises:
         MegasdcError: a rank failed.
     """
@@ -227,7 +206,7 @@ def _measure(sizes: TrainBenchOptions, interval: int, bars: dict[str, float], on
 
 
 def work_of(sizes: TrainBenchOptions) -> Work:
-    """What a rank of the benchmark computes in a step, activations computed again."""
+    """Work of a rank of the benchmark in a step, with recomputed activations."""
     model = run_config(sizes, Path("unused")).megasdc.model
     return Work(
         model,
@@ -248,14 +227,9 @@ def judge(
     interval: int,
     bars: dict[str, float],
 ) -> ModelCost:
-    """What steps of each kind come to.
+    """Costs from the steps of each kind, one a block with its ``wall_s`` and the time inside our calls by ``parts``.
 
-    Args:
-        sizes: of the model.
-        steps: by kind, one a block: wall time ``wall_s`` and time inside our calls by part ``parts``.
-        rates: of what checks consist of.
-        interval: K, steps from one audit to the next.
-        bars: largest share by kind of step.
+    ``interval`` is K, steps from one audit to the next; ``bars`` are the largest shares by kind of step.
     """
     work = work_of(sizes)
     untraced = [one["wall_s"] for one in steps[OFF]]
@@ -292,11 +266,7 @@ def _shares(step: dict[str, Any]) -> dict[str, float]:
 
 
 def extrapolate(options: OverheadOptions) -> dict[str, dict[int, float]]:
-    """Predicted share of a step's time on the accelerator, by tier and width.
-
-    Args:
-        options: the assumptions.
-    """
+    """Predicted share of a step's time on the accelerator, by tier and width."""
     assumed = options.accelerator
     rates = Rates(assumed.bytes_per_s, assumed.bytes_per_s, assumed.call_s, assumed.call_s, options.exchange_s)
     found: dict[str, dict[int, float]] = {}

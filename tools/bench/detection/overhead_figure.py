@@ -10,15 +10,11 @@ from tools.bench.detection.overhead import BARS, ModelCost, OverheadResult
 from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED
 
 SHOWN = {ALWAYS_ON: "#1f77b4", ALWAYS_ON_ALL: "#7f7f7f", AMORTISED: "#d62728"}
-"""What the figure shows, in which colour."""
+"""Curves of the figure, with their colours."""
 
 
 def write_figure(result: OverheadResult, path: Path) -> None:
     """Write cost against width as one HTML page that needs no network: measured and predicted, and the accelerator's.
-
-    Args:
-        result: what was measured and predicted.
-        path: the file; replaced.
 
     Raises:
         StorageError: it cannot be written.
@@ -45,7 +41,7 @@ def write_figure(result: OverheadResult, path: Path) -> None:
 
 
 def _draw(figure: Any, name: str, colour: str, models: list[ModelCost], extrapolated: dict[int, float]) -> None:
-    """What a check costs in the models on the left, in those of an accelerator on the right, and its bar."""
+    """Draws the cost of a check in the models on the left, in those of an accelerator on the right, and its bar."""
     widths, costs = [model.hidden for model in models], [model.tiers[name] for model in models]
     middle = [100 * cost.own.median for cost in costs]
     spread = {

@@ -17,14 +17,9 @@ _ALL_PARAMETERS = "gemm"
 
 
 def asked_by(work: Work, step: str) -> Asked:
-    """What a kind of step asks for, each section at its default.
+    """Operations of the checks of a kind of step, one of ``STEPS``, each section at its default, with recompute.
 
-    Args:
-        work: of the rank, with recompute.
-        step: one of ``STEPS``.
-
-    Raises:
-        ValueError: toleranced checks, which read gradients in float64 and have no such model.
+    ValueError for toleranced checks, which read gradients in float64 and have no such model.
     """
     nothing = Reads(0, 0)
     parameters = reads_of_step(work, _ALL_PARAMETERS)[PARAMETER]
@@ -45,24 +40,14 @@ def asked_by(work: Work, step: str) -> Asked:
 
 
 def amortised(audited: float, between: float, interval: int) -> float:
-    """The mean over the steps from one audit to the next.
-
-    Args:
-        audited: of the audited step.
-        between: of each other step.
-        interval: K, steps from one audit to the next.
-    """
+    """The mean over the ``interval`` steps from one audit to the next."""
     return (audited + (interval - 1) * between) / interval
 
 
 def predict(work: Work, rates: Rates, flop_per_s: float, interval: int) -> dict[str, float]:
-    """Time of the checks over the time of a step without them, by kind of step and for audits as a whole.
+    """Time of the checks over that of a step without them, by kind of step and for audits every ``interval`` steps.
 
-    Args:
-        work: of the rank, with recompute.
-        rates: of the rank.
-        flop_per_s: that the step reaches, recomputation counted.
-        interval: K, steps from one audit to the next.
+    ``work`` is of the rank, with recompute; ``flop_per_s`` is that of the step, recomputation counted.
     """
     step_s = work.flops / flop_per_s
     shares = {step: asked_by(work, step).seconds(rates) / step_s for step in (ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN)}

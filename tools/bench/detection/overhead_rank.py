@@ -46,7 +46,7 @@ from tools.bench.training.loops import DISTINCT_STEPS
 from tools.bench.training.options import TrainBenchOptions, run_config
 
 NEVER = 1 << 40
-"""Interval of audits that comes to none."""
+"""Interval of audits that is never reached."""
 SECTIONS: dict[str, dict[str, Any]] = {
     ALWAYS_ON: {"sdc": {"always_on": {"enabled": True, "coverage": "one"}}},
     ALWAYS_ON_ALL: {"sdc": {"always_on": {"enabled": True, "coverage": "all"}}},
@@ -54,11 +54,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
     BETWEEN: {"audit": {"enabled": True, "interval": NEVER}},
     TOLERANCED: {"sdc": {"always_on": {"enabled": True, "toleranced": True}}},
 }
-"""What each kind of step switches on; of the last the toleranced checks alone are made."""
+"""Checks that each kind of step switches on; of the last the toleranced checks alone are made."""
 
 
 class PhaseObserver(TimedObserver):
-    """Also says how much of that time the results of each phase took."""
+    """An observer whose time is also measured by phase."""
 
     def __init__(self, *arguments: Any) -> None:
         self._clock = Clock()
@@ -82,11 +82,7 @@ class Meeting(Hook):
 
 
 class OverheadRank:
-    """The engine of a rank, and steps with each kind of check.
-
-    Args:
-        options: sizes; a block is one step of each kind.
-        folder: where events are written.
+    """The engine of a rank, and steps with each kind of check; a block is one step of each kind.
 
     Collective: all ranks of the world.
     """
@@ -228,13 +224,7 @@ class OverheadRank:
 
 
 def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
-    """Take steps of each kind in turn and report what each took, and after each block the rates.
-
-    Args:
-        messages: where to report.
-        options: sizes.
-        folder: where events are written.
-    """
+    """Take steps of each kind in turn and report what each took, and after each block the rates."""
     rank = OverheadRank(options, folder)
     for name in STEPS:  # not counted: the first of each is slower
         rank.step(name)

@@ -41,14 +41,10 @@ CALLS = 2000
 
 @dataclass(frozen=True)
 class GranularityCost:
-    """Cost of one granularity as a share of the step without a trace.
+    """Cost of one granularity as a share of the step without a trace; ``bytes`` are those its checksums read.
 
-    Args:
-        checksums: of a step.
-        bytes: that they read, by the model.
-        own: time inside our calls over the rest of the same step, so that a slow moment of the machine touches both.
-        slower: time of a traced step over the untraced step of the same block, less 1.
-        predicted: by bytes and calls.
+    ``own`` is time inside our calls over the rest of the same step, so that a slow moment of the machine touches both;
+    ``slower`` is the traced step's time over the untraced one's of the same block, less 1.
     """
 
     checksums: int
@@ -60,16 +56,10 @@ class GranularityCost:
 
 @dataclass(frozen=True)
 class TraceBenchResult(Result):
-    """What was measured and predicted; there is no bar.
+    """Measured and predicted cost of traces; there is no bar.
 
-    Args:
-        step_s: of the untraced step.
-        flop_per_s: that it reaches.
-        bytes_per_s: of a large checksum.
-        call_s: of a checksum of one value.
-        costs: by granularity.
-        accelerator: assumptions of the extrapolation.
-        extrapolated: share of a step's time by granularity and width, every step traced.
+    ``step_s`` is of the untraced step, ``bytes_per_s`` of a large checksum, ``call_s`` of a checksum of one value;
+    ``extrapolated`` holds shares of a step's time by granularity and width, every step traced.
     """
 
     also = ()
@@ -114,12 +104,7 @@ class TraceBenchResult(Result):
 def bench_trace(
     options: TrainBenchOptions, accelerator: Accelerator, on_progress: Callable[[str, int, int], None]
 ) -> TraceBenchResult:
-    """Measure tracing on one rank of this machine and predict it for an accelerator.
-
-    Args:
-        options: sizes; one rank, blocks of one step of each kind.
-        accelerator: what to predict for.
-        on_progress: told what is done, how much of it, and of how much.
+    """Measure tracing on one rank of this machine and predict it for an accelerator; a block is one step of each kind.
 
     Raises:
         MegasdcError: the rank failed.
@@ -171,11 +156,7 @@ def bench_trace(
 
 
 def extrapolate(accelerator: Accelerator) -> dict[str, dict[int, float]]:
-    """Predicted share of a step's time by granularity and width.
-
-    Args:
-        accelerator: the assumptions.
-    """
+    """Predicted share of a step's time by granularity and width."""
     return {
         name: {
             hidden: predicted_share(
@@ -192,13 +173,7 @@ def extrapolate(accelerator: Accelerator) -> dict[str, dict[int, float]]:
 
 
 def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
-    """Take steps without a trace and with each granularity in turn, and report what each took.
-
-    Args:
-        messages: where to report.
-        options: sizes; a block is one step of each.
-        folder: where traces are written.
-    """
+    """Take steps without a trace and with each granularity in turn, and report what each took."""
     config = run_config(options, folder)
     layout = check_layout(config, 1)
     dims = join_ranks(threads=options.threads, timeout_s=config.megasdc.parallel.timeout_s)

@@ -39,18 +39,15 @@ LEAST_MICRO_BATCH_S = 0.5
 NEVER_S = 1e6
 """A threshold that no step reaches."""
 Moments = dict[int, float]
-"""By micro-batch, seconds on the host's clock."""
+"""Seconds on the host's clock, by micro-batch."""
 
 
 @dataclass(frozen=True)
 class StepCost:
     """One step, on the rank on which our calls take the largest share.
 
-    Args:
-        wall_s: from before it is decided what may be left out until all is counted and logged.
-        parts: seconds inside our calls, by part.
-        micro_batch_s: of the first stage in one micro-batch, mean.
-        messages: of decisions, sent by all ranks.
+    ``wall_s`` runs from the decision what to drop until all is counted and logged; ``parts`` are seconds inside our
+    calls; ``micro_batch_s`` is the first stage's mean; ``messages`` are of decisions, sent by all ranks.
     """
 
     wall_s: float
@@ -66,13 +63,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """All steps of one layout.
-
-    Args:
-        layout: (tensor, pipeline, data).
-        micro_batches: M, of a replica's step.
-        steps: that count.
-    """
+    """All steps that count of one layout (tensor, pipeline, data), with M micro-batches of a replica's step."""
 
     also = (
         *("passed", "bar", "share", "parts", "step_s", "micro_batch_s"),
@@ -146,11 +137,7 @@ class LayoutCost:
 
 @dataclass(frozen=True)
 class DropCostResult(Result):
-    """Everything that was measured.
-
-    Args:
-        layouts: one entry a layout.
-    """
+    """Measured costs, one entry a layout."""
 
     layouts: Sequence[LayoutCost]
 
@@ -191,10 +178,6 @@ class DropCostResult(Result):
 def bench_drop_cost(options: DropCostOptions, on_progress: Progress = lambda what, done, total: None) -> DropCostResult:
     """Measure, with all ranks on this machine.
 
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
-
     Raises:
         MegasdcError: a rank failed.
     """
@@ -223,12 +206,7 @@ def _measure(options: DropCostOptions, layout: tuple[int, int, int], on_progress
 
 
 class TimedGate:
-    """Stands for a rank's gate, adds up the time inside its calls, and keeps when it told and heard what.
-
-    Args:
-        inner: the gate.
-        dims: place of this rank.
-    """
+    """Stands for a rank's gate, adds up the time inside its calls, and records when decisions are sent and received."""
 
     def __init__(self, inner: ReplicaGate, dims: ParallelDims) -> None:
         self._inner = inner
@@ -259,10 +237,9 @@ class TimedGate:
         self.clock.timed("announce", self._inner.announce, micro_batch, starts)
 
     def heard_s(self, told: list[dict[str, Moments]]) -> float:
-        """Seconds in which this rank heard decisions, without waiting for who told them.
+        """Seconds in which this rank received decisions in the step that ended, without waiting for the senders.
 
-        Args:
-            told: of every rank, in the step that ended.
+        ``told`` is that of every rank.
         """
         moments = told[self.source][self._hears_by]
         return sum(max(0.0, ended - max(began, moments[one])) for one, (began, ended) in self._heard.items())
@@ -275,13 +252,7 @@ class TimedGate:
 
 
 def measure_rank(messages: Messages, config: dict[str, Any], vocab: int) -> None:
-    """Take steps and report what each of them took.
-
-    Args:
-        messages: where to report.
-        config: of the run.
-        vocab: entries of the vocabulary.
-    """
+    """Take steps and report what each of them took."""
     parallel = config["megasdc"]["parallel"]
     dims = join_ranks(parallel["tensor"], parallel["pipeline"])
     run, _ = build_run(config, dims, vocab)

@@ -12,7 +12,7 @@ from tools.bench.options import Options, numbers, option, parse_layouts, part_of
 from tools.bench.small.gpt import SmallGpt, small_config
 
 REPLICAS = 2
-"""That train in the campaign on dropped micro-batches."""
+"""Replicas that train in the campaign on dropped micro-batches."""
 COMPENSATED_RATE = 0.1
 NEVER, AUTO = "inf", "auto"
 LEAST_MICRO_BATCHES = 2
@@ -20,11 +20,7 @@ LEAST_MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class DropCostOptions(Options):
-    """Size of the measurement of the cost.
-
-    Args:
-        layouts: (tensor, pipeline, data) of each.
-    """
+    """Size of the measurement of the cost; layouts are (tensor, pipeline, data)."""
 
     steps: int = option(20, "Steps that count, in each layout.", least=1)
     delay_s: float = option(0.5, "Seconds that each stage sleeps before a micro-batch.", "--delay", min=0.0)
@@ -48,12 +44,7 @@ class DropCostOptions(Options):
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps of a run.
-
-    Args:
-        start: steps before them.
-        stop: the last of them.
-    """
+    """Steps of a run: those after ``start``, up to and with ``stop``."""
 
     start: int
     stop: int
@@ -71,7 +62,7 @@ class DropSpeedupOptions(Options):
     As many steps as are measured predict. They have delays of the next seed, or in a run that chooses are its first.
 
     Args:
-        drop_rates: shares that the thresholds are to leave out; one that a run chooses itself comes on top.
+        drop_rates: shares that the thresholds are to drop; a threshold that a run chooses itself is added.
         sigmas: of the rule "predictive"; None: that of the paper, which starts micro-batches before tau.
         warmup: steps before them in each run, at least 1.
     """
@@ -128,13 +119,10 @@ class DropSpeedupOptions(Options):
     def config(
         self, folder: Path, threshold: float | str, steps: int | None = None, seed: int | None = None
     ) -> dict[str, Any]:
-        """A run.
+        """The configuration of a run that writes to this folder, with a threshold as in the section.
 
-        Args:
-            folder: where it writes.
-            threshold: as in the section.
-            steps: of the run; None: until what is measured of it has ended.
-            seed: of its delays; None: that of the runs that are compared.
+        Without ``steps`` it lasts until what is measured of it has ended; without ``seed`` its delays are those of the
+        runs that are compared.
         """
         if steps is None:
             steps = self.second.stop if isinstance(threshold, str) else self.first.stop
@@ -154,12 +142,9 @@ class DropSpeedupOptions(Options):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is left out in a run, and what becomes of it.
+    """Share of micro-batches dropped in a run, and what becomes of their samples: ``discard`` or ``defer``.
 
-    Args:
-        rate: share of micro-batches.
-        samples: ``discard`` or ``defer``.
-        compensation: as in the section; None: none.
+    Compensation is as in the section; None: none.
     """
 
     rate: float
@@ -168,7 +153,7 @@ class Setting:
 
     @property
     def fate(self) -> str:
-        """What becomes of samples that are left out, as tables show it."""
+        """The fate of dropped samples, as tables show it."""
         if not self.rate:
             return "-"
         return (self.compensation or ("given up" if self.samples == DISCARD else self.samples)).replace("_", " ")
@@ -187,7 +172,7 @@ class DropTrainOptions(Options):
     """Size of the campaign.
 
     Args:
-        rates: shares that are left out without compensation; 0 is always among them.
+        rates: shares that are dropped without compensation; 0 is always among them.
         learning_rate: largest one of the schedule.
         evaluations: of a run, at equal distances.
     """

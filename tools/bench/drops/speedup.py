@@ -3,7 +3,7 @@
 Runs of the same delays take steps in turn: one without a threshold, one for each of several thresholds, and one that
 chooses its own. Each micro-batch is a constant delay and one from the paper's environment, which no threshold cuts;
 computation is little beside them, so that many replicas fit few cores. What is predicted for steps comes from steps of
-other delays, in which nothing was left out, by the search that runs use.
+other delays, in which nothing was dropped, by the search that runs use.
 
 Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 """
@@ -41,11 +41,9 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DropSpeedupResult(Result):
-    """Everything that was measured.
+    """Comparisons, one a threshold, the last one the run's own.
 
-    Args:
-        thresholds: one entry each; the last one is the run's own.
-        sleep_share: of the time of micro-batches without a threshold, that they slept.
+    ``sleep_share`` is the share of sleep in the time of micro-batches without a threshold.
     """
 
     also = ("passed", "bar")
@@ -96,10 +94,6 @@ def bench_drop_speedup(
 ) -> DropSpeedupResult:
     """Measure, with all ranks on this machine.
 
-    Args:
-        options: size.
-        on_progress: see ``Progress``.
-
     Raises:
         MegasdcError: a rank failed.
     """
@@ -130,13 +124,8 @@ def bench_drop_speedup(
 def measure_rank(messages: Messages, options: DropSpeedupOptions, folder: Path) -> None:
     """Make all runs, and report folder, threshold and seconds of steps of each.
 
-    The first run has no threshold; from its steps come the thresholds of others. Those, one without a threshold and
-    one that chooses its own then take steps in turn.
-
-    Args:
-        messages: where to report.
-        options: size.
-        folder: where runs write.
+    The first run has no threshold; from its steps come the thresholds of others. Those, one without a threshold and one
+    that chooses its own then take steps in turn.
     """
     dims = join_ranks()
     done = 0

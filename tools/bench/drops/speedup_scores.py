@@ -25,24 +25,18 @@ from megasdc.faults.delay import draw_delays
 from tools.bench.drops.options import Segment
 
 RESAMPLED = 20
-"""How often each recorded micro-batch is dealt out anew, so that the slowest replica is not one of few."""
+"""Number of times that each recorded micro-batch is dealt out anew, so that the slowest replica is not one of few."""
 TimedRun = tuple[Path, Sequence[float]]
 """Run folder, and seconds of each step."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One threshold.
+    """One threshold; its ``tau_s`` is None where none was better than any.
 
-    Args:
-        tau_s: the threshold; None: none was better than any.
-        own: whether the run chose it.
-        predicted_rate: share of micro-batches left out, from the steps that predict.
-        rate: of the measured ones.
-        predicted: speed-up, from the steps that predict, their micro-batches dealt out anew.
-        predicted_same: from the recording of the measured steps themselves, without a threshold: what is wrong there is
-            no chance.
-        speedup: measured.
+    ``own``: the run chose it. ``predicted_rate`` and ``predicted`` (the speed-up) come from the steps that predict,
+    with their micro-batches dealt out anew; ``predicted_same`` from the measured steps' own recording without a
+    threshold, so that an error of it is not chance.
     """
 
     also = ("difference",)
@@ -62,12 +56,7 @@ class Comparison:
 
 
 def recorded_steps(run_dir: Path, segment: Segment) -> RecordedSteps:
-    """Times of the first stage of each replica, in steps in which nothing was left out.
-
-    Args:
-        run_dir: of a run that recorded its times.
-        segment: which steps.
-    """
+    """Times of the first stage of each replica, in steps of a run in which nothing was dropped."""
     files = [path.read_text(encoding="utf-8").splitlines() for path in (run_dir / STEP_TIMES_FOLDER).iterdir()]
     replicas: dict[int, list[dict[str, Any]]] = {}
     for layout, *lines in ([json.loads(line) for line in lines] for lines in files):
@@ -79,10 +68,9 @@ def recorded_steps(run_dir: Path, segment: Segment) -> RecordedSteps:
 
 
 def resampled_curve(steps: RecordedSteps) -> Curve:
-    """What each threshold comes to where micro-batches last as long as recorded ones, in any order on any replica.
+    """The effect of each threshold where micro-batches last as long as recorded ones, in any order on any replica.
 
-    Args:
-        steps: recorded, of one stage, with micro-batches that depend on neither replica nor step.
+    The recorded steps are of one stage, with micro-batches that depend on neither replica nor step.
     """
     latencies = np.diff(steps.end_s, axis=-1, prepend=0.0)
     replicas, _, micro_batches = latencies.shape
@@ -93,13 +81,7 @@ def resampled_curve(steps: RecordedSteps) -> Curve:
 
 
 def choose_thresholds(steps: RecordedSteps, rates: Sequence[float], sigmas: float | None) -> list[float]:
-    """Thresholds that leave out about these shares, as the steps predict.
-
-    Args:
-        steps: recorded.
-        rates: of micro-batches.
-        sigmas: see ``expected_s``.
-    """
+    """Thresholds that drop about these shares of micro-batches, as the steps predict."""
     curve = resampled_curve(steps)
     dropped = 1 - curve.completed_share[:-1]
     starts = [float(curve.thresholds_s[int(np.abs(dropped - rate).argmin())]) for rate in rates]
@@ -107,11 +89,9 @@ def choose_thresholds(steps: RecordedSteps, rates: Sequence[float], sigmas: floa
 
 
 def expected_s(steps: RecordedSteps, sigmas: float | None) -> float:
-    """So long before the threshold the last micro-batch is started: mean over replicas that are alike.
+    """Seconds before the threshold until which a micro-batch is started: the mean over replicas, which are alike.
 
-    Args:
-        steps: recorded.
-        sigmas: of the rule "predictive"; None: the other rule, which starts them before it.
+    ``sigmas`` is of the rule "predictive"; None: the other rule, which starts micro-batches until the threshold.
     """
     return float(steps.expected_s(sigmas).mean())
 
@@ -125,16 +105,10 @@ def compare(
     others: Segment,
     sigmas: float | None = None,
 ) -> Comparison:
-    """Compare what a run with a threshold measured with what was predicted for it.
+    """Compare what a run with a threshold (None: it chose none) measured with what was predicted for it.
 
-    Args:
-        tau_s: its threshold; None: the run chose none.
-        plain: run without a threshold.
-        dropping: run with it.
-        measured: steps of both that are compared.
-        predicting: folder of the run whose steps predict, and in them left nothing out.
-        others: these of its steps, whose delays are not those compared.
-        sigmas: of the rule "predictive"; None: the other rule.
+    ``measured`` are the steps of both runs that are compared; ``predicting`` is the folder of the run whose steps
+    ``others``, with other delays and nothing dropped, predict. ``sigmas`` as of ``expected_s``.
     """
     tau = math.inf if tau_s is None else tau_s
     known = recorded_steps(predicting, others)
@@ -159,7 +133,7 @@ def compare(
 
 
 def _at(curve: Curve, tau_s: float) -> tuple[float, float]:
-    """Speed-up and share left out at a threshold, between those that were looked at in a straight line."""
+    """Speed-up and share dropped at a threshold, interpolated linearly between those of the curve."""
     return (
         float(np.interp(tau_s, curve.thresholds_s, curve.throughput)),
         float(np.interp(tau_s, curve.thresholds_s, 1 - curve.completed_share)),
@@ -167,12 +141,9 @@ def _at(curve: Curve, tau_s: float) -> tuple[float, float]:
 
 
 def sleep_share(steps: RecordedSteps, segment: Segment, delay: Sequence[dict[str, Any]]) -> float:
-    """Share of the time of micro-batches that they slept.
+    """Share of sleep, by the entries of `delay` for all ranks, in the time of recorded micro-batches of one stage.
 
-    Args:
-        steps: recorded, of one stage.
-        segment: their numbers.
-        delay: entries of `delay` for all ranks.
+    ``segment`` holds the numbers of the recorded steps.
     """
     replicas, _, micro_batches = steps.start_s.shape
     slept = 0.0

@@ -1,8 +1,8 @@
 """Effect of dropped micro-batches on training, ``python -m tools.bench drop-training``: a campaign of small runs.
 
-Each setting - shares left out, ways to make up for them - trains the same small GPT with every seed. The result is
-shown as Table 1 of Giladi et al., NeurIPS 2023, arXiv 2306.10598, where BERT-Large ends at F1 91.32 with nothing left
-out, 91.34, 91.44 and 91.19 with 2.5 to 3, 5.5 to 6 and 10 to 11 % left out.
+Each setting - shares dropped, ways to make up for them - trains the same small GPT with every seed. The result is
+shown as Table 1 of Giladi et al., NeurIPS 2023, arXiv 2306.10598, where BERT-Large ends at F1 91.32 with nothing
+dropped, 91.34, 91.44 and 91.19 with 2.5 to 3, 5.5 to 6 and 10 to 11 % dropped.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ from tools.bench.small.log import RunLog
 from tools.bench.small.runs import build_run, train_in_turn
 
 PATTERN = "[bcg]*.py"
-"""Modules of the standard library that are trained on: few, so that samples given up can come again in a short run."""
+"""Modules of the standard library that are trained on: few, so that discarded samples recur in a short run."""
 COLUMNS = ("left out", "these are", "final loss", "(min-max)", "over none, %", "steps", "samples, %", "time, %")
 
 
 @dataclass(frozen=True)
 class DropTrainResult(Result):
-    """All runs of a campaign.
-
-    Args:
-        runs: one entry a run.
-    """
+    """All runs of a campaign."""
 
     also = ("verdict", "scores")
 
@@ -45,12 +41,12 @@ class DropTrainResult(Result):
 
     @property
     def scores(self) -> list[SettingScore]:
-        """What came out for each setting."""
+        """Scores of each setting."""
         return score(self.runs, self.options)
 
     @property
     def verdict(self) -> str:
-        """What these numbers show, as one sentence."""
+        """The conclusion from these numbers, as one sentence."""
         return verdict(self.scores)
 
     def report(self) -> Report:
@@ -106,9 +102,7 @@ def bench_drop_training(
     """Make the runs of a campaign that are not in its log yet, with both ranks on this machine.
 
     Args:
-        options: size.
         log: file that keeps finished runs; None: none does.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: the log cannot be used, or a rank failed.
@@ -145,12 +139,7 @@ def _train(
 
 
 def train_all(messages: Messages, configs: list[dict[str, Any]]) -> None:
-    """Train one run after another, and report each as it ends.
-
-    Args:
-        messages: where to report.
-        configs: of the runs.
-    """
+    """Train one run after another, and report each as it ends."""
     dims = join_ranks()
     for config in configs:
         run, _ = build_run(config, dims)

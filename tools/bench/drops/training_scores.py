@@ -10,22 +10,15 @@ from tools.bench.drops.options import DropTrainOptions, Setting
 from tools.bench.drops.training_setup import draw
 
 EPSILON = 0.005
-"""Relative change of the final loss up to which it is none, however equal seeds are."""
+"""Relative change of the final loss up to which it counts as none, however equal seeds are."""
 
 
 @dataclass(frozen=True)
 class DropRun:
-    """One run.
+    """One run, with samples used by all replicas and those of an epoch.
 
-    Args:
-        setting: what is left out, and what becomes of it.
-        seed: of weights and delays.
-        steps: taken.
-        samples: used, by all replicas.
-        epoch_samples: of an epoch.
-        skipped: steps that the optimizer did not take.
-        losses: [step, validation loss in nats], the last one at the end.
-        seconds: of all steps.
+    ``losses`` are [step, validation loss in nats], the last one at the end; ``skipped`` are steps that the optimizer
+    did not take.
     """
 
     setting: Setting
@@ -45,16 +38,10 @@ class DropRun:
 
 @dataclass(frozen=True)
 class SettingScore:
-    """All runs of one setting.
+    """All runs of one setting: final losses by seed, and means of steps, samples and simulated time.
 
-    Args:
-        setting: which.
-        losses: at the end, of each seed.
-        increases: of each over the run of the same seed that left nothing out, as a share.
-        steps: taken, mean.
-        samples: used, over those of a run that leaves nothing out, mean.
-        time: simulated, over that of a run that leaves nothing out, mean.
-        curve: (step, time, loss): of each evaluation the mean over seeds, the time in seconds of the simulated job.
+    ``increases`` are of each loss over that of the run of the same seed that dropped nothing, as a share; samples and
+    time are over those of a run that drops nothing; ``curve`` holds (step, seconds of the simulated job, mean loss).
     """
 
     also = ("name", "over_none")
@@ -84,12 +71,7 @@ class SettingScore:
 
 
 def score(runs: Sequence[DropRun], options: DropTrainOptions) -> list[SettingScore]:
-    """Score every setting.
-
-    Args:
-        runs: of all settings, with the same seeds each.
-        options: they were made with.
-    """
+    """Score every setting; each needs runs with the same seeds."""
     base = {run.seed: run for run in runs if not run.setting.rate}
     seconds = {(run.setting, run.seed): draw(options, run.setting, run.seed).step_s.cumsum() for run in runs}
     found = []
@@ -119,10 +101,9 @@ def score(runs: Sequence[DropRun], options: DropTrainOptions) -> list[SettingSco
 
 
 def verdict(scores: Sequence[SettingScore]) -> str:
-    """Say what leaving micro-batches out does to the final loss, and whether that is more than chance.
+    """The effect of dropped micro-batches on the final loss, and whether it is more than chance, as text.
 
-    Args:
-        scores: of all settings, that which leaves nothing out first.
+    The setting that drops nothing has to be the first.
     """
     others = scores[1:]
     plain = [one for one in others if one.setting.fate == "given up"]

@@ -24,17 +24,15 @@ from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.small.gpt import small_config
 
 LATENCY_S, MEAN_DELAY_S, COMMUNICATION_S = 0.45, 0.225, 0.5
-"""Of a micro-batch, of its bounded log-normal delay, and of a step besides; the paper's environment."""
+"""Seconds of a micro-batch, of its bounded log-normal delay, and of a step besides; the paper's environment."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a run starts, and how long its steps last in the simulated job.
+    """Micro-batches that a run starts, and the duration of its steps in the simulated job.
 
-    Args:
-        planned: micro-batches of a replica's step.
-        completed: of the replicas that train, [step, replica].
-        step_s: of the whole job, [step].
+    ``planned`` is for a replica's step; ``completed`` [step, replica] is of the replicas that train, ``step_s`` [step]
+    of the whole job.
     """
 
     planned: int
@@ -42,12 +40,7 @@ class Drawn:
     step_s: NDArray[np.float64]
 
     def write(self, path: Path, micro_batches: int) -> None:
-        """Write it as the log of a run.
-
-        Args:
-            path: the file.
-            micro_batches: of a replica's step, as configured.
-        """
+        """Write it as the log of a run whose replicas have so many micro-batches configured in a step."""
         lines: list[dict[str, Any]] = [{"start": {"step": 0, "data": REPLICAS, "micro_batches": micro_batches}}]
         for step, counts in enumerate(self.completed.tolist(), 1):
             lines.append({"step": step, "planned": self.planned, "completed": counts})
@@ -55,14 +48,9 @@ class Drawn:
 
 
 def draw(options: DropTrainOptions, setting: Setting, seed: int) -> Drawn:
-    """Simulate the job of a run.
+    """Simulate the job of a run with delays of this seed.
 
-    The threshold is the one that leaves out the setting's share of all its micro-batches.
-
-    Args:
-        options: sizes.
-        setting: of the run.
-        seed: of delays.
+    The threshold is the one that drops the setting's share of all its micro-batches.
     """
     planned, steps = options.gpt.micro_batches, options.steps
     if setting.compensation == LARGER_BATCH:
@@ -86,16 +74,7 @@ def draw(options: DropTrainOptions, setting: Setting, seed: int) -> Drawn:
 def run_config(
     options: DropTrainOptions, data: Path, folder: Path, setting: Setting, seed: int, decisions: Path
 ) -> dict[str, Any]:
-    """The configuration of one run.
-
-    Args:
-        options: sizes.
-        data: folder of prepared data.
-        folder: where the run writes.
-        setting: what becomes of what is left out.
-        seed: of weights.
-        decisions: what it starts.
-    """
+    """The configuration of one run, which repeats the logged decisions; the seed is of weights."""
     drop = {
         "enabled": True,
         "replay_decisions": str(decisions),

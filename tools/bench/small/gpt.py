@@ -31,11 +31,7 @@ class SmallGpt:
         )
 
     def problems(self, least_micro_batches: int = 1) -> list[str]:
-        """What is out of range, one sentence each.
-
-        Args:
-            least_micro_batches: of a step.
-        """
+        """The fields that are out of range, one sentence each."""
         found = []
         if self.hidden % HEAD_WIDTH:
             found.append(f"--hidden: {self.hidden} must be a multiple of {HEAD_WIDTH}, the width of a head")
@@ -58,9 +54,7 @@ def small_config(
     """The configuration of one run, as JSON holds it.
 
     Args:
-        gpt: sizes.
         folder: where the run writes.
-        steps: of the run.
         sections: further ones of megasdc.
         layout: (tensor, pipeline).
         training: more of that section.
@@ -104,7 +98,6 @@ def prepare_library(folder: Path, vocab: int, pattern: str = "*.py") -> Path:
 
     Args:
         folder: where; returned.
-        vocab: entries of the vocabulary that is trained.
         pattern: of the modules' names.
     """
     from megasdc.data.prepare import prepare

@@ -19,7 +19,6 @@ class RunLog(Generic[R]):
 
     Args:
         path: the file; None keeps them in memory.
-        options: of the campaign, a dataclass.
         kind: dataclass of a run.
 
     Raises:

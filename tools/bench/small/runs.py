@@ -44,7 +44,6 @@ def build_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None)
 
     Args:
         raw: from ``tools.bench.small.gpt.small_config``.
-        dims: place of this rank.
         vocab: entries of the vocabulary of random tokens in memory; None: the data are prepared.
 
     Collective: all ranks of the world.
@@ -109,7 +108,6 @@ def train_in_turn(runs: Sequence[Run], after_step: Callable[[], None] = lambda: 
     """Train runs to their ends, one step of each in turn, so that a machine that changes meanwhile touches all alike.
 
     Args:
-        runs: as built.
         after_step: called after each step of any.
 
     Returns:

@@ -1,7 +1,7 @@
 """Speed of preparing data, ``python -m tools.bench data``: against Megatron's own way, on the same text.
 
 Both sides read one JSONL file of the standard library's text with the same number of processes and the same tokenizer,
-which is given, and must write the same bytes. What each side does is said in `tools.bench.training.data_side`.
+which is given, and must write the same bytes. `tools.bench.training.data_side` has each side.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ _PACKAGES = ("sentencepiece", "tokenizers", "datasets")
 class DataComparison(Comparison):
     """Our preparation against Megatron's with one kind of tokenizer.
 
-    Args:
-        tokenizer: ``sentencepiece`` or ``huggingface``.
-        characters_per_s: median over blocks, ours and Megatron's, all processes together.
-        num_tokens: in the files, end-of-document tokens included.
+    ``characters_per_s`` is the median over blocks, ours and Megatron's, all processes together; ``num_tokens`` counts
+    end-of-document tokens too.
     """
 
     tokenizer: str
@@ -54,12 +52,7 @@ class DataComparison(Comparison):
 
 @dataclass(frozen=True)
 class DataBenchResult(ComparisonResult):
-    """Everything that was measured.
-
-    Args:
-        num_documents: documents of the text.
-        num_characters: characters of the text.
-    """
+    """Comparisons of preparations, and the numbers of documents and characters of the text."""
 
     comparisons: list[DataComparison]
     num_documents: int
@@ -87,15 +80,10 @@ def bench_data(
     kinds: tuple[str, ...] = KINDS,
     on_progress: Progress = lambda what, done, total: None,
 ) -> DataBenchResult:
-    """Measure on this machine.
-
-    Args:
-        options: sizes.
-        kinds: some of ``sentencepiece`` and ``huggingface``.
-        on_progress: told what is measured, how much is done, and of how much.
+    """Measure on this machine, with kinds of tokenizers ``sentencepiece`` and ``huggingface``.
 
     Raises:
-        MegasdcError: a side failed; the message ends with what it said.
+        MegasdcError: a side failed; the message ends with its output.
     """
     machine = describe_machine()
     machine["versions"] |= {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -160,17 +148,9 @@ def _compare(
 
 
 def run_side(side: str, request: dict[str, Any]) -> Cost:
-    """Run one side in a process of its own.
+    """Run ``ours`` or ``megatron`` in a process of its own; its cost is after imports, all its processes together.
 
-    Args:
-        side: ``ours`` or ``megatron``.
-        request: see `tools.bench.training.data_side.run_megatron`.
-
-    Returns:
-        What it took after its imports, all processes together.
-
-    Raises:
-        MegasdcError: it failed.
+    The request is that of `tools.bench.training.data_side.run_megatron`. MegasdcError if it failed.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
     package = str(Path(megasdc.__file__).resolve().parent.parent)

@@ -26,11 +26,9 @@ CHUNK_LINES = 32
 
 
 class LineEncoder:
-    """What runs in a worker of Megatron's: one JSON line to the ids of its text and an end-of-document id.
+    """Encoder in a worker of Megatron's: one JSON line to the ids of its text and an end-of-document id.
 
-    Args:
-        kind: ``sentencepiece`` or ``huggingface``.
-        path: folder of the tokenizer.
+    The tokenizer is ``sentencepiece`` or ``huggingface``, and ``path`` its folder.
     """
 
     encode_text: Callable[[str], list[int]]
@@ -68,8 +66,7 @@ class LineEncoder:
 def run_megatron(request: dict[str, Any]) -> None:
     """Tokenize as ``tools/preprocess_data.py`` does.
 
-    Args:
-        request: ``text`` (JSONL file), ``out`` (folder), ``kind`` and ``tokenizer`` (folder), ``workers``.
+    The request holds ``text`` (JSONL file), ``out`` (folder), ``kind`` and ``tokenizer`` (folder), ``workers``.
 
     Source: https://github.com/NVIDIA/Megatron-LM/blob/main/tools/preprocess_data.py
     """

@@ -30,7 +30,7 @@ TIMEOUT_S = 600.0
 COMMANDS = ("megasdc launch", "deepspeed")
 WARM, COLD = "megasdc launch, model.fuse", "megasdc launch, model.fuse, nothing compiled before"
 FUSED_COMMANDS = ("megasdc launch", WARM, COLD)
-"""What is compared where fused modules are asked for."""
+"""Commands that are compared with ``--fuse``."""
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
 TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
 """Modules of the standard library whose source is the text."""
@@ -45,20 +45,13 @@ PHASES = {
     "resume": "looking for a checkpoint",
     "first_step": "hooks and first step",
 }
-"""What the parts are."""
+"""Descriptions of the parts."""
 
 
 def prepare_text(folder: Path) -> Path:
-    """Tokenize a little text with a vocabulary trained on it.
+    """Tokenize a little text with a vocabulary trained on it; returns the folder of prepared data, beside ``texts``.
 
-    Args:
-        folder: where; gets ``texts`` and ``data``.
-
-    Returns:
-        The folder of prepared data.
-
-    Raises:
-        MegasdcError: this Python comes without the source of its library.
+    MegasdcError if this Python comes without the source of its library.
     """
     from megasdc.data.prepare import prepare
 
@@ -92,20 +85,8 @@ def measure_launches(
 ) -> dict[str, Any]:
     """Launch a short run several times by each command in turn; the first, which fill caches, do not count.
 
-    Args:
-        commands: ``COMMANDS`` or ``FUSED_COMMANDS``.
-        repeats: launches that count, of each command.
-        ranks: ranks on this machine.
-        threads: CPU threads of a rank.
-        folder: a scratch folder.
-        on_progress: told how many launches are done, the one that does not count included.
-
-    Returns:
-        By command estimates in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch
-        that does not count, ``dominates``, and the samples.
-
-    Raises:
-        MegasdcError: a launch failed.
+    By command, in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch that does not
+    count, ``dominates``, and samples. ``on_progress`` gets the number of launches done. MegasdcError if one failed.
     """
     data = prepare_text(folder)
     samples: dict[str, list[dict[str, float]]] = {command: [] for command in commands}
@@ -131,12 +112,7 @@ def _estimate(samples: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def report_launch(command: str, launch: dict[str, Any]) -> Report:
-    """Where the time to the first step goes.
-
-    Args:
-        command: the one that was measured.
-        launch: its estimates, see ``measure_launches``.
-    """
+    """Parts of the time to the first step by one command, from its estimates of ``measure_launches``."""
     total: Estimate = launch["total"]
     rows = []
     for name, value in launch["phases"].items():
@@ -189,14 +165,10 @@ def _launch_once(folder: Path, name: str, command: str, data: Path, ranks: int, 
 
 
 def slowest_start(commanded_s: float, starts: list[dict[str, Any]]) -> dict[str, float]:
-    """Parts of the rank that was last to its first step.
+    """Seconds by part, in their order and first the launcher's, of the rank that was last to its first step.
 
-    Args:
-        commanded_s: when the launcher was started, seconds from boot.
-        starts: fields of each rank's event ``start/phases``.
-
-    Returns:
-        Seconds by part in their order, first the launcher's; they add up to the whole.
+    ``commanded_s`` is the launcher's start in seconds from boot; ``starts`` are fields of each rank's event
+    ``start/phases``. The parts add up to the whole.
     """
     last = max(starts, key=lambda fields: fields["process_started_boot_s"] + sum(fields["phases"].values()))
     return {"launcher": last["process_started_boot_s"] - commanded_s, **last["phases"]}

@@ -45,12 +45,7 @@ DISTINCT_STEPS = 8
 
 
 class Loop(Protocol):
-    """One of the loops that are compared.
-
-    Args:
-        engine: DeepSpeed's engine, or ours.
-        losses: mean loss of each step, a tensor.
-    """
+    """One of the loops that are compared, with DeepSpeed's engine or ours, and the mean loss of each step."""
 
     engine: Any
     losses: list[torch.Tensor]
@@ -62,16 +57,8 @@ class Loop(Protocol):
 class MegasdcLoop:
     """Our engine in ``megasdc.train.loop.train``, with what a default run has around it except saving.
 
-    Each call of ``run`` is a short run of its own, so the hooks are made anew and rank 0 reports at its end; a block
-    of ten steps therefore bears exactly the default's one report in ten steps, and the making of the hooks on top.
-
-    Args:
-        config: the configuration.
-        layout: its sizes on these ranks.
-        dims: place of this rank.
-        options: sizes.
-        stream: the samples.
-        folder: where events and metrics go.
+    Each call of ``run`` is a short run of its own, so the hooks are made anew and rank 0 reports at its end; a block of
+    ten steps therefore bears exactly the default's one report in ten steps, and the making of the hooks on top.
     """
 
     def __init__(
@@ -139,12 +126,7 @@ class MegasdcLoop:
 
 
 class DeterministicLoop(MegasdcLoop):
-    """``MegasdcLoop`` in deterministic mode, which is switched on for each block and off again.
-
-    Args:
-        config: the configuration; deterministic mode is put into it.
-        *rest: as of ``MegasdcLoop``.
-    """
+    """``MegasdcLoop`` in deterministic mode, which is switched on for each block and off again."""
 
     def __init__(self, config: RunConfig, *rest: Any) -> None:
         self.section = DeterminismSection.model_validate({"enabled": True})
@@ -161,16 +143,11 @@ class DeterministicLoop(MegasdcLoop):
 
 
 HOOKS = [{"hook": "spike_aware", "theta": 1e6, "grace_steps": 0}, {"hook": "absolute", "theta": 1.0}]
-"""Bounds that may act in every step, so that nothing is left out, and hardly do."""
+"""Bounds that may act in every step, so that no work is skipped, and are rarely triggered."""
 
 
 class BoundedLoop(MegasdcLoop):
-    """``MegasdcLoop`` with gradient bounds.
-
-    Args:
-        config: the configuration; bounds are put into it.
-        *rest: as of ``MegasdcLoop``.
-    """
+    """``MegasdcLoop`` with gradient bounds."""
 
     def __init__(self, config: RunConfig, *rest: Any) -> None:
         specs = [HookSpec.model_validate(hook) for hook in HOOKS]
@@ -193,12 +170,7 @@ class _LossRecord(Hook):
 class PlainLoop:
     """DeepSpeed's own ``PipelineEngine`` over the same modules, in a loop that does nothing else.
 
-    Args:
-        config: the configuration.
-        layout: its sizes on these ranks.
-        dims: place of this rank.
-        options: sizes.
-        batches: this rank's micro-batches, without end.
+    ``batches`` are this rank's micro-batches, without end.
     """
 
     def __init__(
@@ -231,13 +203,7 @@ class HuggingFaceLoop:
     """``LlamaForCausalLM`` of the same sizes under DeepSpeed ZeRO-1, in the loop of DeepSpeed's documentation.
 
     What megasdc chooses and DeepSpeed leaves to the user, such as bucket sizes on a CPU, is at DeepSpeed's default.
-
-    Args:
-        config: the configuration.
-        layout: its sizes on these ranks.
-        options: sizes.
-        batches: this rank's micro-batches, without end.
-        compiled: whether the model runs under ``torch.compile``, with its default settings.
+    ``batches`` are this rank's micro-batches, without end; ``torch.compile`` has its default settings.
     """
 
     def __init__(

@@ -40,15 +40,9 @@ FUSED: dict[str, Any] = {"fuse": True}
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """A configuration, and how many ranks it runs on.
+    """A configuration, and the number of ranks that it runs on.
 
-    Args:
-        ranks: how many.
-        model: fields of the model beside the sizes that all have.
-        deepspeed: fields outside section megasdc.
-        parallel: that section.
-        vocab: entries of the vocabulary.
-        sequence: tokens of a sample.
+    ``model`` holds fields beside the sizes that all have; ``deepspeed`` those outside section megasdc.
     """
 
     ranks: int
@@ -61,8 +55,7 @@ class MemoryCase:
     def config(self, devices: int = 0) -> RunConfig:
         """The checked configuration.
 
-        Args:
-            devices: GPUs of this host, which the ranks share where there are fewer; 0: ranks compute on its processor.
+        ``devices``: GPUs of this host, which the ranks share where there are fewer; 0: ranks compute on its processor.
         """
         share = {"share_devices": True} if 0 < devices < self.ranks else {}
         sizes = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "max_positions": 512}
@@ -101,15 +94,9 @@ CASES = {
 
 @dataclass(frozen=True)
 class StagePeak:
-    """One stage of one configuration.
+    """Peak bytes of one stage of a configuration, predicted and measured: the largest over the stage's ranks.
 
-    Args:
-        name: of the configuration.
-        ranks: how many it ran on.
-        stage: pipeline stage.
-        predicted: bytes, or None.
-        unpredicted: the setting because of which nothing is predicted, or None.
-        measured: bytes, the largest over the stage's ranks.
+    ``unpredicted`` is the setting because of which nothing is predicted, or None.
     """
 
     also = ("error",)
@@ -129,11 +116,7 @@ class StagePeak:
 
 @dataclass(frozen=True)
 class MemoryResult(Result):
-    """Everything that was measured.
-
-    Args:
-        stages: of all configurations.
-    """
+    """Peaks of the stages of all configurations."""
 
     also = ("passed", "bar")
     bar = BAR
@@ -160,16 +143,7 @@ class MemoryResult(Result):
 def compare_memory(
     name: str, config: RunConfig, layout: Layout, vocab: int, peaks: Mapping[int, float], on_gpu: bool
 ) -> list[StagePeak]:
-    """Measured beside predicted.
-
-    Args:
-        name: of the configuration.
-        config: a checked one.
-        layout: that was trained.
-        vocab: entries of the vocabulary.
-        peaks: largest measured bytes of each stage.
-        on_gpu: where they were measured.
-    """
+    """Measured peaks, the largest bytes by stage, beside predicted ones."""
     because = unpredicted_because(config)
     predicted = [] if because else predict_step_memory(config, layout, vocab, on_gpu)
     totals = {stage: one.total for stage, one in enumerate(predicted)}
@@ -186,7 +160,6 @@ def bench_memory(
 
     Args:
         cases: configuration, ranks and entries of the vocabulary, by name.
-        on_progress: see ``Progress``.
 
     Raises:
         MegasdcError: a layout does not fit, or a rank failed.
@@ -208,23 +181,12 @@ def bench_memory(
 
 
 def default_cases(devices: int = 0) -> dict[str, tuple[RunConfig, int, int]]:
-    """``CASES`` as ``bench_memory`` takes them.
-
-    Args:
-        devices: see ``MemoryCase.config``.
-    """
+    """``CASES`` as ``bench_memory`` takes them, on so many GPUs of this host; 0: on its processor."""
     return {name: (case.config(devices), case.ranks, case.vocab) for name, case in CASES.items()}
 
 
 def measure_rank(messages: Messages, config: dict[str, Any], source: str, vocab: int) -> None:
-    """Train as a rank, and report the peaks of all ranks.
-
-    Args:
-        messages: where to report.
-        config: as it was resolved.
-        source: where it is from.
-        vocab: entries of the vocabulary.
-    """
+    """Train as a rank, and report the peaks of all ranks; the configuration is the resolved one."""
     parsed = parse_config(config, source=source)
     prepare_cpu(1)
     parallel = parsed.megasdc.parallel
@@ -234,10 +196,6 @@ def measure_rank(messages: Messages, config: dict[str, Any], source: str, vocab:
 
 def measure_peak(config: RunConfig, vocab: int) -> tuple[int, float]:
     """Train some steps on random tokens, from the build of the model on.
-
-    Args:
-        config: a checked one.
-        vocab: entries of the vocabulary.
 
     Returns:
         Pipeline stage of this rank, and the most bytes that tensors held at once in the last step.

@@ -24,12 +24,7 @@ LLAMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TrainBenchOptions(Options):
-    """Sizes of a measurement of training steps.
-
-    Args:
-        ranks: all of them data parallel.
-        fuse: whether our loop has ``model.fuse``; the bare loop has it too.
-    """
+    """Sizes of a measurement of training steps; all ranks are data parallel, and the bare loop has ``fuse`` too."""
 
     blocks: int = option(30, "Blocks of each loop.", least=1)
     steps_per_block: int = option(10, "Steps of a block.", least=1)
@@ -96,7 +91,6 @@ def run_config(options: TrainBenchOptions, folder: Path, devices: int = 0) -> Ru
     """A Llama-like model with every setting that is not a size at its default.
 
     Args:
-        options: the sizes.
         folder: where the run writes; also stands for the data, which are in memory.
         devices: GPUs of this host, which the ranks share where there are fewer; 0: ranks compute on its processor.
     """

@@ -4,7 +4,7 @@
 a bare loop over the same modules; both must also end with the same bits. ``hf``: against ``LlamaForCausalLM`` under
 DeepSpeed ZeRO-1, in processes of its own, where DeepSpeed, PyTorch and the allocator have their defaults.
 ``hf-compiled``: against the same model under ``torch.compile``, with a bar for fused modules only.
-``determinism``: our loop with deterministic mode against without; its cost is told and has no bar. On
+``determinism``: our loop with deterministic mode against without; its cost is reported and has no bar. On
 GPUs the environment variables of that mode act on whole processes and so on both sides: set or unset them for both.
 ``bounds``: our loop with gradient bounds against without; the bar is for 8 or more micro-batches a step.
 ``launch``: seconds from the launcher's command to the first step, with ``fuse`` by what is compiled; it has no bar.
@@ -48,16 +48,10 @@ LEAST_MICRO_BATCHES = {"bounds": 8}
 
 @dataclass(frozen=True)
 class TrainComparison(Comparison):
-    """Our loop against another one.
+    """Our loop against another one; each pair is ours and the other's.
 
-    Args:
-        against: one of ``AGAINST`` but ``launch``.
-        tokens_per_s: median over blocks of our loop and of the other, all ranks.
-        step_s: median seconds of a step of our loop and of the other.
-        library_shares: parts of a profiled step in matrix products and attention, ours and the other's.
-        parameters: of each model.
-        first_losses: ours and the other's, nats.
-        last_losses: the same after all steps.
+    ``tokens_per_s`` is the median over blocks, all ranks; ``step_s`` the median; ``library_shares`` are parts of a
+    profiled step in matrix products and attention; losses are in nats.
     """
 
     against: str
@@ -93,11 +87,7 @@ class TrainComparison(Comparison):
 
 @dataclass(frozen=True)
 class TrainBenchResult(ComparisonResult):
-    """Everything that was measured.
-
-    Args:
-        launch: seconds to the first step by command; None if not asked for.
-    """
+    """Comparisons of loops, and seconds to the first step by command, None if not asked for."""
 
     comparisons: list[TrainComparison]
     launch: dict[str, Any] | None
@@ -125,10 +115,8 @@ def bench_train(
     """Measure, with all ranks on this machine.
 
     Args:
-        options: sizes.
         against: some of ``AGAINST``.
         launches: launches that count, of each command.
-        on_progress: told what is measured, how much is done, and of how much.
 
     Raises:
         MegasdcError: a rank or a launch failed, or the models do not have the same number of parameters.
@@ -156,12 +144,7 @@ def bench_train(
 
 
 def bar_of(against: str, options: TrainBenchOptions) -> float | None:
-    """The bar of a comparison at these sizes; None: there is none.
-
-    Args:
-        against: some of ``AGAINST``.
-        options: sizes.
-    """
+    """The bar of a comparison, one of ``AGAINST``, at these sizes; None: there is none."""
     bars = FUSED_BARS if options.fuse else BARS
     return bars.get(against) if options.accumulation >= LEAST_MICRO_BATCHES.get(against, 1) else None
 
@@ -199,7 +182,7 @@ def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress
 
 
 Sides = tuple[list[dict[str, Any]], str | None]
-"""What rank 0 told of our loop and of the other, and the first thing whose bits differ."""
+"""Reports of rank 0 on our loop and the other, and the first thing whose bits differ."""
 
 
 def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_progress: Callable[[int], None]) -> Sides:
@@ -218,12 +201,7 @@ def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_pro
 
 
 class _Turns:
-    """Whose block may run: of two sides in turn, the order changing from pair to pair.
-
-    Args:
-        pairs: blocks of each side.
-        on_progress: told how many pairs are done.
-    """
+    """Turns of two sides, each with so many blocks, the order changing from pair to pair."""
 
     def __init__(self, pairs: int, on_progress: Callable[[int], None]) -> None:
         self._order = [side for pair in range(pairs) for side in ((0, 1) if pair % 2 == 0 else (1, 0))]
@@ -234,11 +212,7 @@ class _Turns:
         self._on_progress = on_progress
 
     def take(self, side: int) -> None:
-        """Wait until it is a side's turn; its turn before is over with that.
-
-        Raises:
-            MegasdcError: the other side failed.
-        """
+        """Wait until it is a side's turn, which ends its turn before; MegasdcError if the other side failed."""
         self.leave(side)
         with self._changed:
             self._changed.wait_for(lambda: self._failed or (self._running is None and self._order[self._done] == side))

@@ -40,7 +40,7 @@ LIBRARY = (
     *("aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_dot_product"),
     *("aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention"),
 )
-"""How the names of matrix products and attention begin."""
+"""Beginnings of the names of matrix products and attention."""
 LONGEST_TURN = timedelta(hours=1)
 OURS = "ours"
 """Name of our loop as a default run has it."""
@@ -49,13 +49,7 @@ WITH = {"determinism": DeterministicLoop, "bounds": BoundedLoop}
 
 
 def measure_block(block: Block) -> Cost:
-    """Run a block on all ranks at once.
-
-    Args:
-        block: what to run.
-
-    Returns:
-        The cost, the same on all ranks.
+    """Run a block on all ranks at once; returns the cost, the same on all ranks.
 
     Collective: all ranks of the world.
     """
@@ -72,13 +66,9 @@ def measure_block(block: Block) -> Cost:
 
 
 def library_share(block: Block) -> float:
-    """Part of a block's time that goes into matrix products and attention, which are the library's on either side.
+    """Part of a block's time in matrix products and attention, which are the library's on either side; in (0, 1).
 
-    Args:
-        block: what to run under the profiler.
-
-    Returns:
-        Their time, a GPU's where there is one, over that of the block; in (0, 1).
+    The block runs under the profiler; the time is a GPU's where there is one.
     """
     on_gpu = torch.cuda.is_available()
     with torch.profiler.profile() as profile:
@@ -93,16 +83,7 @@ def library_share(block: Block) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a loop is built from on a rank.
-
-    Args:
-        options: sizes.
-        folder: where our loop writes.
-        config: the configuration.
-        layout: its sizes on these ranks.
-        dims: place of this rank.
-        stream: the samples.
-    """
+    """Parts from which a loop is built on a rank; ``folder`` is where our loop writes."""
 
     options: TrainBenchOptions
     folder: Path
@@ -112,11 +93,9 @@ class Setting:
     stream: MemoryStream
 
     def build(self, name: str, folder: Path | None = None) -> Loop:
-        """Build a loop.
+        """Build a loop, ``OURS`` or one of ``tools.bench.training.steps.AGAINST`` but ``launch``.
 
-        Args:
-            name: ``OURS``, or one of ``tools.bench.training.steps.AGAINST`` but ``launch``.
-            folder: where one of ours writes, if not where the first does.
+        ``folder`` is where a second one of ours writes.
 
         Collective: all ranks of the world.
         """
@@ -131,10 +110,6 @@ class Setting:
 
 def meet(options: TrainBenchOptions, folder: Path) -> Setting:
     """Join the other ranks.
-
-    Args:
-        options: sizes.
-        folder: where our loop writes.
 
     Collective: all ranks of the world.
     """
@@ -151,13 +126,9 @@ def meet(options: TrainBenchOptions, folder: Path) -> Setting:
 
 
 def compare(messages: Messages, options: TrainBenchOptions, against: str, folder: Path) -> None:
-    """Run our loop and another one in alternating blocks of one process and report what both took.
+    """Run our loop and another one in alternating blocks of one process; rank 0 reports what both took.
 
-    Args:
-        messages: where rank 0 reports.
-        options: sizes.
-        against: one of ``tools.bench.training.steps.AGAINST`` but ``launch`` and ``APART``.
-        folder: where our loop writes.
+    ``against`` is one of ``tools.bench.training.steps.AGAINST`` but ``launch`` and ``APART``.
 
     Collective: all ranks of the world.
     """
@@ -184,15 +155,9 @@ def compare(messages: Messages, options: TrainBenchOptions, against: str, folder
 
 
 def run_apart(messages: Messages, options: TrainBenchOptions, name: str, folder: Path) -> None:
-    """Run one loop in blocks, each when it is its turn, and report what they took.
+    """Run ``OURS`` or one of ``APART`` in blocks, each when it is its turn; rank 0 reports what they took.
 
     What our run sets in its process, such as how memory is kept, is not set here for another loop.
-
-    Args:
-        messages: where rank 0 asks for its turn and reports.
-        options: sizes.
-        name: ``OURS`` or one of ``tools.bench.training.steps.APART``.
-        folder: where our loop writes.
 
     Collective: all ranks of the world.
     """
@@ -218,7 +183,7 @@ def run_apart(messages: Messages, options: TrainBenchOptions, name: str, folder:
 
 
 def _side(loop: Loop, options: TrainBenchOptions, costs: list[Cost]) -> dict[str, Any]:
-    """What is told of a loop after its blocks; one more is profiled, and one of ours closed.
+    """Costs, losses and profile of a loop after its blocks; one more is profiled, and one of ours closed.
 
     Collective: all ranks of the world.
     """
