@@ -55,12 +55,12 @@ def parallel_token_losses(
 
 
 def _statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    # Maximum and logarithm of the sum stay apart: added, they are rounded to the precision of the logits' size.
+    # Maximum and sum stay apart: put together, they are rounded to the precision of the logits' size.
     wide = logits.float()
     maximum = wide.amax(-1)
     shifted = wide - maximum[:, None]
-    log_sum = shifted.exp().sum(-1).log()
-    return log_sum - (wide.gather(-1, labels[:, None])[:, 0] - maximum), maximum, log_sum
+    total = shifted.exp().sum(-1)
+    return total.log() - (wide.gather(-1, labels[:, None])[:, 0] - maximum), maximum, total
 
 
 def _maximum(logits: Tensor) -> tuple[Tensor, ...]:
@@ -72,9 +72,9 @@ def _sum(logits: Tensor, labels: Tensor, maximum: Tensor) -> tuple[Tensor, ...]:
     return shifted.gather(-1, labels[:, None])[:, 0], shifted.exp().sum(-1)
 
 
-def _probabilities_(logits: Tensor, maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+def _probabilities_(logits: Tensor, maximum: Tensor, total: Tensor) -> tuple[Tensor, ...]:
     factor = FP16_FACTOR if logits.dtype == torch.float16 else 1.0
-    logits.copy_((logits.float() - maximum[:, None] - log_sum[:, None]).exp() * factor)
+    logits.copy_((logits.float() - maximum[:, None]).exp() * (factor / total)[:, None])
     return ()
 
 
@@ -112,12 +112,12 @@ class _Gradient:
         self._source, self._real = logits[:, :real_columns], self.whole[:, :real_columns]
         self.whole[:, real_columns:] = 0
 
-    def fill(self, part: slice, maximum: Tensor, log_sum: Tensor) -> None:
+    def fill(self, part: slice, maximum: Tensor, total: Tensor) -> None:
         """Fill the gradient of some tokens with probabilities, without the label's term."""
         target = self._real[part]
         if self._real.data_ptr() != self._source.data_ptr():
             target.copy_(self._source[part])
-        probabilities_(target, maximum[part], log_sum[part])
+        probabilities_(target, maximum[part], total[part])
 
     def subtract_label(self, column: Tensor, losses: Tensor, elsewhere: Tensor | None = None) -> None:
         """Subtract one at the label's column; the probability minus one is computed before rounding."""
@@ -138,10 +138,10 @@ class _CrossEntropy(torch.autograd.Function):
             return _per_chunk(statistics, real, labels)[0]
         gradient = _Gradient(logits, real_columns, overwrite)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-        maximum, log_sum = torch.empty_like(losses), torch.empty_like(losses)
+        maximum, total = torch.empty_like(losses), torch.empty_like(losses)
         for part in _chunks(real):
-            losses[part], maximum[part], log_sum[part] = statistics(real[part], labels[part])
-            gradient.fill(part, maximum, log_sum)
+            losses[part], maximum[part], total[part] = statistics(real[part], labels[part])
+            gradient.fill(part, maximum, total)
         gradient.subtract_label(labels, losses)
         ctx.save_for_backward(gradient.whole)
         return losses
@@ -188,13 +188,12 @@ class _ParallelCrossEntropy(_CrossEntropy):
         observe("sum", total)
         dist.all_reduce(predicted, group=group)
         dist.all_reduce(total, group=group)
-        log_sum = total.log()
-        losses = log_sum - predicted
+        losses = total.log() - predicted
         if ctx.needs_input_grad[0]:
             gradient = _Gradient(logits, real_columns, overwrite)
             if real_columns:
                 for part in _chunks(real):
-                    gradient.fill(part, maximum, log_sum)
+                    gradient.fill(part, maximum, total)
                 gradient.subtract_label(column, losses, elsewhere)
             ctx.save_for_backward(gradient.whole)
         return losses
