@@ -90,7 +90,9 @@ class LauncherProcess:
             self._process.send_signal(number)
 
     def _kill(self) -> None:
-        """Kill the launcher and everything that it started on this host."""
+        """Kill the launcher, if it still runs, and everything that it started on this host."""
+        if self._process.poll() is not None:  # its number may be another process's by now
+            return
         for child in psutil.Process(self._process.pid).children(recursive=True):
             try:
                 end_launcher(child)

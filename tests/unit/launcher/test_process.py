@@ -54,6 +54,17 @@ def test_ranks_that_may_save_are_asked_once_and_ended_after_a_failure(tmp_path: 
     process.close()
 
 
+def test_a_signal_after_the_end_kills_nothing() -> None:
+    """While the front still waits for records: the launcher's number may be another process's by now."""
+    said: list[str] = []
+    process = launched("", said)
+    assert process.wait(lambda: None, failure_grace_s=0.5) == 0
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert process.stopped_by == signal.SIGTERM and len(said) == 2
+    process.close()
+
+
 def test_second_signal_kills(tmp_path: Path) -> None:
     """The first is passed on to a launcher that ignores it, the second ends it; handlers are given back."""
     said: list[str] = []
