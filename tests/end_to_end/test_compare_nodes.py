@@ -99,7 +99,7 @@ def test_the_odd_host_is_named_and_a_dead_one_too(cluster: Cluster, runs: Path, 
     done = compare(cluster, runs / "step_00000003", out)
     assert done.returncode == 2
     assert "node2 gave no manifest: ssh: connect to host node2" in done.stderr
-    assert "node3" in done.stdout and "different" in done.stdout
+    assert "node3" in done.stdout and "Different" in done.stdout
     assert not (out / "node2.manifest").exists()
 
 
