@@ -111,7 +111,7 @@ def test_a_host_without_the_folder_is_named(cluster: Cluster, runs: Path, tmp_pa
     done = compare(cluster, runs / "step_00000003", tmp_path / "out")
     assert done.returncode == 2
     assert f"node2 gave no manifest: megasdc: error: {runs}/step_00000003 is not there" in done.stderr
-    assert "same" in done.stdout
+    assert "Same" in done.stdout
     argv = ["bash", str(SCRIPT), "--hostfile", str(tmp_path / "none"), "--path", str(runs)]
     done = cluster.run("node1", argv, cwd=str(tmp_path))
     assert done.returncode == 2 and "none cannot be read" in done.stderr
