@@ -180,11 +180,14 @@ class Fork:
         Raises:
             subprocess.TimeoutExpired: it runs on.
         """
-        wait_for_any([self._process.sentinel], timeout)
-        code = self.poll()
+        ended = wait_for_any([self._process.sentinel], timeout)
+        with self._one_reads:
+            if ended:  # of a spawned process some moments before its exit code is there
+                self._process.join(timeout)
+            code = self._process.exitcode
         if code is None:
             raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-        return code
+        return int(code)
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, if it still runs."""
