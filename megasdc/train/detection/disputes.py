@@ -81,7 +81,8 @@ class Disputes:
             names = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
             self._findings.tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
             logger.warning(
-                "%d of %d positions have replicas that differ in %s: their results cannot be compared",
+                "%d of %d positions have replicas that differ in %s: their results cannot be compared, "
+                "and audits verify no checkpoint",
                 everywhere - len(self._comparable),
                 everywhere,
                 ", ".join(names),
@@ -249,9 +250,12 @@ class Disputes:
     def after_audit(self, run: Run, result: StepResult) -> None:
         """After an audited step was committed: if all replicas agreed, earlier checkpoints are verified.
 
-        Checkpoints saved since a wrong state was committed are not.
+        Checkpoints saved since a wrong state was committed are not, and none is where a position's replicas could not
+        be compared: missing evidence is no agreement.
         """
-        if result.step == self._committed_wrong:
+        everywhere = self._dims.pipeline * self._dims.tensor
+        unseen = self._comparable is not None and len(self._comparable) < everywhere
+        if unseen or result.step == self._committed_wrong:
             return
         last = result.step - 1 if self._wrong_since is None else min(result.step, self._wrong_since) - 1
         if self._dims.rank == 0:

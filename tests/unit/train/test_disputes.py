@@ -253,3 +253,16 @@ def test_what_the_golden_workload_finds_is_acted_upon(group: None, tmp_path: Pat
         assert disputes.check_golden(STEP) == 2.5
     assert (find_corruption(tmp_path / "checkpoints") is not None) == (verdict == PERSISTENT)
     assert len(reports(tmp_path)) == 1
+
+
+def test_an_audit_that_compared_nothing_verifies_nothing(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a position's replicas cannot be compared, no checkpoint is verified and no agreement is reported."""
+    disputes, run = started(tmp_path)
+    monkeypatch.setattr(disputes, "_comparable", set())
+    disputes.after_audit(run, SimpleNamespace(step=9))  # type: ignore[arg-type]
+    run.events.close()
+    written = "".join(path.read_text() for path in (tmp_path / "events").glob("*.jsonl"))
+    assert "agreed" not in written
+    monkeypatch.undo()
