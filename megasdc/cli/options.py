@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import Parameter
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 _BUILD = "option"
-"""Key of a field's metadata: builds what typer knows of it, from its name."""
+"""Key of a field's metadata: builds the parameter that typer takes, from the field's name, type and default."""
 
 
-def option(default: Any, help: str, *names: str, make: Callable[..., Any] = typer.Option, **settings: Any) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *names: str,
+    make: Callable[..., Any] = typer.Option,
+    given: Any = ...,
+    **settings: Any,
+) -> Any:
     """A field of a dataclass that is an option of a command.
 
     Args:
@@ -23,21 +30,32 @@ def option(default: Any, help: str, *names: str, make: Callable[..., Any] = type
         help: for people.
         *names: of the option; without any it has the name of the field.
         make: ``typer.Option``, or one of ``megasdc.cli.app`` that makes one.
+        given: default on the command line, whose type the option has (None: text), where ``callback`` makes the field's
+            value of what is given there; without, both are the field's own.
         **settings: of ``make``.
     """
 
-    def build(name: str) -> Any:
-        return make(*(names or (f"--{name.replace('_', '-')}",)), help=help, **settings)
+    def build(name: str, kind: Any, default: Any) -> Parameter:
+        if given is not ...:
+            kind, default = (str if given is None else type(given)) | None, given
+        setting = make(*(names or (name_of(name),)), help=help, **settings)
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, setting])
 
     return dataclasses.field(default=default, metadata={_BUILD: build})
+
+
+def name_of(field: str) -> str:
+    """The option of a field, where it has no name of its own."""
+    return f"--{field.replace('_', '-')}"
 
 
 def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters are those that typer knows.
 
-    In place of a parameter whose type is a dataclass stand the fields of that class, declared by ``option`` or as
-    parameters are, with ``Annotated``. So a command of many options lists each once, and gets them as one object. A
-    parameter or field of type ``tuple[T, ...]`` with the default ``()`` may be repeated.
+    In place of a parameter whose type is a dataclass stand the fields of that class that are options: declared by
+    ``option``, or as parameters are, with ``Annotated``; likewise in place of a field whose type is a dataclass. So a
+    command of many options lists each once, and gets them as one object. A parameter or field of type ``tuple[T, ...]``
+    may be repeated.
 
     Args:
         command: with any parameters that typer knows, and these.
@@ -46,15 +64,13 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     classes = {name: one.annotation for name, one in signature.parameters.items() if _is_option_class(one.annotation)}
     parameters: list[Parameter] = []
     for name, one in signature.parameters.items():
-        parameters += _fields_of(classes[name]) if name in classes else [one]
-    repeated = [one.name for one in parameters if one.default == ()]
+        parameters += _parameters_of(classes[name]) if name in classes else [one]
+    repeated = {one.name: one.default for one in parameters if isinstance(one.default, tuple)}
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        values |= {name: tuple(values[name] or ()) for name in repeated}
-        for name, kind in classes.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
-        command(**values)
+        values |= {name: tuple(values[name] or default) for name, default in repeated.items()}
+        command(**{name: _filled(kind, values) for name, kind in classes.items()}, **values)
 
     taken = [_as_list(one) if one.name in repeated else one for one in parameters]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -68,17 +84,34 @@ def _is_option_class(annotation: Any) -> bool:
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
-def _fields_of(kind: Any) -> list[Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    parameters = []
-    for field in dataclasses.fields(kind):
-        annotation, default = hints[field.name], field.default
-        if (build := field.metadata.get(_BUILD)) is not None:
-            annotation = Annotated[annotation, build(field.name)]
-        if default is dataclasses.MISSING:
-            default = Parameter.empty
-        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    return parameters
+def _options_of(base: Any) -> Iterator[tuple[dataclasses.Field[Any], Any, Any]]:
+    """The fields of a class, or of an object that holds their defaults, that are or have options: type and default."""
+    hints = get_type_hints(base if isinstance(base, type) else type(base), include_extras=True)
+    for field in dataclasses.fields(base):
+        hint = hints[field.name]
+        if _is_option_class(hint):
+            yield field, hint, getattr(base, field.name, hint)
+        elif _BUILD in field.metadata or get_origin(hint) is Annotated:
+            yield field, hint, getattr(base, field.name, Parameter.empty)
+
+
+def _parameters_of(base: Any) -> Iterator[Parameter]:
+    for field, hint, default in _options_of(base):
+        if _is_option_class(hint):
+            yield from _parameters_of(default)
+        elif build := field.metadata.get(_BUILD):
+            yield build(field.name, hint, default)
+        else:
+            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _filled(base: Any, values: dict[str, Any]) -> Any:
+    """An object with the values of its options, which are taken out of ``values``."""
+    own = {
+        field.name: _filled(default, values) if _is_option_class(hint) else values.pop(field.name)
+        for field, hint, default in _options_of(base)
+    }
+    return base(**own) if isinstance(base, type) else dataclasses.replace(base, **own)
 
 
 def _as_list(parameter: Parameter) -> Parameter:

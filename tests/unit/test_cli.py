@@ -200,13 +200,17 @@ def test_thin_scripts_call_the_commands(name):
 
 
 def test_fields_of_a_dataclass_are_options_in_their_order() -> None:
-    """A command gets them as one object: defaults, values, repeated ones as a tuple; a missing one is a usage error."""
+    """A command gets them as one object: defaults, values, repeated ones as a tuple; a missing one is a usage error.
+
+    A field without a declaration keeps its default.
+    """
 
     @dataclass(frozen=True)
     class Options:
         file: Annotated[str, typer.Argument()]
         number: int = option(3, "A number.", min=1)
         names: tuple[str, ...] = option((), "Names.", "--name")
+        fixed: int = 5
 
     got = []
     small = Application(add_completion=False)

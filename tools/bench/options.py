@@ -1,72 +1,58 @@
-"""Options of benchmarks: fields of dataclasses that carry name, help and range, from which commands are made."""
+"""What options of benchmarks have beside those of commands: ranges checked together, numbers with commas, units."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import field, fields
 from functools import wraps
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 import typer
 
+from megasdc.cli import options
 from megasdc.cli.app import Application, Json, Out, print_result, stdout_kept_clean
 from megasdc.errors import ConfigError
 
 _SOURCE = "the benchmark's options"
-_OPTION, _PART = "option", "part"
+_LEAST = "least"
+"""Key of a field's metadata: its name on the command line and its smallest value."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """Description of a field as an option of the command line.
-
-    Args:
-        name: with its dashes; empty: that of the field.
-        least: smallest value; smaller ones are refused together with all other wrong options.
-        kind: type on the command line; None: that of the field.
-        shown: default on the command line, if it is not the field's.
-        read: from what was given to the field's value.
-        settings: more for ``typer.Option``.
-    """
-
-    help: str
-    name: str = ""
-    least: int | None = None
-    kind: Any = None
-    shown: Any = ...
-    read: Callable[[Any], Any] = lambda given: given
-    settings: dict[str, Any] | None = None
-
-
-def option(default: Any, help: str, name: str = "", **more: Any) -> Any:
-    """A field of a dataclass that is an option of its command.
+def option(default: Any, help: str, *names: str, least: int | None = None, **settings: Any) -> Any:
+    """A field of a dataclass that is an option of its command, as of ``megasdc.cli.options``.
 
     Args:
-        **more: further arguments of ``Option``; others are settings of ``typer.Option``.
+        least: smallest value; smaller ones are refused by ``Options``, together with all other wrong options.
     """
-    own = {key: more.pop(key) for key in ("least", "kind", "shown", "read") if key in more}
-    return field(default=default, metadata={_OPTION: Option(help, name, **own, settings=more)})
+    declared = options.option(default, help, *names, **settings)
+    checked = {} if least is None else {_LEAST: (names, least)}
+    return field(default=default, metadata={**declared.metadata, **checked})
 
 
-def repeated(default: tuple[int, ...], help: str, name: str = "", **more: Any) -> Any:
-    """A field of several whole numbers, whose option may be repeated."""
-    return option(default, help, name, kind=list[int] | None, shown=None, read=lambda a: tuple(a or default), **more)
-
-
-def numbers(name: str, default: tuple[float, ...] | None, help: str, example: str, shown: str | None = None) -> Any:
-    """A field of several numbers, whose option has commas between them; one that is not given stays None.
+def numbers(default: tuple[float, ...] | None, help: str, name: str, example: str) -> Any:
+    """A field of several numbers, whose option has commas between them; None where it is not given and has no default.
 
     Args:
         example: of what can be given.
-        shown: default on the command line.
     """
 
     def read(text: str | None) -> tuple[float, ...] | None:
         return None if text is None else parse_numbers(name, text, example)
 
-    return option(default, help, name, kind=str if shown else str | None, shown=shown, read=read)
+    return option(default, help, name, given=default and ",".join(map(str, default)), callback=read)
+
+
+def in_unit(unit: float, default: float, help: str, name: str, least: float) -> Any:
+    """A field whose option is in a unit of its own.
+
+    Args:
+        unit: factor from the option's value to the field's.
+        least: smallest value of the option.
+    """
+    return option(default, help, name, given=round(default / unit, 6), callback=lambda value: value * unit, min=least)
 
 
 def parse_numbers(name: str, text: str, example: str) -> tuple[float, ...]:
@@ -96,31 +82,20 @@ def parse_layouts(text: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def part_of(default: Any, *names: str, **changed: str | Option) -> Any:
-    """A field that is a dataclass, of whose fields some are options of the command.
-
-    Args:
-        default: of the field.
-        *names: of those options, in the order of the command.
-        **changed: those with another help than the dataclass gives them, or described anew.
-    """
-    return field(default=default, metadata={_PART: (default, names, changed)})
-
-
 class Options:
     """A dataclass of options, which are checked together."""
 
     def __post_init__(self) -> None:
         wrong = []
         for one in fields(self):  # type: ignore[arg-type]
-            described = one.metadata.get(_OPTION)
-            if described is None or described.least is None:
+            if _LEAST not in one.metadata:
                 continue
-            value = getattr(self, one.name)
+            names, least = one.metadata[_LEAST]
+            name, value = names[0] if names else options.name_of(one.name), getattr(self, one.name)
             wrong += [
-                f"{_name_of(one, described)}: {number} must be at least {described.least}"
+                f"{name}: {number} must be at least {least}"
                 for number in (value if isinstance(value, tuple) else (value,))
-                if number < described.least
+                if number < least
             ]
         if wrong := [*wrong, *self.problems()]:
             raise ConfigError(wrong, source=_SOURCE)
@@ -130,53 +105,7 @@ class Options:
         return []
 
 
-def _name_of(one: Field[Any], described: Option) -> str:
-    return described.name or f"--{one.name.replace('_', '-')}"
-
-
-@dataclass(frozen=True)
-class _Given:
-    """One option of a command: the path of its field through parts, its parameter, and how its value is read."""
-
-    path: tuple[str, ...]
-    parameter: inspect.Parameter
-    read: Callable[[Any], Any]
-
-
-def _options_of(kind: type) -> Iterator[_Given]:
-    """Those of a dataclass, in the order of its fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    for one in fields(kind):
-        if _OPTION in one.metadata:
-            yield _given(one, one.metadata[_OPTION], hints[one.name], one.default)
-        elif _PART in one.metadata:
-            inner, names, changed = one.metadata[_PART]
-            inner_fields, inner_hints = {each.name: each for each in fields(inner)}, get_type_hints(type(inner))
-            for name in dict.fromkeys((*names, *changed)):
-                each, described = inner_fields[name], changed.get(name)
-                own = each.metadata.get(_OPTION)
-                if not isinstance(described, Option):
-                    described = replace(own or Option(""), **({"help": described} if described else {}))
-                yield _given(each, described, inner_hints[name], getattr(inner, name), one.name)
-
-
-def _given(one: Field[Any], described: Option, hint: Any, default: Any, *parts: str) -> _Given:
-    name = _name_of(one, described)
-    kind = hint if described.kind is None else described.kind
-    shown = default if described.shown is ... else described.shown
-    settings = described.settings or {}
-    make = settings.get("make", typer.Option)
-    rest = {key: value for key, value in settings.items() if key != "make"}
-    parameter = inspect.Parameter(
-        name.strip("-").replace("-", "_"),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=shown,
-        annotation=Annotated[kind, make(name, help=described.help, **rest)],
-    )
-    return _Given((*parts, one.name), parameter, described.read)
-
-
-def add_command(app: Application, name: str, example: str, options: type | None = None) -> Callable[[Any], Any]:
+def add_command(app: Application, name: str, example: str) -> Callable[[Any], Any]:
     """Make a command of a function that measures.
 
     Its docstring is the command's help; its result is printed, or written as JSON, and a missed bar is exit code 1. It
@@ -184,27 +113,13 @@ def add_command(app: Application, name: str, example: str, options: type | None 
 
     Args:
         example: arguments, shown below its help.
-        options: dataclass whose options the command has in place of the function's parameter ``options``.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        given = [] if options is None else list(_options_of(options))
-        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]  # without on_progress
-        parameters: list[inspect.Parameter] = []
-        for one in own:
-            parameters += [each.parameter for each in given] if one.name == "options" else [one]
-        for name_, kind, default in (("out", Out, None), ("as_json", Json, False)):
-            parameters.append(
-                inspect.Parameter(name_, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            )
-        keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
-
         @wraps(function)
         def command(*, out: Path | None, as_json: bool, **values: Any) -> None:
             from megasdc.progress import progress_bars
 
-            if options is not None:
-                values["options"] = _build(options, given, values)
             with stdout_kept_clean(), progress_bars() as on_progress:
                 found = function(on_progress, **values)
             result, finish = found if isinstance(found, tuple) else (found, None)
@@ -213,25 +128,15 @@ def add_command(app: Application, name: str, example: str, options: type | None 
                 finish()
             raise typer.Exit(int(not result.passed))
 
-        command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in keywords}
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]  # without on_progress
+        printed = [
+            Parameter("out", Parameter.KEYWORD_ONLY, default=None, annotation=Out),
+            Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json),
+        ]
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [one.replace(kind=Parameter.KEYWORD_ONLY) for one in [*own, *printed]]
+        )
         app.command(name, epilog=f"Example: python -m tools.bench {name} {example}")(command)
         return function
 
     return register
-
-
-def _build(options: type, given: Sequence[_Given], values: dict[str, Any]) -> Any:
-    """The options of what was given on the command line; takes that out of ``values``."""
-    top: dict[str, Any] = {}
-    inner: dict[str, dict[str, Any]] = {}
-    for one in given:
-        value = one.read(values.pop(one.parameter.name))
-        if len(one.path) == 1:
-            top[one.path[0]] = value
-        else:
-            inner.setdefault(one.path[0], {})[one.path[1]] = value
-    for each in fields(options):
-        if each.name in inner:
-            top[each.name] = replace(each.metadata[_PART][0], **inner[each.name])
-    return options(**top)

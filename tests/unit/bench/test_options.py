@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli.app import Application
 from megasdc.errors import ConfigError
-from tools.bench.options import Option, Options, add_command, numbers, option, part_of, repeated
+from tools.bench.options import Options, add_command, in_unit, numbers, option
 from tools.bench.result import Result, plain
 
 
@@ -23,7 +23,8 @@ class Model:
     """A part."""
 
     hidden: int = option(32, "Width.")
-    layers: int = 2
+    layers: int = option(2, "Pairs of layers.", "--pairs", given=1, callback=lambda given: 2 * given)
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,12 @@ class Some(Options):
     """Options of every kind."""
 
     steps: int = option(20, "Steps that count.", least=1)
-    model: Model = part_of(
-        Model(64),
-        "layers",
-        "hidden",
-        layers=Option("Pairs of layers.", "--pairs", shown=1, read=lambda given: 2 * given),
-    )
-    sizes: tuple[int, ...] = repeated((1, 4), "Sizes; default: 1, 4.", least=1)
-    rates: tuple[float, ...] = numbers("--rates", (0.5,), "Rates.", "0.1,0.2", "0.5")
-    wait_s: float = option(1e-3, "Milliseconds.", "--wait-ms", shown=1.0, read=lambda given: given * 1e-3, min=0.0)
+    model: Model = field(default=Model(64, heads=4))
+    sizes: tuple[int, ...] = option((1, 4), "Sizes; default: 1, 4.", least=1)
+    rates: tuple[float, ...] = numbers((0.5,), "Rates.", "--rates", "0.1,0.2")
+    bounds: tuple[float, ...] | None = numbers(None, "Bounds.", "--bounds", "1,2")
+    wait_s: float = in_unit(1e-3, 1e-3, "Milliseconds.", "--wait-ms", least=0.0)
+    skipped: int = 7
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Measured(Result):
 def _invoke(*arguments: str) -> tuple[Any, list[Any]]:
     app, seen = Application(), []
 
-    @add_command(app, "some", "--steps 3", Some)
+    @add_command(app, "some", "--steps 3")
     def some(
         on_progress: Any,
         options: Some,
@@ -76,8 +74,10 @@ def test_a_command_has_the_options_of_its_dataclass() -> None:
     done, (options, last) = _invoke()
     assert options == Some() and last == "afterwards" and done.exit_code == 0
     given = ["--steps", "3", "--pairs", "5", "--sizes", "2", "--sizes", "3", "--rates", "0.1,0.2", "--wait-ms", "7"]
-    _, (options, _) = _invoke(*given)
-    assert options == Some(3, Model(64, 10), (2, 3), (0.1, 0.2), 0.007)
+    _, (options, _) = _invoke(*given, "--bounds", "")
+    assert options == Some(3, Model(64, 10, 4), (2, 3), (0.1, 0.2), (), 0.007)
+    for name, value in (("--skipped", "3"), ("--heads", "2"), ("--wait-ms", "-1")):
+        assert _invoke(name, value)[0].exit_code == 2, name
 
 
 def test_the_verdict_is_the_exit_code_and_standard_output_is_json() -> None:
@@ -98,4 +98,7 @@ def test_wrong_options_are_refused_together() -> None:
 
 def test_plain_values() -> None:
     """Dataclasses, tuples and paths are what JSON has."""
-    assert plain({"a": (Model(), Path("b")), 1: math.nan}) == {"a": [{"hidden": 32, "layers": 2}, "b"], 1: "nan"}
+    assert plain({"a": (Model(), Path("b")), 1: math.nan}) == {
+        "a": [{"hidden": 32, "layers": 2, "heads": 1}, "b"],
+        1: "nan",
+    }

@@ -10,7 +10,7 @@ from megasdc.cli.app import input_option
 from megasdc.config import HookSpec
 from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
 from megasdc.errors import DataError
-from tools.bench.options import Options, numbers, option, repeated
+from tools.bench.options import Options, numbers, option
 from tools.bench.small.gpt import SmallGpt
 
 GRACE_STEPS: int = HookSpec.model_fields["grace_steps"].default
@@ -29,7 +29,7 @@ class BoundsBenchOptions(Options):
     """Sizes of a measurement of the cost; one pair of blocks before those that count does not."""
 
     blocks: int = option(30, "Blocks of each side.", least=1)
-    sizes_million: tuple[int, ...] = repeated(
+    sizes_million: tuple[int, ...] = option(
         (1, 4, 16, 64),
         "Elements of a shard in units of 2^20; may be repeated; default: 1, 4, 16, 64.",
         "--sizes",
@@ -88,8 +88,8 @@ class BoundTrainOptions(Options):
         make=input_option,
         reads=DataError,
     )
-    absolute: tuple[float, ...] | None = numbers("--absolute", None, _THETAS, "2e-4,1e-3")
-    spike_aware: tuple[float, ...] | None = numbers("--spike-aware", None, "As --absolute.", "100,1e4")
+    absolute: tuple[float, ...] | None = numbers(None, _THETAS, "--absolute", "2e-4,1e-3")
+    spike_aware: tuple[float, ...] | None = numbers(None, "As --absolute.", "--spike-aware", "100,1e4")
 
     def problems(self) -> list[str]:
         """See ``Options``."""

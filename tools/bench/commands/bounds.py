@@ -9,7 +9,7 @@ from tools.bench.commands.app import app
 from tools.bench.options import add_command
 
 
-@add_command(app, "bounds", "--blocks 30 --sizes 4 --sizes 64", BoundsBenchOptions)
+@add_command(app, "bounds", "--blocks 30 --sizes 4 --sizes 64")
 def bench_bounding(on_progress: Any, options: BoundsBenchOptions) -> Any:
     """Compare gradient bounds with reading g and V once, and with optimizer steps; exit code 1 if a bar is missed.
 
@@ -22,7 +22,7 @@ def bench_bounding(on_progress: Any, options: BoundsBenchOptions) -> Any:
     return bench_bounds(options, on_progress)
 
 
-@add_command(app, "bound-training", "--absolute 2e-4,1e-3 --spike-aware 100", BoundTrainOptions)
+@add_command(app, "bound-training", "--absolute 2e-4,1e-3 --spike-aware 100")
 def bench_bounded_training(on_progress: Any, options: BoundTrainOptions) -> Any:
     """Train a small GPT healthy and with faults on one replica's gradient, without and with gradient bounds.
 

@@ -9,7 +9,7 @@ from tools.bench.commands.app import app
 from tools.bench.options import add_command
 
 
-@add_command(app, "compare", "--size 2048 --out compare.json", CompareBenchOptions)
+@add_command(app, "compare", "--size 2048 --out compare.json")
 def bench_comparing(on_progress: Any, options: CompareBenchOptions) -> Any:
     """Compare two equal files of tensors in the page cache, against cat and cmp; exit code 1 if a bar is missed.
 
@@ -21,7 +21,7 @@ def bench_comparing(on_progress: Any, options: CompareBenchOptions) -> Any:
     return bench_compare(options, on_progress)
 
 
-@add_command(app, "compare-manifests", "--size-gb 1000 --ranks 4096", CompareManifestsOptions)
+@add_command(app, "compare-manifests", "--size-gb 1000 --ranks 4096")
 def bench_comparing_manifests(on_progress: Any, options: CompareManifestsOptions) -> Any:
     """Compare two synthetic manifests of a large checkpoint; exit code 1 if it takes more than 30 s or 1 GiB.
 

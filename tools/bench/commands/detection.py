@@ -9,7 +9,13 @@ import typer
 
 from megasdc.cli.app import output_option
 from tools.bench.commands.app import app
-from tools.bench.detection.options import DetectionOptions, LiveOptions, OverheadOptions, TraceOptions
+from tools.bench.detection.options import (
+    DetectionOptions,
+    LiveOptions,
+    OverheadOptions,
+    PredictedAccelerator,
+    TracedModel,
+)
 from tools.bench.options import add_command, parse_layouts
 
 
@@ -69,18 +75,18 @@ def bench_detecting(
     return bench_detection(DetectionOptions(**given), on_progress)
 
 
-@add_command(app, "trace", "--blocks 10 --tflops 400 --bandwidth 2680", TraceOptions)
-def bench_tracing(on_progress: Any, options: TraceOptions) -> Any:
+@add_command(app, "trace", "--blocks 10 --tflops 400 --bandwidth 2680")
+def bench_tracing(on_progress: Any, sizes: TracedModel, accelerator: PredictedAccelerator) -> Any:
     """Measure what a trace costs by granularity, and predict it for an accelerator from the bytes that it reads.
 
     Cost is time inside our own calls over the time of a step, and, noisier, alternating steps with and without.
     """
     from tools.bench.detection.trace import bench_trace
 
-    return bench_trace(options.sizes, options.accelerator, on_progress)
+    return bench_trace(sizes, accelerator, on_progress)
 
 
-@add_command(app, "detection-overhead", "--blocks 8 --figure overhead.html", OverheadOptions)
+@add_command(app, "detection-overhead", "--blocks 8 --figure overhead.html")
 def bench_overheads(
     on_progress: Any,
     options: OverheadOptions,

@@ -11,7 +11,7 @@ from tools.bench.drops.options import DropCostOptions, DropSpeedupOptions, DropT
 from tools.bench.options import add_command
 
 
-@add_command(app, "dropcompute", "--steps 20 --out dropcompute.json", DropCostOptions)
+@add_command(app, "dropcompute", "--steps 20 --out dropcompute.json")
 def bench_dropping_nothing(on_progress: Any, options: DropCostOptions) -> Any:
     """Measure what DropCompute costs while nothing is dropped; exit code 1 if it is more than 0.2 % of a step.
 
@@ -23,7 +23,7 @@ def bench_dropping_nothing(on_progress: Any, options: DropCostOptions) -> Any:
     return bench_drop_cost(options, on_progress)
 
 
-@add_command(app, "drop-speedup", "--drop-rates 0.05,0.1 --steps 28", DropSpeedupOptions)
+@add_command(app, "drop-speedup", "--drop-rates 0.05,0.1 --steps 28")
 def bench_speedup(on_progress: Any, options: DropSpeedupOptions) -> Any:
     """Measure how much faster DropCompute makes replicas that sleep, against the prediction; exit code 1 beyond 5 %.
 
@@ -35,7 +35,7 @@ def bench_speedup(on_progress: Any, options: DropSpeedupOptions) -> Any:
     return bench_drop_speedup(options, on_progress)
 
 
-@add_command(app, "drop-training", "--log runs.jsonl --out loss.json", DropTrainOptions)
+@add_command(app, "drop-training", "--log runs.jsonl --out loss.json")
 def bench_training_with_drops(
     on_progress: Any,
     options: DropTrainOptions,

@@ -15,7 +15,7 @@ from tools.bench.options import add_command
 from tools.bench.training.options import DataBenchOptions, TrainBenchOptions
 
 
-@add_command(app, "train", "--against plain --blocks 30 --out bench.json", TrainBenchOptions)
+@add_command(app, "train", "--against plain --blocks 30 --out bench.json")
 def bench_training(
     on_progress: Any,
     against: Annotated[
@@ -40,7 +40,7 @@ def bench_training(
     return bench_train(options, AGAINST if against == "all" else (against,), launches, on_progress)
 
 
-@add_command(app, "data", "--workers 2 --blocks 10 --out bench.json", DataBenchOptions)
+@add_command(app, "data", "--workers 2 --blocks 10 --out bench.json")
 def bench_preparing(
     on_progress: Any,
     tokenizer: Annotated[
@@ -96,7 +96,7 @@ def bench_step_memory(
     return bench_memory(cases, on_progress)
 
 
-@add_command(app, "checksum", "--blocks 40 --sizes 16 --sizes 64", ChecksumBenchOptions)
+@add_command(app, "checksum", "--blocks 40 --sizes 16 --sizes 64")
 def bench_checksums(on_progress: Any, options: ChecksumBenchOptions) -> Any:
     """Compare checksums with reading a tensor, and count the faults they miss; exit code 1 if a bar is missed.
 

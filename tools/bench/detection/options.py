@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasdc.sdc.cost import Accelerator
-from tools.bench.options import Option, Options, option, part_of, repeated
+from tools.bench.options import Options, in_unit, option
 from tools.bench.training.options import TrainBenchOptions
 
 PRECISIONS = ("fp32", "bf16")
@@ -27,7 +27,7 @@ class ChecksumBenchOptions(Options):
     """
 
     blocks: int = option(40, "Blocks of each side.", least=1)
-    sizes_mib: tuple[int, ...] = repeated(
+    sizes_mib: tuple[int, ...] = option(
         (1, 4, 16, 64, 256), "MiB of a tensor; may be repeated; default: 1 to 256.", "--sizes", least=1
     )
     threads: int = option(1, "CPU threads of tensor.sum(); XXH3 has one.", least=1)
@@ -109,53 +109,58 @@ class LiveOptions(DetectionOptions):
         }
 
 
-_SIZES = ("blocks", "hidden", "layers", "sequence", "vocab", "micro_batch", "accumulation")
-_MODEL: dict[str, Any] = {
-    "steps_per_block": 1,
-    "hidden": 1024,
-    "layers": 2,
-    "sequence": 512,
-    "vocab": 8192,
-    "micro_batch": 1,
-}
-_BANDWIDTH = Option(
-    "Accelerator: GB/s at which checks read; 0.8 of an H100's.",
-    "--bandwidth",
-    shown=2680.0,
-    read=lambda gb_per_s: gb_per_s * 1e9,
-    settings={"min": 1.0},
-)
-_TFLOPS = Option(
-    "Accelerator: TFLOP/s that training reaches; 40 % of an H100's.",
-    "--tflops",
-    shown=395.6,
-    read=lambda tflop_per_s: tflop_per_s * 1e12,
-    settings={"min": 0.1},
-)
-_CALL_US = Option(
-    "Accelerator: microseconds to launch one check of a result.",
-    "--call-us",
-    shown=10.0,
-    read=lambda call_us: call_us * 1e-6,
-    settings={"min": 0.0},
-)
+@dataclass(frozen=True)
+class CheckedModel(TrainBenchOptions):
+    """Sizes of a model whose checks or traces are measured; blocks are one step of each kind."""
+
+    steps_per_block: int = 1
+    hidden: int = option(1024, "Width h; a multiple of 64.", least=1)
+    layers: int = option(2, "Transformer layers.", least=1)
+    sequence: int = option(512, "Tokens of a sample.", least=1)
+    vocab: int = option(8192, "Entries of the vocabulary.", least=1)
+    micro_batch: int = option(1, "Samples of a micro-batch.", least=1)
+    fuse: bool = False
 
 
 @dataclass(frozen=True)
-class TraceOptions(Options):
-    """Sizes of the model that is traced on one rank, and the accelerator to predict for.
+class TracedModel(CheckedModel):
+    """Sizes of the model that is traced, on one rank."""
 
-    Blocks are one step of each kind.
-    """
+    blocks: int = option(10, "Steps of each kind.", least=1)
+    ranks: int = 1
+    threads: int = option(1, "CPU threads.", least=1)
 
-    sizes: TrainBenchOptions = part_of(
-        TrainBenchOptions(blocks=10, ranks=1, **_MODEL),
-        *_SIZES,
-        blocks="Steps of each kind.",
-        threads="CPU threads.",
-        precision="Type of parameters.",
+
+@dataclass(frozen=True)
+class PredictedAccelerator(Accelerator):
+    """The accelerator to predict for, by the speeds that can be chosen."""
+
+    bytes_per_s: float = in_unit(
+        1e9,
+        Accelerator.bytes_per_s,
+        "Accelerator: GB/s at which checks read; 0.8 of an H100's.",
+        "--bandwidth",
+        least=1.0,
     )
-    accelerator: Accelerator = part_of(Accelerator(), bytes_per_s=_BANDWIDTH, flop_per_s=_TFLOPS, call_s=_CALL_US)
+    flop_per_s: float = in_unit(
+        1e12,
+        Accelerator.flop_per_s,
+        "Accelerator: TFLOP/s that training reaches; 40 % of an H100's.",
+        "--tflops",
+        least=0.1,
+    )
+    call_s: float = in_unit(
+        1e-6, Accelerator.call_s, "Accelerator: microseconds to launch one check of a result.", "--call-us", least=0.0
+    )
+
+
+@dataclass(frozen=True)
+class AuditedModel(CheckedModel):
+    """Sizes of the model with bars for its checks."""
+
+    blocks: int = option(8, "Steps of each kind.", least=1)
+    hidden: int = option(1024, "Width h of the model with bars; a multiple of 64.", least=1)
+    ranks: int = option(2, "Data-parallel ranks on this machine.", min=2)
 
 
 @dataclass(frozen=True)
@@ -170,26 +175,12 @@ class OverheadOptions(Options):
         exchange_s: seconds of a small reduction over the hosts of a run on accelerators.
     """
 
-    sizes: TrainBenchOptions = part_of(
-        TrainBenchOptions(blocks=8, **_MODEL),
-        *_SIZES,
-        "ranks",
-        "threads",
-        "precision",
-        blocks="Steps of each kind.",
-        hidden="Width h of the model with bars; a multiple of 64.",
-        ranks=Option("Data-parallel ranks on this machine.", settings={"min": 2}),
-    )
-    others: tuple[int, ...] = repeated(
+    sizes: TrainBenchOptions = AuditedModel()
+    others: tuple[int, ...] = option(
         (256, 512), "Width of a model without bars; may be repeated; default: 256, 512.", "--other"
     )
     interval: int = option(50, "Steps between audits.", min=1)
-    accelerator: Accelerator = part_of(Accelerator(), bytes_per_s=_BANDWIDTH, flop_per_s=_TFLOPS, call_s=_CALL_US)
-    exchange_s: float = option(
-        1e-3,
-        "Accelerator: milliseconds of a reduction over all hosts.",
-        "--exchange-ms",
-        shown=1.0,
-        read=lambda milliseconds: milliseconds * 1e-3,
-        min=0.0,
+    accelerator: Accelerator = PredictedAccelerator()
+    exchange_s: float = in_unit(
+        1e-3, 1e-3, "Accelerator: milliseconds of a reduction over all hosts.", "--exchange-ms", least=0.0
     )

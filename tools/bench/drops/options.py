@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasdc.config.sections.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, PREDICTIVE, RESAMPLE
-from tools.bench.options import Options, numbers, option, parse_layouts, part_of
+from tools.bench.options import Options, numbers, option, parse_layouts
 from tools.bench.small.gpt import SmallGpt, small_config
 
 REPLICAS = 2
@@ -19,22 +19,28 @@ LEAST_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
+class CostGpt(SmallGpt):
+    """The model of the measurement of the cost."""
+
+    hidden: int = option(128, "Width h; a multiple of 64.")
+    layers: int = 2
+    sequence: int = 64
+    vocab: int = 512
+    micro_batches: int = option(4, "Of a replica's step.")
+
+
+@dataclass(frozen=True)
 class DropCostOptions(Options):
     """Size of the measurement of the cost; layouts are (tensor, pipeline, data)."""
 
     steps: int = option(20, "Steps that count, in each layout.", least=1)
     delay_s: float = option(0.5, "Seconds that each stage sleeps before a micro-batch.", "--delay", min=0.0)
-    gpt: SmallGpt = part_of(
-        SmallGpt(hidden=128, layers=2, sequence=64, vocab=512, micro_batches=4),
-        "micro_batches",
-        hidden="Width h; a multiple of 64.",
-    )
+    gpt: SmallGpt = CostGpt()
     layouts: tuple[tuple[int, int, int], ...] = option(
         ((1, 1, 2), (2, 2, 1)),
         "Tensor x pipeline x data, separated by commas.",
-        kind=str,
-        shown="1x1x2,2x2x1",
-        read=parse_layouts,
+        given="1x1x2,2x2x1",
+        callback=parse_layouts,
     )
 
     def problems(self) -> list[str]:
@@ -69,15 +75,14 @@ class DropSpeedupOptions(Options):
 
     steps: int = option(28, "Steps that are measured for each threshold.", least=1)
     replicas: int = option(8, "Ranks on this machine, all data parallel.", least=1)
-    gpt: SmallGpt = part_of(SmallGpt(), "micro_batches")
+    gpt: SmallGpt = field(default=SmallGpt())
     constant_s: float = option(0.06, "Seconds that every micro-batch sleeps.", "--constant", min=0.0)
     mean_s: float = option(0.1, "Mean of its additional sleep in seconds, bounded log-normal.", "--mean")
     drop_rates: tuple[float, ...] = numbers(
-        "--drop-rates",
         (0.025, 0.05, 0.1),
         "Drop rates for which thresholds are chosen, separated by commas.",
+        "--drop-rates",
         "0.05,0.1",
-        "0.025,0.05,0.1",
     )
     sigmas: float | None = option(None, 'Use rule "predictive" with so many standard deviations.', min=0.0)
     seed: int = option(1, "Seed of the delays.", min=0)
@@ -168,6 +173,16 @@ COMPENSATIONS = tuple(Setting(COMPENSATED_RATE, DISCARD, one) for one in (EXTRA_
 
 
 @dataclass(frozen=True)
+class LossGpt(SmallGpt):
+    """The model of the campaign."""
+
+    hidden: int = option(64, "Width h; a multiple of 32.")
+    layers: int = option(2, "Transformer layers.")
+    sequence: int = option(64, "Tokens of a sample.")
+    vocab: int = 1024
+
+
+@dataclass(frozen=True)
 class DropTrainOptions(Options):
     """Size of the campaign.
 
@@ -180,16 +195,13 @@ class DropTrainOptions(Options):
     steps: int = option(240, "Optimizer steps of a run.", least=1)
     seeds: int = option(3, "Runs of each setting; a seed is of weights and delays.", least=1)
     rates: tuple[float, ...] = numbers(
-        "--rates",
         (0.025, 0.05, 0.1, 0.2),
         "Drop rates, separated by commas; 0 is always included.",
+        "--rates",
         "0.05,0.1",
-        "0.025,0.05,0.1,0.2",
     )
     replicas: int = option(64, "Replicas of the simulated job.", least=1)
-    gpt: SmallGpt = part_of(
-        SmallGpt(hidden=64, layers=2, sequence=64, vocab=1024), "hidden", "layers", "sequence", "micro_batches"
-    )
+    gpt: SmallGpt = LossGpt()
     learning_rate: float = option(2e-3, "Peak of the schedule.")
     evaluations: int = option(6, "Evaluations of a run; a divisor of --steps.", least=1)
     eval_samples: int = option(256, "Validation samples.", least=1)

@@ -15,13 +15,19 @@ HEAD_WIDTH = 32
 
 @dataclass(frozen=True)
 class SmallGpt:
-    """Sizes of the model and of its micro-batches."""
+    """Sizes of the model and of its micro-batches.
 
-    hidden: int = option(32, "Width h; a multiple of 32.")
-    layers: int = option(1, "Transformer layers.")
-    sequence: int = option(16, "Tokens of a sample.")
-    vocab: int = option(128, "Entries of the vocabulary.")
-    micro_batch: int = option(1, "Samples b of a micro-batch.")
+    Args:
+        hidden: width h; a multiple of 32.
+        sequence: tokens of a sample.
+        micro_batch: samples b of a micro-batch.
+    """
+
+    hidden: int = 32
+    layers: int = 1
+    sequence: int = 16
+    vocab: int = 128
+    micro_batch: int = 1
     micro_batches: int = option(8, "Of a replica's step.")
 
     def __str__(self) -> str:
