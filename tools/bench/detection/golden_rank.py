@@ -85,6 +85,16 @@ class Trial:
     direction_right: bool
 
     @property
+    def clean(self) -> bool:
+        """Whether no fault was injected."""
+        return self.phase is None
+
+    @property
+    def harmful(self) -> bool:
+        """Whether the fault changed a bit of something that was used or kept."""
+        return bool(self.changed) and self.effect
+
+    @property
     def detected(self) -> bool:
         """Whether anything was found to be wrong."""
         return bool(self.named or self.suspects)

@@ -8,13 +8,12 @@ scored apart.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.bench.detection.golden import count_table, run_cell
-from tools.bench.detection.live_cases import CLEAN, LONG, MAJORITY
+from tools.bench.detection.campaign import CampaignResult, run_cell
+from tools.bench.detection.live_cases import LONG, MAJORITY
 from tools.bench.detection.live_rank import run_campaign
 from tools.bench.detection.live_today import OTHERS, compare_with_today
 from tools.bench.detection.live_tolerance_rank import run_tolerance_campaign
@@ -22,47 +21,34 @@ from tools.bench.detection.live_tolerance_trial import ToleranceResult, Toleranc
 from tools.bench.detection.live_trial import UNSEEN, LiveTrial, kind_of, row_of
 from tools.bench.detection.options import LiveOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report, Result, table
-
-COLUMNS = {
-    "injected": "injected",
-    "no bit changed": "no bit",
-    "harmful": "harmful",
-    "detected": "found",
-    "rank": "rank",
-    "place": "place",
-    "inconclusive": "unnamed",
-    "wrong accusations": "wrong",
-}
-"""Heading of each count."""
-GROUPS: dict[str, tuple[str, Callable[[LiveTrial], str]]] = {
-    "row": ("question", row_of),
-    "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
-    "kind": ("kind", kind_of),
-}
-"""Groupings of faults: title of the table, and the group of a trial."""
+from tools.bench.result import Progress, Report, table
 
 
 @dataclass(frozen=True)
-class LiveResult(Result):
+class LiveResult(CampaignResult):
     """All trials of a campaign, with faults and clean, and those of the toleranced checks."""
 
     also = ("passed", "not_detectable", "today", "not_run", "clean_steps", "clean_uneven_steps", "clean_alarms")
+    counted = {
+        "injected": ("injected", lambda trial: True),
+        "no bit changed": ("no bit", lambda trial: not trial.harmed),
+        "harmful": ("harmful", lambda trial: trial.harmed),
+        "detected": ("found", lambda trial: trial.harmed and trial.detected),
+        "rank": ("rank", lambda trial: trial.harmed and trial.rank_right),
+        "place": ("place", lambda trial: trial.harmed and trial.place_right),
+        "inconclusive": ("unnamed", lambda trial: trial.harmed and trial.inconclusive),
+        "wrong accusations": ("wrong", lambda trial: trial.wrongly),
+    }
+    groups = {
+        "row": ("question", row_of),
+        "layout": ("layout and type", lambda trial: f"{trial.layout} {trial.precision}"),
+        "kind": ("kind", kind_of),
+    }
     not_detectable = UNSEEN
     not_run = OTHERS
 
     trials: Sequence[LiveTrial] = field(repr=False)
     toleranced: ToleranceResult
-
-    @property
-    def clean(self) -> list[LiveTrial]:
-        """Steps without a fault."""
-        return [trial for trial in self.trials if trial.row == CLEAN]
-
-    @property
-    def faulty(self) -> list[LiveTrial]:
-        """Trials with faults."""
-        return [trial for trial in self.trials if trial.row != CLEAN]
 
     @property
     def missed(self) -> list[LiveTrial]:
@@ -74,22 +60,6 @@ class LiveResult(Result):
         """Whether all trials were as they have to be, and something was tested."""
         tested = not self.options.faults or (bool(self.clean) and any(trial.harmed for trial in self.faulty))
         return not self.missed and tested and (not self.options.toleranced or self.toleranced.passed)
-
-    def counts(self, key: Callable[[LiveTrial], str]) -> dict[str, Counter[str]]:
-        """Counts of the trials with faults, grouped by ``key``."""
-        groups: dict[str, Counter[str]] = {}
-        for trial in self.faulty:
-            count = groups.setdefault(key(trial), Counter())
-            count["injected"] += 1
-            count["no bit changed"] += not trial.harmed
-            count["wrong accusations"] += bool(trial.wrongly)
-            if trial.harmed:
-                count["harmful"] += 1
-                count["detected"] += trial.detected
-                count["rank"] += trial.rank_right
-                count["place"] += trial.place_right
-                count["inconclusive"] += trial.inconclusive
-        return groups
 
     @property
     def today(self) -> dict[str, dict[str, Any]]:
@@ -106,15 +76,6 @@ class LiveResult(Result):
         """Of these, those in which replicas completed different numbers of micro-batches."""
         return sum(trial.uneven for trial in self.clean)
 
-    @property
-    def clean_alarms(self) -> int:
-        """Of these, those in which something was found."""
-        return sum(trial.detected for trial in self.clean)
-
-    def as_dict(self) -> dict[str, Any]:
-        """See ``Result``; with counts by question, layout and type, and kind."""
-        return super().as_dict() | {f"by_{name}": self.counts(key) for name, (_, key) in GROUPS.items()}
-
     def report(self) -> Report:
         """Counts, what users have today, every miss by itself; the toleranced checks apart."""
         if self.trials:
@@ -123,8 +84,7 @@ class LiveResult(Result):
             yield from self.toleranced.report()
 
     def _exact_checks(self) -> Report:
-        for title, key in GROUPS.values():
-            yield count_table(title, self.counts(key), COLUMNS)
+        yield from self.count_tables()
         yield (
             "no bit: the fault changed none that the rank reads; rank: exactly the harmed ranks were named; place: "
             "with first submodule and direction; unnamed: somebody is wrong, but nobody can be named; wrong: a healthy "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megasdc.sdc.replay import MAJORITY as RELATIVE
 from tools.bench.detection.live_cases import (
     ALONE,
+    CLEAN,
     MAJORITY,
     MAJORITY_GOLDEN,
     OTHER,
@@ -75,6 +76,11 @@ class LiveTrial:
     loss: float
     grad_norm: float
     replayed: bool
+
+    @property
+    def clean(self) -> bool:
+        """Whether no fault was injected into the step."""
+        return self.row == CLEAN
 
     @property
     def accused(self) -> set[int]:
