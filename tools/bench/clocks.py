@@ -108,6 +108,14 @@ def time_block(run: Block) -> Cost:
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
+def devices_here(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Devices to measure on, and what cannot be measured here, and why; a GPU's name is put into ``machine``."""
+    if not torch.cuda.is_available():
+        return ["cpu"], ["speed of the kernel on a GPU: there is no CUDA device"]
+    machine["gpu"] = torch.cuda.get_device_name()
+    return ["cpu", "cuda"], []
+
+
 def wait_for_device() -> None:
     """Wait until a GPU, if there is one, has done everything."""
     if torch.cuda.is_available():

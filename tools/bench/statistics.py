@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 Block = Callable[[], None]
 SLACK = 0.01
@@ -145,9 +146,11 @@ def median_walls(costs: Sequence[tuple[Cost, Cost]]) -> tuple[float, float]:
     return ours, other
 
 
-def ratios(costs: Sequence[tuple[Cost, Cost]]) -> dict[str, Estimate]:
-    """First over second of each pair, as estimates by quantity: ``wall`` and ``cpu``."""
+def ratios(
+    costs: Sequence[tuple[Cost, Cost]], quantities: Sequence[Literal["wall", "cpu"]] = ("wall", "cpu")
+) -> dict[str, Estimate]:
+    """First over second of each pair, as estimates by quantity."""
     return {
-        "wall": estimate_median([ours.wall_s / other.wall_s for ours, other in costs]),
-        "cpu": estimate_median([ours.cpu_s / other.cpu_s for ours, other in costs]),
+        name: estimate_median([getattr(ours, f"{name}_s") / getattr(other, f"{name}_s") for ours, other in costs])
+        for name in quantities
     }

@@ -20,7 +20,7 @@ from megasdc.tensors.bound import bound_, implementation
 from megasdc.tensors.bound_limits import SUMS
 from tools.bench.bounds.cost_others import LIMITS, Other, others
 from tools.bench.bounds.options import BoundsBenchOptions
-from tools.bench.clocks import cpu_threads, wait_for_device
+from tools.bench.clocks import cpu_threads, devices_here, wait_for_device
 from tools.bench.machine import describe_machine
 from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table
 from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
@@ -155,12 +155,7 @@ def bench_bounds(
 ) -> BoundsBenchResult:
     """Measure on this machine."""
     machine = describe_machine()
-    devices, not_run = ["cpu"], []
-    if torch.cuda.is_available():
-        devices.append("cuda")
-        machine["gpu"] = torch.cuda.get_device_name()
-    else:
-        not_run.append("speed of the kernel on a GPU: there is no CUDA device")
+    devices, not_run = devices_here(machine)
     found: list[BoundsComparison] = []
     with cpu_threads(options.threads):
         implementations = {device: implementation(torch.device(device)) for device in devices}
@@ -196,10 +191,9 @@ def _compare(
         what = f"{device.type} {size} M, {side.name}{', some to bound' if outliers else ''}"
         costs = run_pairs(what, pair, options.blocks, clock.measure, on_progress)
         ours, theirs = (wall_s / repeats for wall_s in median_walls(costs))
-        wanted = ("wall", "cpu") if device.type == "cpu" else ("wall",)
         yield BoundsComparison(
             bar=BAR if side.reads_once and has_bar and not outliers else None,
-            ratios={name: ratio for name, ratio in ratios(costs).items() if name in wanted},
+            ratios=ratios(costs, ("wall", "cpu") if device.type == "cpu" else ("wall",)),
             difference=shard.difference(bounded),
             costs=costs,
             device=device.type,

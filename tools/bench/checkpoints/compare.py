@@ -161,7 +161,7 @@ def _compare(options: CompareBenchOptions, files: list[Path], program: str, on_p
     walls_s = median_walls(costs)
     return CompareComparison(
         bar=BAR if program == "cat" else None,
-        ratios={"wall": ratios(costs)["wall"]},
+        ratios=ratios(costs, ("wall",)),
         difference=differences[0] if differences else None,
         costs=costs,
         against=program,

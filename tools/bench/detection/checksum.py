@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megasdc.tensors.checksum import default_algorithm
-from tools.bench.clocks import cpu_threads, time_block
+from tools.bench.clocks import cpu_threads, devices_here, time_block
 from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, Trials, run_trials
 from tools.bench.detection.options import ChecksumBenchOptions
 from tools.bench.machine import describe_machine
@@ -100,12 +100,7 @@ def bench_checksum(
 ) -> ChecksumBenchResult:
     """Measure on this machine."""
     machine = describe_machine()
-    devices, not_run = ["cpu"], []
-    if torch.cuda.is_available():
-        devices.append("cuda")
-        machine["gpu"] = torch.cuda.get_device_name()
-    else:
-        not_run.append("speed of the kernel on a GPU: there is no CUDA device")
+    devices, not_run = devices_here(machine)
     with cpu_threads(options.threads):
         found = [
             _compare(options, torch.device(device), dtype, size, on_progress)
@@ -138,7 +133,6 @@ def _compare(
     sides = block(lambda: chosen.start(tensor)), block(other)
     costs = run_pairs(what, sides, options.blocks, time_block, on_progress)
     ours, theirs = (repeats * tensor.nbytes / wall_s for wall_s in median_walls(costs))
-    quantities = ("wall", "cpu") if device.type == "cpu" else ("wall",)
     return SpeedComparison(
         device=device.type,
         algorithm=chosen.name,
@@ -147,7 +141,7 @@ def _compare(
         size_mib=size_mib,
         difference=None,
         bar=BAR if device.type == "cpu" or size_mib >= GPU_LEAST_MIB else None,
-        ratios={name: ratio for name, ratio in ratios(costs).items() if name in quantities},
+        ratios=ratios(costs, ("wall", "cpu") if device.type == "cpu" else ("wall",)),
         bytes_per_s=(ours, theirs),
         costs=costs,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasdc.sdc.cost import Accelerator
-from tools.bench.options import Options, in_unit, option
+from tools.bench.options import Options, in_unit, option, parse_layouts
 from tools.bench.training.options import TrainBenchOptions
 
 PRECISIONS = ("fp32", "bf16")
@@ -107,6 +107,40 @@ class LiveOptions(DetectionOptions):
             "recompute": (place + number) % 2 == 0,
             "dropout": DROPOUT if (place // 2 + number) % 2 else 0.0,
         }
+
+
+def _layouts(text: str | None) -> Layouts | None:
+    return None if text is None else parse_layouts(text)
+
+
+@dataclass(frozen=True)
+class CampaignOptions:
+    """Options of the command for both campaigns, whose defaults differ; None: that of the one that runs."""
+
+    live: bool = option(False, "Test the checks of a running job instead of golden traces.")
+    faults: int | None = option(
+        None, "Faults over all layouts and types; default: 600, with --live 1000; 0: none.", min=0
+    )
+    toleranced: int | None = option(
+        None, "With --live: faults for the toleranced checks; default: 360, 0: none.", min=0
+    )
+    clean: int | None = option(
+        None, "Runs without a fault in between; default: 120; with --live steps of each part, 500.", min=1
+    )
+    layouts: Layouts | None = option(
+        None,
+        "Layouts, tensor x pipeline x data, separated by commas; default: 1x1x2,2x1x1,1x2x1,2x2x2, "
+        "with --live 1x1x3,1x1x4,2x1x3,1x2x3,1x1x2,2x2x2.",
+        given=None,
+        callback=_layouts,
+    )
+    seed: int = option(1, "Seed of all draws.", min=0)
+    fuse: bool = option(False, "With model.fuse.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Fields of the campaign's own options that differ from their defaults."""
+        return {name: value for name, value in vars(self).items() if name != "live" and value is not None}
 
 
 @dataclass(frozen=True)
