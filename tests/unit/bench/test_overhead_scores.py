@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from tools.bench.detection.overhead_model import (
     asked_by,
     predict,
 )
+from tools.bench.detection.overhead_page import overhead_page
 from tools.bench.training.options import TrainBenchOptions
 
 SIZES = TrainBenchOptions(
@@ -68,6 +70,26 @@ def test_bars(always_on_s: float, audit_s: float, passed: bool) -> None:
     result = OverheadResult({}, options, [limited, free], {})
     assert result.passed is passed
     assert result.as_dict()["models"][1]["tiers"][ALWAYS_ON]["passed"] is True
+
+
+def test_the_page_shows_every_cost_in_percent() -> None:
+    """Costs, their intervals, predictions and bars of this machine's models by width, and the accelerator's costs."""
+    options = OverheadOptions(SIZES)
+    models = [replace(judged(0.08, 1.0), hidden=hidden) for hidden in (256, 128)]
+    page = overhead_page(OverheadResult({"cpu": "a processor"}, options, models, extrapolate(options)))
+    here, accelerator = ({trace["name"]: trace for trace in figure.traces} for figure in page.figures)
+    assert "a processor" in page.figures[0].title and page.sentences[0].startswith("2 gloo ranks")
+    measured = here[f"{ALWAYS_ON}, measured"]
+    assert (measured["x"], measured["y"]) == ([128, 256], pytest.approx([0.8, 0.8]))
+    assert measured["error_y"] == {"array": [0, 0], "arrayminus": [0, 0]}
+    assert here[f"{ALWAYS_ON}, bar"]["y"] == [1, 1] and here[f"{AMORTISED}, bar"]["y"] == [0.5, 0.5]
+    assert f"{ALWAYS_ON_ALL}, bar" not in here and f"{ALWAYS_ON_ALL}, predicted" in here
+    predicted = accelerator[f"{AMORTISED}, predicted"]
+    shares = extrapolate(options)[AMORTISED]
+    assert (predicted["x"], predicted["y"]) == (list(shares), pytest.approx([100 * one for one in shares.values()]))
+    for figure in page.figures:
+        low, high = figure.layout["yaxis"]["range"]
+        assert all(low <= math.log10(y) <= high for trace in figure.traces for y in trace["y"])
 
 
 def test_prediction_counts_what_is_asked_for() -> None:

@@ -63,8 +63,9 @@ def bench_overheads(
     alternating steps with and without. Bars: checks of every step at their defaults 1 %, audits 0.5 % over all steps.
     Run it on a machine that does nothing else.
     """
+    from megasdc.report.result.html import write_page
     from tools.bench.detection.overhead import bench_overhead
-    from tools.bench.detection.overhead_figure import write_figure
+    from tools.bench.detection.overhead_page import overhead_page
 
     result = bench_overhead(options, on_progress)
-    return result if figure is None else (result, lambda: write_figure(result, figure))
+    return result if figure is None else (result, lambda: write_page(overhead_page(result), figure, "--figure"))
