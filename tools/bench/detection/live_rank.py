@@ -191,19 +191,10 @@ class LiveCampaign:
             **self._cell(),
             uneven=uneven,
             row=CLEAN,
-            persistence="",
-            kinds=(),
-            ranks=(),
-            addresses=(),
-            harmed=(),
-            shows=(),
-            reproduced=False,
-            golden_harmed=False,
             detected=found,
             named=named,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            replayed=False,
         )
 
     def _harmed(

@@ -47,9 +47,9 @@ class Named:
     address: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveTrial:
-    """One short run with faults, or one clean step.
+    """One short run with faults, or one clean step, which has the defaults.
 
     ``harmed``: ranks that read a bit changed in the first computation; ``shows``: where it has to show first, empty:
     elsewhere or nowhere. ``reproduced``: every repeat got exactly the same fault; ``golden_harmed``: the golden
@@ -63,19 +63,19 @@ class LiveTrial:
     dropout: bool
     uneven: bool
     row: str
-    persistence: str
-    kinds: tuple[str, ...]
-    ranks: tuple[int, ...]
-    addresses: tuple[str, ...]
-    harmed: tuple[int, ...]
-    shows: tuple[str, ...]
-    reproduced: bool
-    golden_harmed: bool
+    persistence: str = ""
+    kinds: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    addresses: tuple[str, ...] = ()
+    harmed: tuple[int, ...] = ()
+    shows: tuple[str, ...] = ()
+    reproduced: bool = False
+    golden_harmed: bool = False
     detected: bool
     named: tuple[Named, ...]
     loss: float
     grad_norm: float
-    replayed: bool
+    replayed: bool = False
 
     @property
     def clean(self) -> bool:
