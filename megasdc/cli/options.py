@@ -55,7 +55,7 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     In place of a parameter whose type is a dataclass stand the fields of that class that are options: declared by
     ``option``, or as parameters are, with ``Annotated``; likewise in place of a field whose type is a dataclass. So a
     command of many options lists each once, and gets them as one object. A parameter or field of type ``tuple[T, ...]``
-    may be repeated.
+    with a tuple as its default may be repeated.
 
     Args:
         command: with any parameters that typer knows, and these.

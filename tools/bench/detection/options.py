@@ -139,7 +139,7 @@ class CampaignOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Fields of the campaign's own options that differ from their defaults."""
+        """Arguments of the options of the campaign that runs."""
         return {name: value for name, value in vars(self).items() if name != "live" and value is not None}
 
 
