@@ -6,6 +6,7 @@ each node has its own manifest; they share ``save_id``, which is new for every s
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from importlib import metadata
