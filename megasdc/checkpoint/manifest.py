@@ -6,6 +6,7 @@ each node has its own manifest; they share ``save_id``, which is new for every s
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from importlib import metadata
@@ -157,13 +158,15 @@ def describe_file(
 
 def installed_versions() -> dict[str, str]:
     """Versions of the packages whose formats are in a checkpoint."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "unknown"
-    return versions
+    return {package: _installed_version(package) for package in _PACKAGES}
+
+
+@functools.cache  # looking through all installed packages takes tens of milliseconds
+def _installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

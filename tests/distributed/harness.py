@@ -32,6 +32,7 @@ from typing import Any
 
 from fused_switch import apply_fused_switch
 
+from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.parallel import processes
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
@@ -165,10 +166,11 @@ class StartedCommand:
         settings = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
         self._words = [program, *arguments]
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed in wait
-        out, err = (file.fileno() for file in self._files)
-        body = _Command(out, err, self._words, settings, os.getcwd(), forked_ranks)
-        self._process = _fork_server().Process(target=body)
-        self._process.start()
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), *(file.fileno() for file in self._files)]
+            body = _Command(streams, self._words, settings, os.getcwd(), forked_ranks)
+            self._process = _fork_server().Process(target=body)
+            self._process.start()
 
     def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Its exit code and what it printed.
@@ -208,42 +210,62 @@ def fork_fresh_ranks(replace: Callable[[Any, str, Any], None] = setattr) -> None
 
 _PROGRAM = """#!{python} -IS
 import os, pickle, socket, sys
+words = sys.argv[1:]
+if sys.argv[0].endswith("megasdc"):
+    words = ["megasdc", *words]
+else:
+    while words and words[0] in ("-u", "-P", "-B"):
+        del words[0]
+    if words[:1] == ["-m"]:
+        del words[0]
+    if not words or words[0].startswith(("-", "megasdc.launcher.")):  # the launcher looks at its parent
+        os.execv({python!r}, sys.argv)
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})
-    socket.send_fds(asked, [b"c"], [1, 2])
-    asked.sendall(pickle.dumps((sys.argv[1:], dict(os.environ), os.getcwd())))
-    asked.shutdown(socket.SHUT_WR)
+    socket.send_fds(asked, [b"c"], [0, 1, 2])
+    asked.sendall(pickle.dumps((words, dict(os.environ), os.getcwd())))
     code = int(asked.recv(16) or 1)
 sys.exit(code if code >= 0 else 128 - code)
 """
 
 
 @contextlib.contextmanager
-def forked_program(folder: Path) -> Iterator[Path]:
-    """A folder for ``PATH`` whose ``megasdc`` runs as a fork of the server, with the caller's outputs and environment.
+def forked_programs(folder: Path) -> Iterator[Path]:
+    """A folder for ``PATH`` whose ``megasdc`` and ``python``, and so the ranks they start, are forks of the server.
 
-    For scripts that call the program by its name, see ``run_command``. It reads nothing and gets no signals.
+    For commands that call programs by their names, see ``run_command``: they have the caller's streams and environment,
+    and end with it. ``python`` runs modules and scripts so, and anything else itself.
 
     Args:
-        folder: for the program and a socket; a short path, as sockets' names must be.
+        folder: for the programs and a socket; a short path, as sockets' names must be.
     """
     context = _fork_server()
     address = str(folder / "socket")
-    program = folder / "megasdc"
-    program.write_text(_PROGRAM.format(python=sys.executable, address=address), encoding="utf-8")
-    program.chmod(0o755)
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("pyvenv.cfg", "lib"):  # the interpreter that runs under the name of ``python`` finds its packages
+        (folder / name).symlink_to(Path(sys.prefix, name))
+    for name in ("megasdc", "python"):
+        text = _PROGRAM.format(python=sys.executable, address=address)
+        (programs / name).write_text(text, encoding="utf-8")
+        (programs / name).chmod(0o755)
 
     def answer(caller: socket.socket) -> None:
         with caller:
-            _, (out, err), _, _ = socket.recv_fds(caller, 1, 2)
-            with caller.makefile("rb") as words:
-                arguments, environment, cwd = pickle.load(words)
-            command = context.Process(target=_Command(out, err, ["megasdc", *arguments], environment, cwd))
+            _, streams, _, _ = socket.recv_fds(caller, 1, 3)
+            with caller.makefile("rb") as said:
+                words, environment, cwd = pickle.load(said)
+            environment.pop(NODE_PID_VARIABLE, None)  # the parent of a fork is the server
+            body = _Command(streams, words, environment, cwd, python=str(programs / "python"))
+            command = context.Process(target=body)
             command.start()
-            os.close(out)
-            os.close(err)
+            for stream in streams:
+                os.close(stream)
+            if command.sentinel not in wait([command.sentinel, caller]):  # the caller was ended
+                command.terminate()
             command.join()
-            caller.sendall(str(command.exitcode).encode())
+            with contextlib.suppress(OSError):
+                caller.sendall(str(command.exitcode).encode())
 
     def serve(server: socket.socket) -> None:
         with contextlib.suppress(OSError):  # closed below
@@ -255,38 +277,39 @@ def forked_program(folder: Path) -> Iterator[Path]:
         server.listen()
         threading.Thread(target=serve, args=(server,), daemon=True).start()
         try:
-            yield folder
+            yield programs
         finally:
             server.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass
 class _Command:
-    """Body of a command's process; the numbers are of open files, here or, once it is unpickled, there."""
+    """Body of a command's process; streams are numbers of open files, here or, once it is unpickled, there."""
 
-    out: int
-    err: int
+    streams: list[int]
     words: list[str]
     settings: dict[str, str]
     folder: str
     forked_ranks: bool = False
+    python: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "out": DupFd(self.out), "err": DupFd(self.err)}
+        return {**vars(self), "streams": list(map(DupFd, self.streams))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({**state, "out": state["out"].detach(), "err": state["err"].detach()})
+        vars(self).update({**state, "streams": [stream.detach() for stream in state["streams"]]})
 
     def __call__(self) -> None:
-        with open(os.devnull) as nothing:
-            for number, stream in enumerate((nothing.fileno(), self.out, self.err)):
-                os.dup2(stream, number)
+        for number, stream in enumerate(self.streams):
+            os.dup2(stream, number)
         os.chdir(self.folder)
         # A fork knows its server's address, but would start another one, since it is not the server's parent.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
         apply_fused_switch()
         if self.forked_ranks:
             fork_fresh_ranks()
+        if self.python is not None:
+            sys.executable = self.python
         program, *arguments = self.words
         processes.run_module(program, arguments, self.settings)
 

@@ -18,7 +18,7 @@ import click
 import numpy as np
 import pytest
 import typer.main
-from harness import forked_program
+from harness import forked_programs
 
 from megasdc.cli import app
 from megasdc.report import checkpoint_command, trace_command
@@ -273,12 +273,13 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_tutorial_runs(tmp_path: Path, page: str) -> None:
     """Its blocks, as printed, in order, in what looks like a fresh clone: each ends with 0.
 
-    ``megasdc`` is a fork of a server that has imported what it needs; the ranks that it launches are fresh processes.
+    The real launcher starts real ranks, but each of their processes is a fork of a server that has imported what it
+    needs; with fresh ones ``test_train_your_own_model`` and the quick start run.
     """
     sandbox = make_sandbox(tmp_path)
     blocks = read_blocks(DOCS / "tutorials" / f"{page}.md")
     assert len(blocks) > 3
-    with tempfile.TemporaryDirectory() as folder, forked_program(Path(folder)) as programs:
+    with tempfile.TemporaryDirectory() as folder, forked_programs(Path(folder)) as programs:
         for block in blocks:
             run(sandbox, block.text, programs)
 
