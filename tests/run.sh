@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh [--quick | --all] [pytest options]
 #
-# --quick: lint, types and unit tests alone, for the daily loop.
+# --quick: lint, types and unit tests alone, without the few slow ones, for the daily loop.
 # --all adds the full campaigns and, without pytest options, runs tests of detection a second time with fused modules.
 # Installs what the tests need into the same environment as the quick start.
 set -euo pipefail
@@ -20,6 +20,7 @@ quick=0
 if [ "${1:-}" = "--quick" ]; then
     quick=1
     shift
+    select=(-m "not full and not slow")
     set -- -n 2 tests/unit "$@"
 elif [ "${1:-}" = "--all" ]; then
     select=()

@@ -13,7 +13,7 @@ from megasdc.model import fused, fused_loss
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 100
+STEPS, ALL_STEPS = 40, 100
 GPT2 = {**GPT, "hidden_dropout": 0.1}
 FUNCTIONS = {
     "rms_norm": (LLAMA, lambda: fused.rms_norm(1e-5).forward),
@@ -55,15 +55,16 @@ def _run(
 
 
 @functools.cache
-def _alone() -> tuple[list[float], dict[str, int]]:
-    return _run(LLAMA, True, STEPS)
+def _alone(steps: int = STEPS) -> tuple[list[float], dict[str, int]]:
+    return _run(LLAMA, True, steps)
 
 
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(ALL_STEPS, marks=pytest.mark.full)])
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_losses_are_those_of_unfused_modules(model: dict[str, Any]) -> None:
-    """100 steps within 1e-5 in fp32, with dropout from the same masks; every function of the model took part."""
-    losses, compiled = _alone() if model is LLAMA else _run(model, True, STEPS)
-    unfused, none = _run(model, False, STEPS)
+def test_losses_are_those_of_unfused_modules(model: dict[str, Any], steps: int) -> None:
+    """All steps within 1e-5 in fp32, with dropout from the same masks; every function of the model took part."""
+    losses, compiled = _alone(steps) if model is LLAMA else _run(model, True, steps)
+    unfused, none = _run(model, False, steps)
     assert relative_distance(losses, unfused) < 1e-5
     assert losses[-1] < losses[0] - 0.5, "it learns"
     assert set(none.values()) == {0}

@@ -84,6 +84,7 @@ def test_flipped_bits(golden: tuple[Path, Golden]) -> None:
     assert refused > 0.8 * len(range(0, len(data), 53))
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_the_zip_directory(golden: tuple[Path, Golden]) -> None:
     """Every one of them: other methods, versions and passwords are refused as damage too, not with zip's own errors."""
     path, contents = golden

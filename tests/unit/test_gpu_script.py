@@ -78,6 +78,7 @@ def test_what_a_part_found_comes_back(run_part: Any) -> None:
     assert found["state"] == "failed" and "ValueError: not this one" in found["checks"][0]["detail"]
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_or_hangs_leaves_what_it_had(run_part: Any) -> None:
     """Its last words name the function; processes that it started are gone, and its limit holds."""
     found = run_part("dies", 60.0)

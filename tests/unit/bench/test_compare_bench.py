@@ -40,6 +40,7 @@ def rendered(result):
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_both_programs_are_measured(result, folder):
     """The first, cat, has the bar, cmp none; no difference is found in equal files, and none of them is left behind."""
     assert [(one.against, one.bar) for one in result.comparisons] == [("cat", BAR), ("cmp", None)]
@@ -49,6 +50,7 @@ def test_both_programs_are_measured(result, folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(result):
     """Four times the size takes no more memory, with equal files and with files that differ everywhere."""
     assert [(one.content, one.size_mib) for one in result.memory] == [("equal", (48, 192)), ("different", (48, 192))]
@@ -56,6 +58,7 @@ def test_memory_is_bounded(result):
     assert all(0 <= size < 128 for one in result.memory for size in one.growth_mib)
 
 
+@pytest.mark.slow
 def test_a_missed_bar_fails(result):
     """A slow comparison, a difference in equal files, and memory that grows with the size are each a failure."""
     cat, cmp = (replace(one, ratios={"wall": estimate_median([BAR] * 9)}) for one in result.comparisons)
@@ -73,6 +76,7 @@ def test_a_missed_bar_fails(result):
         assert json.loads(json.dumps(bad.as_dict()))["passed"] is False
 
 
+@pytest.mark.slow
 def test_every_element_of_the_other_file_differs(folder):
     """The files of the measurement of memory differ in one bit of each element, and in nothing else."""
     one, other = (torch.load(write_checkpoint(folder / f"{f}.pt", 16, flipped=f == "b")) for f in ("a", "b"))

@@ -115,6 +115,7 @@ def _peak_growth(folder: str, names: tuple[str, str]) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["one.pt", "other.pt"])
 def test_a_large_tensor_is_never_held(tmp_path: Path, other: str) -> None:
     """Comparing a tensor of 96 MiB with an equal or a wholly different one takes less than 64 MiB more."""

@@ -181,6 +181,7 @@ def test_one_flip_is_one_block_of_the_odd_one(pair: tuple[Path, Path], first: in
     assert only.basis == "what most checkpoints hold"
 
 
+@pytest.mark.slow
 def test_elements_of_a_shard_are_those_of_parameters(pair: tuple[Path, Path]) -> None:
     """In a rank's flat tensor the parameters are named that lie in the blocks which differ."""
     keys = ("optimizer_state_dict", "base_optimizer_state", "state", 0, "exp_avg")

@@ -89,6 +89,7 @@ def wait_for(process, condition):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_killed_runs_resume_to_the_same_bytes(tmp_path, corpus, prepared, section_for, caplog):
     """A run killed while tokenizing or writing leaves no destination and no worker; the next reuses good shards."""
     section = section_for(tmp_path / "killed", corpus)

@@ -44,6 +44,7 @@ def start(folder: Path, words: list[str], environment: dict[str, str], *argument
     return {**found, "exit code": done.returncode}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["cpu", None])
 def test_ranks_are_started_as_by_deepspeed(tmp_path: Path, accelerator: str | None) -> None:
     """The same command lines, environment and exit code as under DeepSpeed's own launch.py."""

@@ -15,6 +15,8 @@ from megasdc.errors import LaunchError
 from megasdc.model import compiled, fused
 from megasdc.model.code_cache import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
 
+pytestmark = pytest.mark.slow
+
 START = """
 import torch
 from megasdc.model import fused

@@ -105,6 +105,7 @@ def _loss(logits: Tensor, labels: Tensor, mask: Tensor, loss: TokenLoss) -> tupl
     return total.detach(), torch.autograd.grad(total * 1024, leaf)[0] / 1024, handed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "offset"), [(4, 0), (4, 1000), (100, 1000)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_cross_entropy_agrees_with_fp64(
