@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from megasdc.cli.app import Json, Out, dropcompute_app, input_argument, input_option, output_option, print_result
+from megasdc.cli.app import (
+    Json,
+    Out,
+    dropcompute_app,
+    input_argument,
+    input_option,
+    output_option,
+    print_result,
+    stdout_kept_clean,
+)
 from megasdc.cli.options import option
 from megasdc.errors import ConfigError, DataError
 
@@ -34,9 +43,10 @@ class RecordedSteps:
     def load(self, quiet: bool) -> StepTimesOfRun:
         """Read them, with a progress bar unless ``quiet``."""
         from megasdc.progress import progress_bars
-        from megasdc.report.step_times import load_step_times
 
-        with progress_bars(quiet=quiet) as on_progress:
+        with stdout_kept_clean(), progress_bars(quiet=quiet) as on_progress:
+            from megasdc.report.step_times import load_step_times
+
             return load_step_times(self.run, self.first_step, self.last_step, on_progress)
 
 
@@ -106,9 +116,10 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
 
     Planning only: what is drawn is compared with the closed forms of Giladi et al. (NeurIPS 2023, arXiv 2306.10598).
     """
-    from megasdc.dropcompute.simulate import SimulationResults, simulate
-    from megasdc.progress import progress_bars
-    from megasdc.report.simulation_page import simulation_page
+    with stdout_kept_clean():
+        from megasdc.dropcompute.simulate import SimulationResults, simulate
+        from megasdc.progress import progress_bars
+        from megasdc.report.simulation_page import simulation_page
 
     try:
         environment, simulations = _simulations(options)
@@ -177,8 +188,9 @@ def threshold_of_run(
     output: Output,
 ) -> None:
     """Search the best threshold on the steps of a run in which nothing was dropped, as the run itself would."""
-    from megasdc.report.run_threshold import search_run
-    from megasdc.report.threshold_page import threshold_page
+    with stdout_kept_clean():
+        from megasdc.report.run_threshold import search_run
+        from megasdc.report.threshold_page import threshold_page
 
     times = steps.load(output.as_json)
     try:
@@ -191,8 +203,9 @@ def threshold_of_run(
 @dropcompute_app.command("times", epilog="Example: megasdc dropcompute times runs/smoke --figure times.html")
 def times_of_run(steps: RecordedSteps, output: Output) -> None:
     """Show the compute time of each replica of a run, how often each was last, and why the others waited."""
-    from megasdc.report.imbalance import report_times
-    from megasdc.report.times_page import times_page
+    with stdout_kept_clean():
+        from megasdc.report.imbalance import report_times
+        from megasdc.report.times_page import times_page
 
     output.write(report_times(steps.load(output.as_json)), times_page)
 

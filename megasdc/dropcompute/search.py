@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ class Rule:
     """Rule for micro-batches when the threshold tau has passed.
 
     Args:
-        finish: a started micro-batch is finished and counts; none is started later than tau. Else, as in eq. 6, the
+        finish: a started micro-batch is finished and counts; only before tau one is started. Else, as in eq. 6, the
             one in progress at tau is lost and the step ends at tau.
         min_micro_batches: that every replica completes whatever the threshold, >= 1; with ``finish`` false also 0.
         forward_share: of the forward in a latency, in [0, 1]; used with more than one stage.
@@ -165,8 +166,8 @@ def search_recorded(
 ) -> Threshold:
     """The threshold of the largest effective speed-up on the times of steps in which nothing was dropped.
 
-    The rule is ``finish``: a started micro-batch is finished, and none is started later than tau (with ``expected_s``:
-    than that long before tau). A replica whose last started micro-batch is m is taken to be done when m was in the
+    The rule is ``finish``: a started micro-batch is finished, and only before tau one is started (with ``expected_s``:
+    only so long before tau). A replica whose last started micro-batch is m is taken to be done when m was in the
     recording. With one stage, or several equally fast ones, that is exact; else the replica can be done earlier, by the
     forwards of later micro-batches that ran before the backward of m.
 
@@ -253,7 +254,8 @@ def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: floa
     for step, starts, ends in times():
         optional = slice(rule.min_micro_batches, None)
         deadline = starts if rule.finish else ends
-        place = np.searchsorted(thresholds, deadline[:, optional].ravel())
+        side: Literal["left", "right"] = "right" if rule.finish else "left"  # started before tau; ended by tau
+        place = np.searchsorted(thresholds, deadline[:, optional].ravel(), side)
         completed[step] += np.cumsum(np.bincount(place, minlength=len(thresholds)))
         if rule.finish:
             np.maximum.at(last[step], place, ends[:, optional].ravel())

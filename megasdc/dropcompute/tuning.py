@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megasdc.dropcompute.compensation import choose_larger_batch, mean_longest
 from megasdc.dropcompute.decisions import expected_time_s
 from megasdc.dropcompute.search import Curve, search_recorded
 from megasdc.engine.step_times import StepRecord
@@ -52,12 +53,14 @@ class RecordedSteps:
         end_s: likewise.
         compute_s: when a replica's micro-batches had ended, [replica, step].
         step_s: when its optimizer was done, [replica, step].
+        stages: of the pipeline.
     """
 
     start_s: Seconds
     end_s: Seconds
     compute_s: Seconds
     step_s: Seconds
+    stages: int = 1
 
     @property
     def communication_s(self) -> float:
@@ -88,6 +91,9 @@ class Tuning:
         drop_rate: share dropped at tau in the steps it was chosen from.
         speedup: S_eff there; None where the threshold was given.
         communication_s: Tc that was measured.
+        curve: None where the threshold was given, and for a larger batch.
+        micro_batches: to plan in a step of a replica.
+        aims: see ``LargerBatch``.
     """
 
     tau_s: float
@@ -95,6 +101,13 @@ class Tuning:
     speedup: float | None
     communication_s: float
     curve: Curve | None
+    micro_batches: int
+    aims: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def completed(self) -> float:
+        """Micro-batches that a replica completes in a step, mean over the steps it was chosen from."""
+        return self.micro_batches * (1 - self.drop_rate)
 
 
 class TimeWindow:
@@ -124,7 +137,8 @@ class TimeWindow:
             table[dims.dp_rank] = torch.tensor(self._rows, dtype=torch.float64)
         dist.all_reduce(table, group=group)
         times = table.numpy()
-        return RecordedSteps(times[:, :, :number], times[:, :, number : 2 * number], times[:, :, -2], times[:, :, -1])
+        starts, ends = times[:, :, :number], times[:, :, number : 2 * number]
+        return RecordedSteps(starts, ends, times[:, :, -2], times[:, :, -1], dims.pipeline)
 
 
 def tune(
@@ -141,9 +155,10 @@ def tune(
         min_micro_batches: that every replica starts.
         sigmas: see ``ClockDecisions``.
     """
-    communication_s = steps.communication_s
+    communication_s, planned = steps.communication_s, steps.start_s.shape[2]
     if tau_s is not None:
-        return Tuning(tau_s, steps.drop_rate(tau_s, min_micro_batches, sigmas), None, communication_s, None)
+        rate = steps.drop_rate(tau_s, min_micro_batches, sigmas)
+        return Tuning(tau_s, rate, None, communication_s, None, planned)
     found = search_recorded(
         steps.start_s,
         steps.end_s,
@@ -152,4 +167,40 @@ def tune(
         min_micro_batches,
         expected_s=steps.expected_s(sigmas),
     )
-    return Tuning(found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve)
+    return Tuning(found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve, planned)
+
+
+def tune_larger_batch(
+    steps: RecordedSteps,
+    tau_s: float | None,
+    max_drop_rate: float,
+    min_micro_batches: int,
+    sigmas: float | None = None,
+) -> Tuning:
+    """The larger batch and threshold with which as many micro-batches are completed as were planned, fastest.
+
+    Args:
+        tau_s: a given threshold, which may be lowered; it stays, without a larger batch, where it drops nothing or no
+            batch completes enough. None: any.
+
+    See ``tune`` for the others.
+    """
+    if tau_s is not None and not steps.drop_rate(tau_s, min_micro_batches, sigmas):
+        return tune(steps, tau_s, max_drop_rate, min_micro_batches, sigmas)
+    latest_s = math.inf if tau_s is None else tau_s
+    chosen = choose_larger_batch(
+        steps.start_s, steps.end_s, steps.stages, max_drop_rate, min_micro_batches, steps.expected_s(sigmas), latest_s
+    )
+    planned, communication_s = steps.start_s.shape[2], steps.communication_s
+    if tau_s is not None and chosen.micro_batches == planned:
+        return tune(steps, tau_s, max_drop_rate, min_micro_batches, sigmas)
+    plain_s = mean_longest(steps.end_s[:, :, -1]) + communication_s
+    return Tuning(
+        chosen.tau_s,
+        1 - chosen.completed / chosen.micro_batches,
+        chosen.completed / planned * plain_s / (chosen.compute_s + communication_s),
+        communication_s,
+        None,
+        chosen.micro_batches,
+        chosen.aims,
+    )

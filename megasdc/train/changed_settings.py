@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _PARAMS = "optimizer.params."
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_UNMEASURED: dict[str, Any] = {"tau_s": None, "tuned_at": None, "chosen": None}
+_UNMEASURED: dict[str, Any] = {"tau_s": None, "tuned_at": None, "chosen": None, "aims": [], "owed": 0}
 """State of DropCompute before the choice of a threshold."""
 
 

@@ -16,7 +16,7 @@ from megasdc.config.sections.drop_compute import (
     PREDICTIVE,
     RESAMPLE,
 )
-from megasdc.dropcompute.compensation import extra_steps, larger_batch
+from megasdc.dropcompute.compensation import WorkBalance, extra_steps
 from megasdc.dropcompute.decisions import (
     ClockDecisions,
     DecisionLog,
@@ -27,7 +27,7 @@ from megasdc.dropcompute.decisions import (
 from megasdc.dropcompute.gate import ReplicaGate, new_replica_group, replica_ranks
 from megasdc.dropcompute.recent import RecentSteps
 from megasdc.dropcompute.time_log import TimeLog
-from megasdc.dropcompute.tuning import TimeWindow, tune
+from megasdc.dropcompute.tuning import TimeWindow, tune, tune_larger_batch
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
@@ -67,10 +67,11 @@ class DropCompute(Hook):
         self._micro_batches = engine.gradient_accumulation_steps()
         self._base_steps = run.steps
         self._report = DropReport(section, run, run.steps, writer, interval)
-        given = not isinstance(section.threshold, str)
-        self._tau_s = float(section.threshold) if given else math.inf
+        self._given_s = math.inf if isinstance(section.threshold, str) else float(section.threshold)
+        self._tau_s = self._given_s
         self._tuned_at: int | None = None
         self._chosen: dict[str, Any] = {}
+        self._balance = WorkBalance(self._micro_batches, dims.data)
         self._window: TimeWindow | None = None
         self._totals = [0, 0]
         self._told = [0, 0]
@@ -159,7 +160,9 @@ class DropCompute(Hook):
             return
         if self._is_due_to_measure(step):
             self._window = TimeWindow(self._section.window_steps, self._micro_batches, run.dims)
-            engine.micro_batches = self._micro_batches
+            engine.micro_batches, self._balance.aims = self._micro_batches, ()
+        if self._balance.aims:
+            self._tau_s = min(self._balance.tau_s, self._given_s)
         self._clock.tau_s = self._tau_s
         is_warm = step >= self._first_step + self._section.warmup_steps
         self.gate.open = not is_warm or self._window is not None or self._limited or math.isinf(self._tau_s)
@@ -213,6 +216,7 @@ class DropCompute(Hook):
     def _count(self, run: Run, step: StepDecisions) -> None:
         self._totals[0] += step.dropped
         self._totals[1] += step.planned * len(step.completed)
+        self._balance.count(step.completed)
         self._report.step(step)
         if step.dropped:
             self._reach(run)
@@ -243,20 +247,22 @@ class DropCompute(Hook):
         self._limited = limited
 
     def _tune(self, run: Run, window: TimeWindow) -> None:
-        """Choose the threshold, the same on all ranks.
+        """Choose the threshold, and with `larger_batch` the planned micro-batches, the same on all ranks.
 
         Collective: all ranks of the world.
         """
         section = self._section
-        given = None if section.threshold == AUTO else self._tau_s
-        tuning = tune(
+        given = None if section.threshold == AUTO else self._given_s
+        choose = tune_larger_batch if section.compensation == LARGER_BATCH else tune
+        tuning = choose(
             window.gather(run.host_group), given, section.max_drop_rate, section.min_micro_batches, _sigmas(section)
         )
         self._window, self._tuned_at, self._tau_s = None, run.step, tuning.tau_s
-        if section.compensation == LARGER_BATCH:
-            run.engine.micro_batches = larger_batch(self._micro_batches, tuning.drop_rate)
+        self._balance.aims = tuning.aims
+        if tuning.micro_batches != run.engine.micro_batches:
+            run.engine.micro_batches = tuning.micro_batches
             self._reach(run)
-        self._chosen = self._report.tuning(tuning, run.engine.micro_batches)
+        self._chosen = self._report.tuning(tuning, self._micro_batches)
 
     def _tell_totals(self) -> None:
         dropped, planned = self._totals
@@ -272,19 +278,22 @@ class DropCompute(Hook):
             "tau_s": None if math.isinf(self._tau_s) else self._tau_s,
             "tuned_at": self._tuned_at,
             "chosen": self._chosen,
+            "aims": [list(aim) for aim in self._balance.aims],
+            "owed": self._balance.owed,
             "micro_batches": self._run.engine.micro_batches,
             "totals": self._totals,
             "told": self._told,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state_dict``; a threshold given in the configuration takes precedence."""
+        """Restore ``state_dict``; a threshold given in the configuration takes precedence, unless it was lowered."""
         self._totals, self._told = list(state["totals"]), list(state["told"])
         section = self._section
-        if section.threshold == AUTO:
+        if section.threshold == AUTO or (section.compensation == LARGER_BATCH and state["tuned_at"] is not None):
             self._tau_s = math.inf if state["tau_s"] is None else state["tau_s"]
         if section.threshold == AUTO or section.compensation == LARGER_BATCH:
             self._tuned_at, self._chosen = state["tuned_at"], state["chosen"]
+            self._balance.aims, self._balance.owed = state.get("aims", ()), state.get("owed", 0)
         if section.compensation == LARGER_BATCH and self._tuned_at is not None:
             self._run.engine.micro_batches = state["micro_batches"]
 

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from megasdc.config import DropComputeSection
-from megasdc.config.sections.drop_compute import DISCARD, EXTRA_STEPS
-from megasdc.dropcompute.compensation import expected_steps
+from megasdc.config.sections.drop_compute import DISCARD, EXTRA_STEPS, LARGER_BATCH, largest_batch
+from megasdc.dropcompute.compensation import TOLERANCE, expected_steps
 from megasdc.dropcompute.decisions import StepDecisions
 from megasdc.dropcompute.gate import replica_ranks
 from megasdc.dropcompute.recent import SlowReplica
@@ -111,15 +111,19 @@ class DropReport:
             "dropped more often than others'" if self._section.samples == DISCARD else "delayed more and more",
         )
 
-    def tuning(self, tuning: Tuning, micro_batches: int) -> dict[str, Any]:
-        """Report a chosen threshold, or the drop rate of a given one; returns the event's fields, on all ranks."""
+    def tuning(self, tuning: Tuning, wanted: int) -> dict[str, Any]:
+        """Report a chosen threshold, or the drop rate of a given one; returns the event's fields, on all ranks.
+
+        ``wanted``: micro-batches that a larger batch is to complete.
+        """
         curve = tuning.curve
         fields: dict[str, Any] = {
             "tau_s": None if math.isinf(tuning.tau_s) else tuning.tau_s,
             "drop_rate": tuning.drop_rate,
             "speedup": tuning.speedup,
             "communication_s": tuning.communication_s,
-            "micro_batches": micro_batches,
+            "micro_batches": tuning.micro_batches,
+            "completed": tuning.completed,
             "curve": None
             if curve is None
             else {
@@ -138,10 +142,28 @@ class DropReport:
             tuning.tau_s,
             gain,
             100 * tuning.drop_rate,
-            micro_batches,
+            tuning.micro_batches,
             self._length(tuning.drop_rate),
         )
+        if self._section.compensation == LARGER_BATCH and tuning.completed < (1 - TOLERANCE) * wanted:
+            self._not_compensated(tuning, wanted)
         return fields
+
+    def _not_compensated(self, tuning: Tuning, wanted: int) -> None:
+        """Report that no larger batch completes what was planned before a given threshold."""
+        step, completed, tau_s = self._run.step, tuning.completed, tuning.tau_s
+        largest = largest_batch(wanted, self._section.max_drop_rate)
+        fields = {"wanted": wanted, "completed": completed, "largest": largest}
+        self._run.events.emit(EVENT_KIND, "not_compensated", step=step, **fields)
+        logger.warning(
+            "step %d: no larger batch of at most %d micro-batches completes %d before the threshold of %.4g s, %.4g "
+            "are completed: the drop is not made up for; raise drop_compute.threshold or drop_compute.max_drop_rate",
+            step,
+            largest,
+            wanted,
+            tau_s,
+            completed,
+        )
 
     def _length(self, drop_rate: float) -> str:
         if self._section.compensation != EXTRA_STEPS:

@@ -159,7 +159,9 @@ COMPENSATIONS = ["extra_steps", "larger_batch", "resample", None]
 @pytest.mark.parametrize("compensation", COMPENSATIONS)
 def test_compensation(tmp_path: Path, data: Path, compensation: str | None) -> None:
     """Given-up samples are made up for as asked: more steps, more planned micro-batches, or once more in the epoch."""
-    section = {**DROPPING, "threshold": 0.12, "samples": "discard", "compensation": compensation, "window_steps": 3}
+    threshold = "auto" if compensation == "larger_batch" else 0.12  # a given one must leave time for what was planned
+    section = {**DROPPING, "threshold": threshold, "samples": "discard", "compensation": compensation}
+    section |= {"window_steps": 3}
     config = _config(tmp_path, "run", data, drop_compute=section, delay=UNEQUAL, training__steps=10)
     _train(config, 2, "megasdc.training.stop_step=7")
     _train(config, 2)
@@ -173,10 +175,9 @@ def test_compensation(tmp_path: Path, data: Path, compensation: str | None) -> N
     assert max(done) == (10 + -(-dropped // 8) if compensation == "extra_steps" else 10)
     if compensation == "larger_batch":
         (measured,) = events_of(run_dir, "drop", "threshold")
-        assert measured["tau_s"] == 0.12 and measured["step"] == 4
-        assert set(planned.values()) == {4, measured["micro_batches"]}
-        rate = measured["drop_rate"]
-        assert measured["micro_batches"] == -(-round(4 * (1 + rate / (1 - rate)) * 1e6) // 10**6)
+        assert measured["tau_s"] > 0 and measured["speedup"] > 1 and measured["step"] == 4
+        assert set(planned.values()) == {4, measured["micro_batches"]} and 4 < measured["micro_batches"] <= 8
+        assert measured["completed"] == pytest.approx(4, rel=0.01), "in the steps it was chosen from"
     consumed = {str(replica): sum(planned.values()) for replica in range(2)}
     saved = _loader_of(run_dir, max(done))
     assert saved["consumed"] == consumed

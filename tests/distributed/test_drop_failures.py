@@ -150,18 +150,20 @@ def test_the_largest_drop_rate_is_kept(tmp_path: Path, data: Path) -> None:
 def test_a_larger_batch_is_limited_by_its_own_size_and_repeats(tmp_path: Path, data: Path) -> None:
     """The drop rate is that of the micro-batches planned now; a replay plans as many, on a stream that is as long.
 
-    One of four is completed in the measured steps' eyes, so that 16 are planned: 15 of 16 are less than 0.95, though
-    more than 4.
+    Of 8 planned for 4 that are completed half is dropped, which is the limit, while 4 of 4 would be far above.
     """
-    larger = {**NEVER, "max_drop_rate": 0.95, "window_steps": 2, "samples": "discard", "compensation": "larger_batch"}
-    options = {"deepspeed__train_batch_size": 8, "checkpoint__interval": 6}
-    config = _config(tmp_path, data, drop_compute=larger, **options)
+    larger = {**NEVER, "threshold": "auto", "max_drop_rate": 0.5, "window_steps": 3}
+    larger |= {"samples": "discard", "compensation": "larger_batch"}
+    late = {"kind": "gamma", "mean_s": 0.1, "std_s": 0.2, "seed": 4}
+    options = {"deepspeed__train_batch_size": 8, "checkpoint__interval": 6, "training__steps": 6}
+    config = _config(tmp_path, data, drop_compute=larger, delay=[late], **options)
     assert [code for code, _ in train_run(config, 2)] == [0, 0]
-    done = _completed(tmp_path)
-    assert [done[step] for step in range(1, 7)] == [[4, 4]] * 2 + [[1, 1]] * 4
-    assert events_of(tmp_path / "run", "drop", "limit") == []
     (told,) = events_of(tmp_path / "run", "drop", "threshold")
-    assert told["micro_batches"] == 16
+    assert 4 < told["micro_batches"] <= 8 and told["completed"] == pytest.approx(4, rel=0.01)
+    planned = [
+        json.loads(line).get("planned") for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()
+    ]
+    assert planned[1:] == [4] * 3 + [told["micro_batches"]] * 3
 
     (tmp_path / "again").mkdir()
     replay = {"enabled": True, "samples": "discard", "replay_decisions": str(tmp_path / "run" / "decisions.jsonl")}
@@ -171,6 +173,18 @@ def test_a_larger_batch_is_limited_by_its_own_size_and_repeats(tmp_path: Path, d
     last = Path("run", "checkpoints", "step_00000006")
     first, second = state_of(tmp_path / last), state_of(tmp_path / "again" / last)
     assert all(second[name] == value for name, value in first.items() if "shared" not in name)
+
+
+def test_where_no_larger_batch_is_enough_it_is_told(tmp_path: Path, data: Path) -> None:
+    """Before a threshold of 0 one micro-batch is started, however many are planned: their number stays."""
+    larger = {**NEVER, "window_steps": 2, "samples": "discard", "compensation": "larger_batch"}
+    config = _config(tmp_path, data, drop_compute=larger, deepspeed__train_batch_size=8, training__steps=4)
+    train_run(config, 2)
+    assert [_completed(tmp_path)[step] for step in range(1, 5)] == [[4, 4]] * 2 + [[1, 1]] * 2
+    (chosen,) = events_of(tmp_path / "run", "drop", "threshold")
+    assert (chosen["micro_batches"], chosen["completed"], chosen["tau_s"]) == (4, 1, 0)
+    (told,) = events_of(tmp_path / "run", "drop", "not_compensated")
+    assert (told["step"], told["wanted"], told["completed"], told["largest"]) == (2, 4, 1, 8)
 
 
 # --- a stream that ends -----------------------------------------------------------------------------------------------

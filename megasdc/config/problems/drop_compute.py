@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megasdc.config.problems.problem import Problem
@@ -13,6 +14,7 @@ from megasdc.config.sections.drop_compute import (
     PREDICTIVE,
     RESAMPLE,
     DropComputeSection,
+    largest_batch,
 )
 from megasdc.config.sections.megasdc import MegasdcSection
 
@@ -90,4 +92,12 @@ def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulat
         yield (
             f"{_D}.enabled: got true, but a replica's step has {micro_batches} micro-batches and min_micro_batches is "
             f'as many, so that nothing can be dropped; raise {accumulation_name}, or set threshold "inf" to measure.'
+        )
+    chooses_batch = drop.enabled and drop.compensation == LARGER_BATCH and drop.replay_decisions is None
+    if chooses_batch and largest_batch(micro_batches, drop.max_drop_rate) == micro_batches:
+        dropped = math.ceil(1e4 / (micro_batches + 1)) / 1e4
+        yield (
+            f'{_D}.max_drop_rate: got {drop.max_drop_rate:g} with compensation "larger_batch", but a replica that '
+            f"completes {micro_batches} of {micro_batches + 1} micro-batches drops {dropped:g} of them; allow "
+            f'that, raise {accumulation_name}, or set compensation "extra_steps".'
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,6 +15,13 @@ PLANNED, COMPUTED = "planned", "computed"
 DEFER, DISCARD = "defer", "discard"
 EXTRA_STEPS, LARGER_BATCH, RESAMPLE = "extra_steps", "larger_batch", "resample"
 Seconds = Annotated[float, Field(ge=0)]
+
+
+def largest_batch(micro_batches: int, max_drop_rate: float) -> int:
+    """Most micro-batches M' that `larger_batch` plans so that M are completed: M / (1 - rate), and at most 2 M."""
+    if max_drop_rate >= 0.5:
+        return 2 * micro_batches
+    return math.floor(micro_batches / (1 - max_drop_rate) + 1e-9)
 
 
 class DropComputeSection(Section):
@@ -60,9 +68,9 @@ class DropComputeSection(Section):
     )
     compensation: Literal["extra_steps", "larger_batch", "resample"] | None = setting(
         None,
-        "With discard: extra_steps: as many more steps as were lost; larger_batch: so many more micro-batches a step "
-        "that about the planned number is completed; resample: lost samples are used before their epoch ends; null: "
-        "none.",
+        "With discard: extra_steps: as many more steps as were lost; larger_batch: more micro-batches a step, with a "
+        "threshold so that as many as planned before are completed; resample: lost samples are used before their "
+        "epoch ends; null: none.",
     )
     replay_decisions: str | None = setting(
         None,

@@ -85,7 +85,7 @@ def finish_step(times: np.ndarray, tau: float, least: int) -> tuple[int, float]:
     for row in times:
         clock = 0.0
         for number, latency in enumerate(row):
-            if number >= least and clock > tau:
+            if number >= least and clock >= tau:
                 break
             clock += float(latency)
             done += 1
@@ -258,7 +258,7 @@ def test_the_predictive_rule_completes_what_is_expected_to_end_by_the_threshold(
                 taken = times[replica].ravel()
                 most = taken.mean() + sigmas * math.sqrt(((taken - taken.mean()) ** 2).mean())
                 for start, end in zip(starts[replica, step], ends[replica, step], strict=True):
-                    if start and start + most > tau * (1 + 1e-12):
+                    if start and start + most >= tau * (1 - 1e-12):
                         break
                     completed, longest = completed + 1, max(longest, end)
             assert found.curve.completed[step, 20 * place] == completed

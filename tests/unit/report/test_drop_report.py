@@ -21,7 +21,7 @@ from megasdc.dropcompute.simulate import Simulation, SimulationResults, simulate
 from megasdc.errors import DataError
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions
 from tools.bench.drops.speedup import DropSpeedupResult
-from tools.bench.drops.speedup_scores import Comparison
+from tools.bench.drops.speedup_scores import Comparison, LargerBatchRun
 from tools.bench.drops.training import DropTrainResult
 from tools.bench.drops.training_scores import DropRun
 
@@ -58,9 +58,10 @@ def files(tmp_path_factory: pytest.TempPathFactory, simulated: dict[str, Any]) -
         for setting, seed in options.runs
     ]
     machine = {"date": "today", "processor": "a processor"}
+    larger = LargerBatchRun(0.6, 10, 0.998, 1.15, 1.14)
     found = {
         "simulated": simulated,
-        "measured": DropSpeedupResult(machine, DropSpeedupOptions(), measured, 0.97).as_dict(),
+        "measured": DropSpeedupResult(machine, DropSpeedupOptions(), measured, larger, 0.97).as_dict(),
         "trained": DropTrainResult(machine, options, runs).as_dict(),
     }
     paths = []

@@ -14,6 +14,8 @@ from tools.bench.small.gpt import SmallGpt, small_config
 REPLICAS = 2
 """Replicas that train in the campaign on dropped micro-batches."""
 COMPENSATED_RATE = 0.1
+LARGER_BATCH_RATE = 0.25
+"""Largest drop rate of the run with a larger batch whose speed-up is measured."""
 NEVER, AUTO = "inf", "auto"
 LEAST_MICRO_BATCHES = 2
 
@@ -119,10 +121,15 @@ class DropSpeedupOptions(Options):
     @property
     def num_steps(self) -> int:
         """Of all runs."""
-        return 2 * self.second.stop + (1 + len(self.drop_rates)) * self.first.stop
+        return 3 * self.second.stop + (1 + len(self.drop_rates)) * self.first.stop
 
     def config(
-        self, folder: Path, threshold: float | str, steps: int | None = None, seed: int | None = None
+        self,
+        folder: Path,
+        threshold: float | str,
+        steps: int | None = None,
+        seed: int | None = None,
+        larger_batch: bool = False,
     ) -> dict[str, Any]:
         """The configuration of a run that writes to this folder, with a threshold as in the section.
 
@@ -137,6 +144,8 @@ class DropSpeedupOptions(Options):
             "window_steps": self.steps,
             "max_drop_rate": 1.0,
         }
+        if larger_batch:
+            drop |= {"max_drop_rate": LARGER_BATCH_RATE, "samples": DISCARD, "compensation": LARGER_BATCH}
         if threshold == NEVER:
             drop = {"threshold": threshold}
         elif self.sigmas is not None:

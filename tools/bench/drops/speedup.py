@@ -1,9 +1,9 @@
 """Predicted and measured speed-up of DropCompute, ``python -m tools.bench drop-speedup``: gloo replicas that sleep.
 
-Runs of the same delays take steps in turn: one without a threshold, one for each of several thresholds, and one that
-chooses its own. Each micro-batch is a constant delay and one from the paper's environment, which no threshold cuts;
-computation is little beside them, so that many replicas fit few cores. What is predicted for steps comes from steps of
-other delays, in which nothing was dropped, by the search that runs use.
+Runs of the same delays take steps in turn: one without a threshold, one for each of several thresholds, one that
+chooses its own, and one that chooses a larger batch. Each micro-batch is a constant delay and one from the paper's
+environment, which no threshold cuts; computation is little beside them, so that many replicas fit few cores. What is
+predicted for steps comes from steps of other delays, in which nothing was dropped, by the search that runs use.
 
 Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 """
@@ -15,10 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megasdc.dropcompute.compensation import TOLERANCE
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from tools.bench.drops.options import AUTO, NEVER, DropSpeedupOptions
-from tools.bench.drops.speedup_scores import Comparison, choose_thresholds, compare, recorded_steps, sleep_share
+from tools.bench.drops.speedup_scores import (
+    Comparison,
+    LargerBatchRun,
+    choose_thresholds,
+    compare,
+    recorded_steps,
+    score_larger_batch,
+    sleep_share,
+)
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
@@ -41,7 +50,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DropSpeedupResult(Result):
-    """Comparisons, one a threshold, the last one the run's own.
+    """Comparisons, one a threshold, the last one the run's own; and a run with a larger batch.
 
     ``sleep_share`` is the share of sleep in the time of micro-batches without a threshold.
     """
@@ -50,12 +59,13 @@ class DropSpeedupResult(Result):
     bar: ClassVar[float] = BAR
 
     thresholds: Sequence[Comparison]
+    larger_batch: LargerBatchRun
     sleep_share: float
 
     @property
     def passed(self) -> bool:
-        """Whether every speed-up is as predicted, within the bar."""
-        return all(abs(one.difference) <= BAR for one in self.thresholds)
+        """Whether every speed-up is as predicted, within the bar, and a larger batch completes what was planned."""
+        return all(abs(one.difference) <= BAR for one in self.thresholds) and self.larger_batch.passed
 
     def report(self) -> Report:
         """A row for each threshold."""
@@ -72,6 +82,13 @@ class DropSpeedupResult(Result):
             "predicted: from as many steps of other delays in which nothing was left out, their micro-batches dealt "
             "out anew; of same steps: from the run without a threshold, whose delays the measured run has again, so "
             "that no chance is in it"
+        )
+        larger = self.larger_batch
+        yield (
+            f"larger batch: {larger.micro_batches} micro-batches planned for {options.gpt.micro_batches}; completed "
+            f"{100 * larger.completed:.2f} % of what is planned without drops (bar: within {100 * TOLERANCE:g} %, "
+            f"{'pass' if larger.passed else 'FAIL'}), {larger.speedup:.3f} times as many a second, "
+            f"{larger.predicted:.3f} predicted"
         )
 
 
@@ -110,22 +127,23 @@ def bench_drop_speedup(
     with scratch_folder() as folder:
         on_progress("steps", 0, options.num_steps)
         run_in_ranks(measure_rank, {"options": options, "folder": folder}, options.replicas, folder, take)
-        (plain, *dropping, own), first, second = runs, options.first, options.second
+        (plain, *dropping, own, larger), first, second = runs, options.first, options.second
         before, sigmas = folder / "before", options.sigmas
         found = [
             compare(tau, plain, run, first, before, first, sigmas)
-            for tau, run in zip(taus[1:-1], dropping, strict=True)
+            for tau, run in zip(taus[1:-2], dropping, strict=True)
         ]
-        found.append(compare(taus[-1], plain, own, second, own[0], first, sigmas))
+        found.append(compare(taus[-2], plain, own, second, own[0], first, sigmas))
+        compensated = score_larger_batch(plain, larger, second)
         slept = sleep_share(recorded_steps(plain[0], first), first, options.delay(options.seed))
-    return DropSpeedupResult(machine, options, found, slept)
+    return DropSpeedupResult(machine, options, found, compensated, slept)
 
 
 def measure_rank(messages: Messages, options: DropSpeedupOptions, folder: Path) -> None:
     """Make all runs, and report folder, threshold and seconds of steps of each.
 
-    The first run has no threshold; from its steps come the thresholds of others. Those, one without a threshold and one
-    that chooses its own then take steps in turn.
+    The first run has no threshold; from its steps come the thresholds of others. Those, one without a threshold, one
+    that chooses its own and one with a larger batch then take steps in turn.
     """
     dims = join_ranks()
     done = 0
@@ -144,6 +162,7 @@ def measure_rank(messages: Messages, options: DropSpeedupOptions, folder: Path) 
     taus = gather_objects(None if steps is None else choose_thresholds(steps, options.drop_rates, options.sigmas))[0]
     assert taus is not None, "rank 0 chose them"
     runs = [build(NEVER, NEVER), *(build(f"tau_{number}", tau) for number, tau in enumerate(taus)), build(AUTO, AUTO)]
+    runs.append(build("larger_batch", AUTO, larger_batch=True))
     for run, walls_s in zip(runs, train_in_turn(runs, count), strict=True):
         tau_s = drop_compute_of(run).state_dict()["tau_s"]
         messages.send(done=done, run=(run.folder, walls_s), tau_s=tau_s)

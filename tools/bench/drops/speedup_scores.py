@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config import DelaySpec
+from megasdc.dropcompute.compensation import TOLERANCE
 from megasdc.dropcompute.decisions import DECISIONS_FILE, read_decisions
 from megasdc.dropcompute.search import Curve, Rule, search_recorded, search_threshold
 from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
 from megasdc.dropcompute.tuning import RecordedSteps
+from megasdc.events import read_events
 from megasdc.faults.delay import draw_delays
 from tools.bench.drops.options import Segment
 
@@ -53,6 +55,53 @@ class Comparison:
     def difference(self) -> float:
         """Of the measured speed-up from the predicted one, over the latter."""
         return self.speedup / self.predicted - 1
+
+
+@dataclass(frozen=True)
+class LargerBatchRun:
+    """A run with a larger batch of ``micro_batches``; ``predicted``: the speed-up that it expected when it chose.
+
+    ``completed`` are micro-batches over those planned without drops; ``speedup`` is of micro-batches per second.
+    """
+
+    also = ("passed",)
+
+    tau_s: float | None
+    micro_batches: int
+    completed: float
+    predicted: float
+    speedup: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether as much was completed as was planned, within ``TOLERANCE``."""
+        return abs(self.completed - 1) <= TOLERANCE
+
+
+def score_larger_batch(plain: TimedRun, larger: TimedRun, measured: Segment) -> LargerBatchRun:
+    """The steps ``measured`` of a run with a larger batch, beside a run without a threshold."""
+    (chosen,) = read_events(larger[0], kind="drop", name="threshold", rank=0)
+    replicas, _, micro_batches = recorded_steps(plain[0], measured).start_s.shape
+    share, speedup = _progress(plain, larger, measured, replicas, micro_batches)
+    return LargerBatchRun(
+        tau_s=chosen.fields["tau_s"],
+        micro_batches=chosen.fields["micro_batches"],
+        completed=share,
+        predicted=chosen.fields["speedup"],
+        speedup=speedup,
+    )
+
+
+def _progress(
+    plain: TimedRun, dropping: TimedRun, measured: Segment, replicas: int, micro_batches: int
+) -> tuple[float, float]:
+    """Completed micro-batches over planned ones, and per second over those without a threshold."""
+    counts = read_decisions(dropping[0] / DECISIONS_FILE, replicas, micro_batches)
+    share = sum(sum(counts[step].completed) for step in measured.steps) / (
+        replicas * micro_batches * len(measured.steps)
+    )
+    seconds, plain_s = (math.fsum(run[1][measured.start : measured.stop]) for run in (dropping, plain))
+    return share, share * plain_s / seconds
 
 
 def recorded_steps(run_dir: Path, segment: Segment) -> RecordedSteps:
@@ -117,18 +166,15 @@ def compare(
     searched = search_recorded(same.start_s, same.end_s, same.communication_s, expected_s=same.expected_s(sigmas))
     predicted_same, _ = _at(searched.curve, tau)
     replicas, _, micro_batches = same.start_s.shape
-    counts = read_decisions(dropping[0] / DECISIONS_FILE, replicas, micro_batches)
-    completed = sum(sum(counts[step].completed) for step in measured.steps)
-    planned = replicas * micro_batches * len(measured.steps)
-    seconds, plain_s = (math.fsum(run[1][measured.start : measured.stop]) for run in (dropping, plain))
+    share, speedup = _progress(plain, dropping, measured, replicas, micro_batches)
     return Comparison(
         tau_s=tau_s,
         own=predicting == dropping[0],
         predicted_rate=predicted_rate,
-        rate=1 - completed / planned,
+        rate=1 - share,
         predicted=predicted,
         predicted_same=predicted_same,
-        speedup=(completed / seconds) / (planned / plain_s),
+        speedup=speedup,
     )
 
 

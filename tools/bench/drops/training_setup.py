@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 from megasdc.config.sections.drop_compute import EXTRA_STEPS, LARGER_BATCH
 from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.dropcompute.compensation import expected_steps, larger_batch
+from megasdc.dropcompute.compensation import WorkBalance, choose_larger_batch, expected_steps
 from megasdc.dropcompute.pipeline import micro_batch_times
 from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.small.gpt import small_config
 
 LATENCY_S, MEAN_DELAY_S, COMMUNICATION_S = 0.45, 0.225, 0.5
 """Seconds of a micro-batch, of its bounded log-normal delay, and of a step besides; the paper's environment."""
+
+WINDOW_STEPS = 45
+"""Steps from which a larger batch is chosen."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +53,44 @@ class Drawn:
 def draw(options: DropTrainOptions, setting: Setting, seed: int) -> Drawn:
     """Simulate the job of a run with delays of this seed.
 
-    The threshold is the one that drops the setting's share of all its micro-batches.
+    The threshold is the one that drops the setting's share of all its micro-batches. A larger batch and its thresholds
+    are chosen as a run does, from steps after those of the run, with the share as the largest one if it allows any.
     """
     planned, steps = options.gpt.micro_batches, options.steps
-    if setting.compensation == LARGER_BATCH:
-        planned = larger_batch(planned, setting.rate)
     if setting.compensation == EXTRA_STEPS:
         steps += 2 * (expected_steps(steps, setting.rate) - steps)  # the replicas that train may be the later ones
     environment = Environment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), seed)
-    times = [
-        micro_batch_times(environment.draw(step, 0, options.replicas, planned, 1), 0.0, True)
-        for step in range(1, steps + 1)
-    ]
-    starts, ends = (np.stack(one) for one in zip(*times, strict=True))
-    tau_s = np.inf
-    if setting.rate:
+
+    def times(first: int, count: int, micro_batches: int) -> tuple[NDArray[np.float64], ...]:
+        """Starts and ends of steps, [replica, step, micro-batch]."""
+        drawn = [
+            micro_batch_times(environment.draw(step, 0, options.replicas, micro_batches, 1), 0.0, True)
+            for step in range(first, first + count)
+        ]
+        return tuple(np.stack(one, axis=1) for one in zip(*drawn, strict=True))
+
+    if setting.compensation == LARGER_BATCH:
+        rate = max(setting.rate, 1 / (planned + 1))
+        window = times(steps + 1, WINDOW_STEPS, planned)
+        chosen = choose_larger_batch(*window, 1, rate, 1, np.zeros(options.replicas))
+        balance = WorkBalance(planned, options.replicas, chosen.aims)
+        planned = chosen.micro_batches
+    starts, ends = times(1, steps, planned)
+    completed = np.full((options.replicas, steps), planned)
+    if setting.compensation == LARGER_BATCH and balance.aims:
+        for step in range(steps):
+            completed[:, step] = _started(starts[:, step], balance.tau_s)
+            balance.count(completed[:, step].tolist())
+    elif setting.rate:
         tau_s = np.quantile(starts[:, :, 1:], 1 - setting.rate * planned / (planned - 1))
-    completed = 1 + (starts[:, :, 1:] <= tau_s).sum(axis=-1)
+        completed = _started(starts, float(tau_s))
     done_s = np.take_along_axis(ends, completed[..., None] - 1, axis=-1)[..., 0]
-    return Drawn(planned, completed[:, :REPLICAS], done_s.max(axis=1) + COMMUNICATION_S)
+    return Drawn(planned, completed[:REPLICAS].T, done_s.max(axis=0) + COMMUNICATION_S)
+
+
+def _started(starts_s: NDArray[np.float64], tau_s: float) -> NDArray[np.int64]:
+    """Micro-batches started before the threshold, and the first one in any case; without the last axis."""
+    return 1 + (starts_s[..., 1:] < tau_s).sum(axis=-1)
 
 
 def run_config(
