@@ -36,6 +36,7 @@ fi
 
 echo "== 4/4 result"
 megasdc summary "$run_dir"
+printf '\nFirst, in this shell and each new one\n  source %q\n' "$MEGASDC_VENV/bin/activate"
 cat <<'EOF'
 
 What to try next
