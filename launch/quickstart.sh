@@ -36,11 +36,16 @@ fi
 
 echo "== 4/4 result"
 megasdc summary "$run_dir"
+printf '\nFirst, in this shell and each new one\n  source %q\n' "$MEGASDC_VENV/bin/activate"
 cat <<'EOF'
 
 What to try next
   megasdc check-config configs/smoke.json --show       every setting with its value
-  cp configs/smoke.json my.json, edit it, then         megasdc launch --num-ranks 2 --config my.json
   tensorboard --logdir runs                            after adding "tensorboard": {"enabled": true, "output_path": "runs"}
   docs/index.md                                        tutorials, guides, reference, results
+
+Your own model, with folders of its own for the run and the tokens (a run folder with a checkpoint is resumed)
+  sed -e s:runs/smoke:runs/my: -e s:prepared/stdlib:prepared/my: configs/smoke.json >my.json
+  megasdc prepare-data --config my.json                after editing my.json
+  megasdc launch --num-ranks 2 --config my.json
 EOF
