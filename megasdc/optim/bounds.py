@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megasdc.config import HookSpec
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP
 from megasdc.optim.bound_rules import Rule, limits_at, may_act, rule_of
+from megasdc.optim.clip_factors import ClipFactors
 from megasdc.optim.copies import digest
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
@@ -78,6 +79,8 @@ class ShardBounds:
         self.last_pass = torch.zeros(len(self.names), len(SUMS), dtype=torch.float64, device=device)
         self.local_pass = self.last_pass
         self._taken: dict[int, int] = {}
+        betas = sorted({group["betas"][1] for group in optimizer.optimizer.param_groups})
+        self.clips = {beta: ClipFactors(beta) for beta in betas}
 
         def chosen(wanted: Iterator[bool]) -> Tensor:
             return torch.tensor(list(wanted), dtype=torch.float64, device=device)
@@ -150,7 +153,8 @@ class ShardBounds:
             if fragment.gradient is None:
                 raise RuntimeError(f"{self.names[place]} has no reduced gradient in {type(self._optimizer).__name__}")
             moment = fragment.states(self._optimizer).get("exp_avg_sq")
-            limits = self._limits_of(self.rules[BEFORE_NORM][place], fragment.flat, step, scale, moment is not None)
+            rule = self.rules[BEFORE_NORM][place]
+            limits = self._limits_of(rule, fragment.flat, step, scale, moment is not None, unclip=True)
             bound_(fragment.gradient, moment, limits, sums[place])
             if self._compared[place]:
                 copied.append(fragment.gradient)
@@ -187,7 +191,8 @@ class ShardBounds:
             rule = self.rules[AFTER_NORM][place]
             moment = fragment.states(self._optimizer).get("exp_avg_sq")
             gradient = fragment.flat.grad.narrow(0, fragment.start, fragment.numel)
-            bound_(gradient, moment, self._limits_of(rule, fragment.flat, step, 1.0, moment is not None), sums[place])
+            limits = self._limits_of(rule, fragment.flat, step, 1.0, moment is not None, unclip=False)
+            bound_(gradient, moment, limits, sums[place])
             looked_at[place] = fragment.numel
         self._end(AFTER_NORM, sums, looked_at)
 
@@ -213,7 +218,10 @@ class ShardBounds:
         looked_at = self._whole if place == LOCAL else self._owned
         add(table, torch.cat([sums, (looked_at if stepped is None else stepped).unsqueeze(1)], dim=1))
 
-    def _limits_of(self, rule: Rule, flat: Tensor, step: int, scale: float, has_moment: bool) -> Limits:
+    def _limits_of(
+        self, rule: Rule, flat: Tensor, step: int, scale: float, has_moment: bool, *, unclip: bool
+    ) -> Limits:
+        """Limits of the elements of a parameter; ``unclip``: the gradient is not clipped yet, as those in V are."""
         spike = rule.spike
         if spike is None or not has_moment or self._in_grace(spike, step):
             return limits_at(rule, step, scale)
@@ -227,7 +235,13 @@ class ShardBounds:
             if taken == 0:
                 return limits_at(rule, step, scale)
             correction = 1 / (1 - beta**taken)
-        return limits_at(rule, step, scale, floor=floor, v_factor=correction)
+        unclipping = self.clips[beta].unclipping if unclip else 1.0
+        return limits_at(rule, step, scale, floor=floor * unclipping, v_factor=correction * unclipping)
+
+    def count_clip(self, factor: float) -> None:
+        """Count a step that the optimizer has taken, clipped by this factor."""
+        for one in self.clips.values():
+            one.add(factor)
 
     def _in_grace(self, spike: HookSpec, step: int) -> bool:
         since = step - 1 if self._reset is None else self._reset.steps_since(step)

@@ -21,6 +21,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of
 from megasdc.optim.bound_rules import fits
 from megasdc.optim.bounds import ShardBounds
+from megasdc.optim.clip_factors import ClipFactors, clip_factor
 from megasdc.optim.copies import differ
 from megasdc.optim.hooks import GradientHook, GradientPart, load_hook
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
@@ -83,6 +84,8 @@ class GradientBounds(Hook):
             self._warmup.factor = self._reset.rate_factor(step)
             if self._reset.is_due(step):
                 self._reset.reset(self._inner)
+                for clips in self._bounds.clips.values():
+                    clips.clear()
                 self._tell("reset", step, interval=self._reset.interval)
         failure = self._apply_files(engine, step, scale)
         seen = self._bounds.bound_reduced(step, scale)
@@ -202,6 +205,8 @@ class GradientBounds(Hook):
         if self._skipped is not None:
             run.skip_place = run.skip_place or self._skipped
             self._skipped = None
+        if not result.skipped:
+            self._bounds.count_clip(clip_factor(result.grad_norm, float(run.engine.optimizer.clip_grad)))
         if run.step % self._interval == 0:
             self._report(run)
 
@@ -233,15 +238,22 @@ class GradientBounds(Hook):
         return merge_totals(self._carried, gather_totals(self._bounds, self._dims, data_group, self._run.host_group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts since the last report, and the states of hooks from files.
+        """Counts since the last report, mean clip factors, and the states of hooks from files.
 
         Collective: all ranks of the world.
         """
-        return {"totals": self._totals(), "files": {name: hook.state_dict() for name, (_, hook) in self._files.items()}}
+        return {
+            "totals": self._totals(),
+            "clips": [[one.beta, one.squares, one.weight] for one in self._bounds.clips.values()],
+            "files": {name: hook.state_dict() for name, (_, hook) in self._files.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts and the states of hooks from files."""
+        """Restore the counts, the clip factors and the states of hooks from files."""
         self._carried = state["totals"]
+        for beta, squares, weight in state.get("clips", ()):  # a checkpoint of an earlier version has none
+            if beta in self._bounds.clips:
+                self._bounds.clips[beta] = ClipFactors(beta, squares, weight)
         for name, own in state["files"].items():
             if name in self._files:
                 self._files[name][1].load_state_dict(own)

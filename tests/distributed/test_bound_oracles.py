@@ -97,10 +97,11 @@ def test_shards_of_eight_ranks_step_as_one_rank_would(
     Whole gradients are gathered before the bounds, with DeepSpeed's own tool; the oracle's V is its own all the way.
     """
     theta, absolute, steps = 2.0, 0.02, 5
-    first, second, eps = 0.9, 0.95, 1e-8
+    first, second, eps, largest = 0.9, 0.95, 1e-8, 0.1
     floor = options.get("floor", eps**2)
     hooks = [{**SPIKE, "theta": theta, "grace_steps": 0, **options}, {**ABSOLUTE, "theta": absolute}]
     changes = {**LAYOUT, **SHORT, **OPTIMIZERS[optimizer], "training__steps": steps, "optimizer_hooks": hooks}
+    changes["deepspeed__gradient_clipping"] = largest
     config = write_config(tmp_path / "a.json", data, tmp_path / "a", **changes)
     ranks = run_distributed(_gathered, 8, str(config), init=False)
     start = _whole_model(ranks, 0)
@@ -108,6 +109,7 @@ def test_shards_of_eight_ranks_step_as_one_rank_would(
     groups = [{"params": [weights[name]], "weight_decay": decay} for name, (_, _, decay) in start.items()]
     inner = torch.optim.AdamW(groups, betas=(first, second), eps=eps)
     bounded = least = 0
+    clipped: list[float] = []
     for place in range(steps):
         model = _whole_model(ranks, place)
         assert model.keys() == weights.keys() and ranks[0][place]["step"] == place + 1
@@ -119,19 +121,24 @@ def test_shards_of_eight_ranks_step_as_one_rank_would(
                 moment = inner.state[weights[name]]["exp_avg_sq"]
                 if "bias_corrected" in options:
                     moment = moment / (1 - second**place)
-                least += int(((moment <= floor) & (gradient != 0)).sum())
-                spike = torch.where(moment.clamp(min=floor) > 0, (theta * moment.clamp(min=floor)).sqrt(), torch.inf)
+                weights_of_v = [second ** (place - 1 - earlier) for earlier in range(place)]
+                unclip = sum(weights_of_v) / sum(w * c**2 for w, c in zip(weights_of_v, clipped, strict=True))
+                moment, lowest = moment * unclip, floor * unclip
+                least += int(((moment <= lowest) & (gradient != 0)).sum())
+                spike = torch.where(moment.clamp(min=lowest) > 0, (theta * moment.clamp(min=lowest)).sqrt(), torch.inf)
                 limit = limit.minimum(spike)
             weights[name].grad = gradient.clamp(-limit, limit)
             bounded += int((gradient.abs() > limit).sum())
         norm = float(torch.cat([one.grad.flatten() for one in weights.values()]).norm())
         assert [seen[place]["norm"] for seen in ranks] == pytest.approx([norm] * 8, rel=1e-6)
+        clipped.append(min(1.0, largest / (norm + 1e-6)))
         for one in weights.values():
-            one.grad *= min(1.0, 1 / (norm + 1e-6))
+            one.grad *= clipped[-1]
         for group in inner.param_groups:
             group["lr"] = ranks[0][place]["lr"]
         inner.step()
     assert bounded > 1000 and (least > 100) == (floor > 0)
+    assert min(clipped) < 0.9, "the clip acts, so that it matters"
 
 
 class _Step:

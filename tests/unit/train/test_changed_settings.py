@@ -41,7 +41,7 @@ def test_a_fixed_scale_takes_the_place_of_a_dynamic_one_and_back() -> None:
     assert (optimizer.loss_scaler.loss_scale, optimizer.dynamic_loss_scale) == (2.0**16, True)
 
 
-CHOSEN = {"tau_s": 0.5, "tuned_at": 5, "chosen": {"curve": 1}, "totals": [3, 8]}
+CHOSEN = {"tau_s": 0.5, "tuned_at": 5, "chosen": {"curve": 1}, "aims": [[4, 0.5]], "owed": 2, "totals": [3, 8]}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_a_threshold_that_was_chosen_under_other_settings_is_chosen_anew(path: s
     changed = ChangedSettings(engine, parse_config({"megasdc": sections}), None)
     changed.changes = [Change(path, 1, 2, "applied")]
     states = {"DropCompute": CHOSEN, "Reporter": {"a": 1}}
-    unmeasured = {"tau_s": None, "tuned_at": None, "chosen": None, "totals": [3, 8]}
+    unmeasured = {"tau_s": None, "tuned_at": None, "chosen": None, "aims": [], "owed": 0, "totals": [3, 8]}
     assert changed.hook_states(states) == {**states, "DropCompute": unmeasured if anew else CHOSEN}
     assert changed.hook_states({"Reporter": {"a": 1}}) == {"Reporter": {"a": 1}}
