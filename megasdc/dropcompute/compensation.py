@@ -174,7 +174,8 @@ class WorkBalance:
     def tau_s(self) -> float:
         """Threshold of the next step, from which on ``REPAID_IN_STEPS`` steps would repay all; needs ``aims``."""
         aim = self.wanted + self.owed / (self.replicas * REPAID_IN_STEPS)
-        return float(np.interp(aim, *zip(*self.aims, strict=True)))
+        completed, tau_s = zip(*self.aims, strict=True)
+        return float(np.interp(aim, completed, tau_s))
 
     def count(self, completed: Sequence[int]) -> None:
         """Count a step, [replica]; only once there are ``aims``."""

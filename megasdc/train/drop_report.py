@@ -153,7 +153,7 @@ class DropReport:
         """Report that no larger batch completes what was planned before a given threshold."""
         step, completed, tau_s = self._run.step, tuning.completed, tuning.tau_s
         largest = largest_batch(wanted, self._section.max_drop_rate)
-        fields = {"wanted": wanted, "completed": completed, "largest": largest}
+        fields: dict[str, Any] = {"wanted": wanted, "completed": completed, "largest": largest}
         self._run.events.emit(EVENT_KIND, "not_compensated", step=step, **fields)
         logger.warning(
             "step %d: no larger batch of at most %d micro-batches completes %d before the threshold of %.4g s, %.4g "

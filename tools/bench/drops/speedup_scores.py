@@ -112,8 +112,11 @@ def recorded_steps(run_dir: Path, segment: Segment) -> RecordedSteps:
         if layout["pp_rank"] == 0:
             replicas[layout["dp_rank"]] = [line for line in lines if line["step"] in segment.steps]
     table = [replicas[replica] for replica in sorted(replicas)]
-    names = ("start_s", "end_s", "compute_s", "step_s")
-    return RecordedSteps(*(np.array([[line[name] for line in lines] for lines in table]) for name in names))
+
+    def column(name: str) -> NDArray[np.float64]:
+        return np.array([[line[name] for line in lines] for lines in table])
+
+    return RecordedSteps(column("start_s"), column("end_s"), column("compute_s"), column("step_s"))
 
 
 def resampled_curve(steps: RecordedSteps) -> Curve:

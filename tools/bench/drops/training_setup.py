@@ -61,13 +61,14 @@ def draw(options: DropTrainOptions, setting: Setting, seed: int) -> Drawn:
         steps += 2 * (expected_steps(steps, setting.rate) - steps)  # the replicas that train may be the later ones
     environment = Environment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), seed)
 
-    def times(first: int, count: int, micro_batches: int) -> tuple[NDArray[np.float64], ...]:
+    def times(first: int, count: int, micro_batches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Starts and ends of steps, [replica, step, micro-batch]."""
         drawn = [
             micro_batch_times(environment.draw(step, 0, options.replicas, micro_batches, 1), 0.0, True)
             for step in range(first, first + count)
         ]
-        return tuple(np.stack(one, axis=1) for one in zip(*drawn, strict=True))
+        starts, ends = zip(*drawn, strict=True)
+        return np.stack(starts, axis=1), np.stack(ends, axis=1)
 
     if setting.compensation == LARGER_BATCH:
         rate = max(setting.rate, 1 / (planned + 1))
