@@ -1,6 +1,8 @@
 """The command line: results on stdout, messages on stderr, documented exit codes, an example in every help."""
 
+import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from megasdc import __version__
 from megasdc.cli import app, main
-from megasdc.cli.app import Application, print_result
+from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.options import option
 from megasdc.config import load_config
 from megasdc.errors import StorageError
@@ -97,6 +99,22 @@ def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
     assert load_config(path) == load_config(SMOKE, ["megasdc.training.steps=40"])
     assert "warning: scheduler.params.total_num_steps" in result.stderr
     assert "2 ranks = tensor 1 x pipeline 1 x data 2" in result.stderr
+
+
+def test_a_host_without_a_gpu_is_not_warned_of():
+    """DeepSpeed's line that it found no accelerator is left out; its other warnings are not."""
+    import deepspeed.accelerator.real_accelerator as real
+
+    assert "Setting accelerator to CPU." in Path(real.__file__).read_text()  # the text that is left out
+    logger = logging.getLogger("hushed")
+    lines = io.StringIO()
+    logger.addHandler(logging.StreamHandler(lines))
+    logger.addFilter(is_unexpected)
+    logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+    logger.warning("something else")
+    has_gpu = bool(list(Path("/dev").glob("nvidia[0-9]*"))) or Path("/dev/kfd").exists()
+    assert lines.getvalue().splitlines()[-1:] == ["something else"]
+    assert ("Setting accelerator" in lines.getvalue()) == has_gpu
 
 
 def test_check_config_as_json():
