@@ -123,7 +123,8 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
             suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
             injected = list(incident.injected)
             worst = next((one for one in incident.flagged if one.verdict == verdict), None)
-            repeats = worst and (how_often(worst.verdict, worst.wrong_repeats, worst.repeats) or None)
+            often = "" if worst is None else how_often(worst.verdict, worst.wrong_repeats, worst.repeats)
+            repeats = often or None
     if ending.exit_code == NonFiniteError.exit_code:
         places = [
             one for one in run.of("nonfinite", "first") if one.time >= since and one.fields.get("rank") is not None
