@@ -30,6 +30,12 @@ def step_folder(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """Step of a checkpoint by the name of its folder; None: it is not named so."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
 def rank_state_file(rank: int) -> str:
     """Name of the file with a rank's own state, such as ``rank_00003_state.pt``."""
     return f"rank_{rank:05d}_state.pt"

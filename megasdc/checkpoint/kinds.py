@@ -7,7 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.files import MANIFEST_FILE, UNIVERSAL_FILE, UNIVERSAL_STEP, WEIGHTS_FILE, list_steps
+from megasdc.checkpoint.files import (
+    MANIFEST_FILE,
+    UNIVERSAL_FILE,
+    UNIVERSAL_STEP,
+    WEIGHTS_FILE,
+    list_steps,
+    step_folder,
+)
 from megasdc.checkpoint.formats.deepspeed_names import stage_file
 
 CHECKPOINT = "a checkpoint"
@@ -21,6 +28,8 @@ ZERO = "a checkpoint of DeepSpeed without a manifest of megasdc"
 ZEROS = "a folder of checkpoints of DeepSpeed"
 DCP = "a folder of torch.distributed.checkpoint"
 RUN = "a run folder"
+ONE_CHECKPOINT = "one checkpoint or one model"
+"""What is needed to compare or look at tensors."""
 
 
 def is_universal(folder: Path | str) -> bool:
@@ -95,7 +104,16 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
     if needed == UNIVERSAL:
         inside = list_universal(path) or list_universal(Path(path) / "checkpoints")
         remedy = f"give {inside[-1]}, which lies in it" if inside else _REMEDIES_FOR_UNIVERSAL.get(kind, remedy)
+    elif needed == ONE_CHECKPOINT and (inside := _checkpoints_in(Path(path))):
+        remedy = f"name one of its checkpoints, such as {inside[-1]}"
     return f"{path} is {kind}; needed is {needed}: {remedy.format(path=path)}"
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    """Checkpoints in a folder of several or in that of a run, universal ones first, each sort in order."""
+    folders = (path, path / "checkpoints")
+    found = [one for folder in folders for one in list_universal(folder)]
+    return found + [folder / step_folder(step) for folder in folders for step in list_steps(folder)]
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ torch takes seconds to import, so every command imports what it needs when it ru
 
 from __future__ import annotations
 
-from megasdc.cli.app import app
+from megasdc.cli.app import app, hush_missing_accelerator
 from megasdc.program import run as run_program
 
 # isort: off
@@ -18,4 +18,5 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line; an error of megasdc's own becomes one message and its documented exit code."""
+    hush_missing_accelerator()
     run_program(lambda: app(prog_name="megasdc"), "megasdc")

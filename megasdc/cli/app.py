@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -64,7 +65,8 @@ class Application(typer.Typer):
 app = Application(
     name="megasdc",
     help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
-    epilog="Example: megasdc check-config configs/smoke.json --world-size 2",
+    epilog="Example: megasdc check-config configs/smoke.json --world-size 2\n\n"
+    "Comparisons: python tools/compare_checkpoints.py, python tools/compare_traces.py",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -185,6 +187,22 @@ def _main_options(
     ] = False,
 ) -> None:
     pass
+
+
+def hush_missing_accelerator() -> None:
+    """On a host without a device of a GPU, DeepSpeed does not warn that it found none when a command imports it.
+
+    Every other line of DeepSpeed stays, and this one too where there is a device that it cannot use.
+    """
+    logging.getLogger("DeepSpeed").addFilter(is_unexpected)  # its logger, which it makes when it is imported
+
+
+def is_unexpected(record: logging.LogRecord) -> bool:
+    """Whether a line of DeepSpeed says more than that this host, which has no device of a GPU, has no accelerator."""
+    expected = record.getMessage().startswith("Setting accelerator to CPU.") and not (
+        list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    )
+    return not expected
 
 
 def stdout_kept_clean() -> contextlib.AbstractContextManager[Any]:

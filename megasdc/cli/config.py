@@ -68,11 +68,13 @@ def check_config(
         memory = predict_step_memory(config, layout, entries, on_gpu=device_memory_gib is not None)
     too_large_step = _step_warning(memory, device_memory_gib) if memory and device_memory_gib is not None else None
     warnings = [*find_warnings(config), *filter(None, (too_large, too_large_step))]
+    notes = _notes(file, overrides, config, layout)
     if as_json:
         result = {
             "ok": True,
             "source": str(file),
             "warnings": warnings,
+            "notes": notes,
             "layout": asdict(layout) if layout is not None else None,
             "memory": [{**asdict(stage), "total": stage.total} for stage in memory] or None,
             "resolved": config.resolved(),
@@ -84,9 +86,11 @@ def check_config(
     typer.echo(f"{file}: {verdict}", err=show)
     for warning in warnings:
         typer.echo(f"megasdc: warning: {warning}", err=True)
+    for note in notes:
+        typer.echo(note, err=show)
     if layout is not None:
         typer.echo(_describe(layout), err=show)
-        typer.echo(_describe_memory(memory, device_memory_gib is not None, unpredicted_because(config)), err=show)
+        typer.echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
     if show:
         typer.echo(json.dumps(config.resolved(), indent=2))
 
@@ -103,6 +107,20 @@ def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple
 
         check_delays(sections.delay, layout.accumulation_steps if layout else 1, sections.parallel.pipeline)
     return config, layout
+
+
+def _notes(file: Path, overrides: Sequence[str], config: RunConfig, layout: Layout | None) -> list[str]:
+    """What was not checked, or is missing for a start: nothing wrong with the file."""
+    from megasdc.data.manifest import MANIFEST_FILE
+
+    data = config.megasdc.data
+    command = data.prepare_command(file, overrides)
+    notes = [
+        f"data: {folder} is not there yet: run {command}"
+        for folder in data.folders
+        if not (Path(folder) / MANIFEST_FILE).is_file()
+    ]
+    return notes if layout is not None else [*notes, "layout and batch not checked: give --world-size N"]
 
 
 def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
@@ -128,13 +146,17 @@ def _describe(layout: Layout) -> str:
     )
 
 
-def _describe_memory(memory: list[StepMemory], on_gpu: bool, not_predicted: str | None) -> str:
-    from megasdc.train.memory_step import memory_table
+def _describe_memory(memory: list[StepMemory], device_gib: float | None, not_predicted: str | None) -> str:
+    from megasdc.train.memory_step import MIB, memory_table
 
     if not_predicted is not None:
         return f"peak memory of a step is not predicted with {not_predicted} set"
-    kind = "a GPU" if on_gpu else "a CPU"
-    return f"predicted peak of a step on {kind}, MiB of tensors of a rank:\n{memory_table(memory)}"
+    kind = "a CPU" if device_gib is None else "a GPU"
+    text = f"predicted peak of a step on {kind}, MiB of tensors of a rank:\n{memory_table(memory)}"
+    largest = max(stage.total for stage in memory) / MIB / 1024
+    if device_gib is None or largest > device_gib:
+        return text
+    return f"{text}\nlargest rank {largest:,.2f} of {device_gib:,.4g} GiB: fits"
 
 
 @app.command("config-table", epilog="Example: megasdc config-table --check docs/reference/configuration.md")

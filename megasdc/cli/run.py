@@ -35,6 +35,7 @@ def prepare_data(
     """
     from megasdc.config import load_config
     from megasdc.data.prepare import prepare
+    from megasdc.data.sources import describe_skipped
 
     section = load_config(config, overrides).megasdc.data
     target = out if out is not None else Path(section.path)
@@ -45,9 +46,7 @@ def prepare_data(
     typer.echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
     for source in manifest.sources:
         for reason, count in source.skipped.items():
-            places = source.skipped_at.get(reason, [])
-            named = "; ".join([*places, *(["..."] if count > len(places) else [])])
-            typer.echo(f"dropped from {source.source}: {count} {reason} ({named})")
+            typer.echo(f"dropped from {source.source}: {describe_skipped(reason, count, source.skipped_at)}")
 
 
 @app.command("verify-data", epilog="Example: megasdc verify-data prepared/stdlib")

@@ -101,6 +101,8 @@ def json_schema() -> dict[str, Any]:
     Contradictions between fields are checked by `load_config` only.
     """
     schema = WholeFile.model_json_schema()
+    preset = schema["$defs"]["ModelSection"]["properties"]["preset"]
+    preset["anyOf"] = [{"enum": list(PRESETS), "type": "string"}, {"type": "null"}]
     schema["properties"][SCHEMA_KEY] = {"type": "string", "description": "This schema; for editors alone."}
     return {SCHEMA_KEY: "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A run of megasdc"}
 

@@ -45,7 +45,8 @@ def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manif
         manifest = Manifest.load(out)
         if differences := list(_differences(manifest.settings, settings)):
             raise DataError(
-                f"{out} was prepared with other settings: {'; '.join(differences)}; use force to replace it"
+                f"{out} was prepared with other settings: {'; '.join(differences)}; give another megasdc.data.path "
+                "or --out, or replace it with --force; runs that use these data then stop"
             )
         return verify_prepared(out, quick=not force)
     except DataError:

@@ -2,7 +2,8 @@
 
 A document is one string. Local files and hub datasets are read through Hugging Face `datasets`, one file after the
 other and streaming, so that nothing is copied into a cache and an error can name its file. Line ends of ``.txt`` files
-become a single newline. Skipped files and documents (not UTF-8 in the standard library, empty) are counted.
+become a single newline. Skipped files and documents (not UTF-8 in the standard library, of other kinds in a folder,
+empty) are counted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ COMPRESSIONS = (".gz", ".zst")
 _BLOCK_BYTES = 1 << 20
 NUM_PLACES = 5
 """Number of skipped documents that are listed, for each reason."""
+OTHER_KINDS = "files of other kinds"
+"""Reason for skipping files of a folder; the place is the ending."""
+KINDS_REMEDY = "rename them to .txt to read them, or give a glob such as 'DIR/**/*.txt' as path in data.sources"
+"""How to read files that were skipped for `OTHER_KINDS`, or to leave them out on purpose."""
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
     "files": "not known to megasdc: see where the files come from",
@@ -40,7 +45,8 @@ LICENCES = {
 class LeftOut(Counter[str]):
     """Counts of skipped documents of a source, by reason.
 
-    ``places``: location of the first of each reason, by file and row; rows count from 0.
+    ``places``: location of the first of each reason, by file and row; rows count from 0. Of files of other kinds: their
+    endings.
     """
 
     def __init__(self) -> None:
@@ -53,6 +59,12 @@ class LeftOut(Counter[str]):
         places = self.places.setdefault(reason, [])
         if len(places) < NUM_PLACES:
             places.append(place)
+
+    def add_kinds(self, kinds: Counter[str]) -> None:
+        """Count the skipped files of a folder, by ending."""
+        if kinds:
+            self[OTHER_KINDS] += kinds.total()
+            self.places[OTHER_KINDS] = [_told(kinds)]
 
 
 def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) -> Iterator[str]:
@@ -77,6 +89,17 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
             return
     if num_documents == 0:
         raise DataError(f"source {describe_source(section)} holds no text; skipped: {dict(counts) or 'nothing'}")
+
+
+def describe_skipped(reason: str, count: int, places: Mapping[str, Sequence[str]]) -> str:
+    """What was skipped for one reason, as text: number, first places, and for files of other kinds the remedy.
+
+    ``places``: as of `LeftOut`, by reason.
+    """
+    if reason == OTHER_KINDS:
+        return f"{count} {reason} ({', '.join(places.get(reason, []))}); {KINDS_REMEDY}"
+    named = list(places.get(reason, []))
+    return f"{count} {reason} ({'; '.join([*named, *(['...'] if count > len(named) else [])])})"
 
 
 def sample_documents(documents: Iterable[str], num_characters: int) -> tuple[list[str], int]:
@@ -148,10 +171,11 @@ def _list_files(where: str) -> list[Path]:
     known = ", ".join(f"{ending}[.gz|.zst]" for ending in BUILDERS)
     root = Path(where)
     if root.is_dir():
-        paths = [path for path in root.rglob("*") if path.is_file() and _builder_of(path) is not None]
-        paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+        paths = [path for path in _visible_files(root) if _builder_of(path) is not None]
         if not paths:
-            raise DataError(f"folder {where} holds no file of a known kind ({known})")
+            others = _kinds_of(_visible_files(root))
+            more = f" but {others.total()} {OTHER_KINDS} ({_told(others)}); {KINDS_REMEDY}" if others else ""
+            raise DataError(f"folder {where} holds no file of a known kind ({known}){more}")
     else:
         paths = [root] if root.is_file() else [Path(found) for found in glob.glob(where, recursive=True)]
         paths = [path for path in paths if path.is_file()]
@@ -163,6 +187,30 @@ def _list_files(where: str) -> list[Path]:
         if path.stat().st_size == 0:
             raise DataError(f"file {path} is empty (0 bytes); remove it or fetch it again")
     return sorted(paths)
+
+
+def _visible_files(root: Path) -> list[Path]:
+    """All files below a folder that are not hidden, nor in a hidden folder."""
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+
+
+def _other_kinds(section: SourceSection) -> Counter[str]:
+    """Number of files of unknown kinds in the folder of a source, by ending; empty for a file or a glob."""
+    root = Path(_need_path(section))
+    return _kinds_of(path for path in _visible_files(root) if _builder_of(path) is None) if root.is_dir() else Counter()
+
+
+def _kinds_of(paths: Iterable[Path]) -> Counter[str]:
+    """Number of files by ending, with the one before a compression's."""
+    endings = ("".join(path.suffixes[-2 if path.suffix in COMPRESSIONS else -1 :]).lower() for path in paths)
+    return Counter(ending or "without ending" for ending in endings)
+
+
+def _told(kinds: Counter[str]) -> str:
+    """The most frequent endings with their numbers."""
+    told = [f"{kind} {count}" for kind, count in kinds.most_common(NUM_PLACES)]
+    return ", ".join([*told, *(["..."] if len(kinds) > NUM_PLACES else [])])
 
 
 def _read_stdlib(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
@@ -192,7 +240,9 @@ def _list_stdlib(section: SourceSection) -> list[Path]:
 def _read_files(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
     import datasets
 
-    for path in list_files(section):
+    files = list_files(section)
+    skipped.add_kinds(_other_kinds(section))
+    for path in files:
         builder = _builder_of(path)
         assert builder is not None, f"{path} passed list_files"
         by = {"file": "document", "paragraph": "paragraph", "line": "line"}[section.text_unit]

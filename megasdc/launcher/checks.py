@@ -25,15 +25,16 @@ LOOPBACK = "127."
 class HostNeeds:
     """Requirements of a run on every host.
 
-    ``python_path``: folders of PYTHONPATH; ``path``: folders put before PATH; ``master_port`` None: the launch reserves
-    a free one; ``compilers``: needed on hosts without an accelerator, each with the setting that needs it;
-    ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set for the ranks.
+    ``python_path``: folders of PYTHONPATH; ``path``: folders put before PATH; ``readable``: paths, each with the remedy
+    where it cannot be read; ``master_port`` None: the launch reserves a free one; ``compilers``: needed on hosts
+    without an accelerator, each with the setting that needs it; ``cpu_only``: DeepSpeed is set to use no accelerator;
+    ``gloo_interface``: GLOO_SOCKET_IFNAME is set for the ranks.
     """
 
     cwd: str
     python_path: list[str]
     path: list[str]
-    readable: list[str]
+    readable: Mapping[str, str]
     writable: list[str]
     master_port: int | None
     compilers: Mapping[str, str]
@@ -61,7 +62,7 @@ def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) 
         "python_path": needs.python_path,
         "path": needs.path,
         "distributions": DISTRIBUTIONS,
-        "readable": needs.readable,
+        "readable": list(needs.readable),
         "writable": needs.writable,
         "master_port": None,
     }
@@ -108,7 +109,7 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
         check_range({"python": found["python"], **found["versions"]})
     except LaunchError as error:
         problems.append(f"{host}: {error}")
-    problems += [f"{host}: {path} cannot be read there; make, copy or share it" for path in found["unreadable"]]
+    problems += [f"{host}: {path} cannot be read there; {needs.readable[path]}" for path in found["unreadable"]]
     problems += [f"{host}: {path} cannot be written to there; mount or create it" for path in found["unwritable"]]
     if found["port_problem"]:
         problems.append(

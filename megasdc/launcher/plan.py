@@ -181,6 +181,14 @@ def compilers_on_cpu(config: RunConfig) -> dict[str, str]:
     return found
 
 
+def _data_remedy(request: LaunchRequest, config: RunConfig, cwd: Path) -> str:
+    """What to do where prepared data cannot be read."""
+    command = config.megasdc.data.prepare_command(request.config_path, request.overrides)
+    return (
+        f"make it with `{command}`, copy or share it; a relative path of data starts at the folder of the launch, {cwd}"
+    )
+
+
 def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int | None) -> HostNeeds:
     cwd = Path(rank.cwd)
     sections = config.megasdc
@@ -190,7 +198,10 @@ def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_
         cwd=rank.cwd,
         python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
         path=rank.path,
-        readable=[rank.script, rank.arguments[1], *(str(cwd / folder) for folder in sections.data.folders)],
+        readable={
+            **dict.fromkeys([rank.script, rank.arguments[1]], "make, copy or share it"),
+            **{str(cwd / folder): _data_remedy(request, config, cwd) for folder in sections.data.folders},
+        },
         writable=[str(cwd / folder) for folder in folders],
         master_port=master_port,
         compilers=compilers_on_cpu(config),

@@ -98,7 +98,7 @@ def compare(
                 )
             _leave(compare_by_digest(checkpoints, extract=extract, as_json=as_json, limit=limit), [])
         report, keys = _compare(checkpoints, options, jobs, quiet=as_json or not sys.stderr.isatty())
-        build = partial(comparison_page, report, keys, limit)
+        build = partial(comparison_page, report, keys, options, limit)
         if html is not None:
             write_page(build(), html)
     except MegasdcError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.compare.damage import MEANINGS, PieceDamage
-from megasdc.checkpoint.compare.report import Finding, Report
+from megasdc.checkpoint.compare.report import Finding, Options, Report
 from megasdc.checkpoint.views.view import Slot
 from megasdc.report.result.figure import Figure, Version, bars, layer_map, layout, look, map_axes
 from megasdc.report.result.page import Page, Section
@@ -26,7 +26,7 @@ SHADES = ("share of elements that differ", "largest relative difference")
 _SINCE = {True: "as it was saved", False: "changed since it was saved", None: "no manifest says how it was"}
 
 
-def comparison_page(report: Report, keys: Sequence[tuple[str, Slot]], limit: int) -> Page:
+def comparison_page(report: Report, keys: Sequence[tuple[str, Slot]], options: Options, limit: int) -> Page:
     """The page of a comparison of the tensors ``keys``, with at most ``limit`` findings on a terminal."""
     letters = _letters(report)
     views = {
@@ -34,9 +34,9 @@ def comparison_page(report: Report, keys: Sequence[tuple[str, Slot]], limit: int
         for view in report.views
     }
     counts = Counter(finding.pattern for finding in report.findings)
-    compared = (
-        f"{report.num_compared:,} tensors and values compared, {report.num_tolerated:,} differ within what is allowed"
-    )
+    compared = f"{report.num_compared:,} tensors and values compared"
+    if options.ulp or options.rtol:
+        compared += f", {report.num_tolerated:,} differ within what is allowed"
     return Page(
         title="Comparison of checkpoints",
         verdict=verdict(report),

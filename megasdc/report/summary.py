@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megasdc.events import Event
 from megasdc.metrics.writer import read_metrics
 from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
 from megasdc.report.run_pages.status import status_of
+from megasdc.sdc.incident import how_often, without_faults
 from megasdc.study.log import STUDY_FOLDER
 
 
@@ -24,7 +25,9 @@ class Failure:
 
     ``rank``: that failed first, None: not known; ``verdict`` and ``incident``: of the report on silent data corruption,
     None: another failure, or no report; ``suspects``: ranks that it names, or of which one is wrong, for NaN and Inf
-    where they appeared first; ``verified_checkpoint``: the newest after which an audit agreed, None: none.
+    where they appeared first; ``verified_checkpoint``: the newest after which an audit agreed, None: none;
+    ``repeats``: in how many repeats the worst suspect was wrong, as text, None: not repeated; ``injected``: fields by
+    which faults were injected on purpose, according to the report.
     """
 
     exit_code: int
@@ -35,6 +38,8 @@ class Failure:
     suspects: list[str]
     incident: str | None
     verified_checkpoint: str | None
+    repeats: str | None = None
+    injected: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -110,12 +115,16 @@ def summarize(run_dir: Path | str) -> RunSummary:
 
 def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
     since = run.started_at or 0.0
-    verdict, suspects, page = None, [], None
+    verdict, suspects, page, repeats, injected = None, [], None, None, []
     if ending.exit_code == CorruptionError.exit_code and run.incidents:
         path, incident = max(run.incidents, key=lambda one: one[1].time)
         if datetime.fromisoformat(incident.time).timestamp() >= int(since):  # incident times are whole seconds
             verdict, page = incident.verdict, str(path)
             suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
+            injected = list(incident.injected)
+            worst = next((one for one in incident.flagged if one.verdict == verdict), None)
+            often = "" if worst is None else how_often(worst.verdict, worst.wrong_repeats, worst.repeats)
+            repeats = often or None
     if ending.exit_code == NonFiniteError.exit_code:
         places = [
             one for one in run.of("nonfinite", "first") if one.time >= since and one.fields.get("rank") is not None
@@ -135,6 +144,8 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         suspects=suspects,
         incident=page,
         verified_checkpoint=None if verified is None else str(checkpoints / step_folder(verified)),
+        repeats=repeats,
+        injected=injected,
     )
 
 
@@ -193,13 +204,19 @@ def _render_failure(failure: Failure) -> list[str]:
     meaning = "" if kind is None else f": {(kind.__doc__ or '').splitlines()[0]}"
     lines = [f"ended with        exit code {failure.exit_code}{meaning}", f"because           {failure.text}"]
     if failure.verdict is not None:
-        lines.append(f"verdict           {failure.verdict.replace('_', ' ')}")
+        often = f" ({failure.repeats})" if failure.repeats else ""
+        lines.append(f"verdict           {failure.verdict.replace('_', ' ')}{often}")
     if failure.suspects:
         lines.append(f"{'one of' if failure.verdict == 'inconclusive' else 'who':<18}{', '.join(failure.suspects)}")
     elif failure.rank is not None:
         lines.append(f"first to fail     rank {failure.rank} on {failure.host}")
     if failure.incident is not None:
         lines.append(f"what to do        {failure.incident}")
+    if failure.injected:
+        options = " ".join(map(without_faults, failure.injected))
+        lines.append(
+            f"on purpose        faults were injected on purpose in this run; to restart without them: {options}"
+        )
     lines.append(f"last verified     {failure.verified_checkpoint or 'none: no audit has agreed after a checkpoint'}")
     return lines
 

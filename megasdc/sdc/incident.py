@@ -21,6 +21,16 @@ REPEATS = 10
 """Runs of each case in the recommended verification of a host."""
 
 
+INJECTED = "Faults were injected on purpose in this run"
+FAULT_FIELDS = ("megasdc.faults", "megasdc.process_faults")
+"""Fields of the configuration by which faults are injected."""
+
+
+def without_faults(field: str) -> str:
+    """The option that empties a field by which faults are injected, for a command line."""
+    return f"--set {shlex.quote(f'{field}=[]')}"
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """One rank of the run.
@@ -129,6 +139,7 @@ class Incident:
         verified_checkpoint: folder of the newest verified checkpoint; None: there is none.
         newest_candidate: folder of the newest checkpoint that is not verified; None: there is none.
         not_read: files of the run that could not be read for this report, a sentence each.
+        injected: fields of the configuration by which faults are injected on purpose; empty: none are.
 
     Raises:
         ValueError: no rank is flagged and none disputed.
@@ -160,6 +171,7 @@ class Incident:
     verified_checkpoint: str | None = None
     newest_candidate: str | None = None
     not_read: tuple[str, ...] = ()
+    injected: tuple[str, ...] = ()
     format: Literal["megasdc.incident.v1"] = field(default="megasdc.incident.v1", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -182,6 +194,24 @@ class Incident:
     def what_to_do(self) -> list[Instruction]:
         """Instructions for the engineer, in order."""
         return [_leave_out(self), _verify_hosts(self), _go_on(self)]
+
+
+def how_often(verdict: str, wrong: int, repeats: int) -> str:
+    """In how many of its repeats a rank was wrong, and what makes that its verdict, as text; empty without repeats.
+
+    An intermittent rank that was wrong in all of them gave different values; one that was wrong in none was wrong in an
+    earlier step or in the golden workload, or it contradicted itself otherwise.
+    """
+    if not repeats:
+        return ""
+    counts = f"in {wrong} of {repeats} repeats"
+    if verdict == "persistent":
+        return f"wrong by the same value {counts}"
+    if verdict == "intermittent" and wrong == repeats:
+        return f"wrong {counts}, not always by the same value"
+    if verdict == "intermittent" and not wrong:
+        return f"wrong {counts}, but not only here, or its values vary"
+    return f"wrong {counts}"
 
 
 _ADAPTER = TypeAdapter(Incident)
@@ -219,7 +249,9 @@ def _leave_out(incident: Incident) -> Instruction:
         text = f"It was not reproduced. {hosts} may stay in use; if named again, exclude it"
     else:
         text = f"Exclude {hosts}"
-    config = f"--config {shlex.quote(_config(incident))}"
+    if incident.injected:
+        text = f"{INJECTED} ({', '.join(incident.injected)}); the commands start without them. {text}"
+    config = " ".join([f"--config {shlex.quote(_config(incident))}", *map(without_faults, incident.injected)])
     if {one.host for one in incident.ranks} <= set(incident.hosts):
         return Instruction(
             f"{text}. No host of the run would be left: list other hosts in OTHERS, and {when}.",

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megasdc.durable import write_durably
 from megasdc.errors import CorruptionError, StorageError
 from megasdc.sdc.heat_map import build_heat_maps
-from megasdc.sdc.incident import FlaggedRank, Incident, incident_to_json
+from megasdc.sdc.incident import INJECTED, FlaggedRank, Incident, how_often, incident_to_json
 
 _TIERS = {
     "audit": "an audit: replicas computed the same micro-batch and did not agree",
@@ -115,6 +115,7 @@ def render_page(incident: Incident, json_name: str) -> str:
         incident=incident,
         title=f"Corruption in step {incident.step}: " + " and ".join(incident.hosts),
         headline=headline(incident),
+        injected=INJECTED,
         outcome=_OUTCOMES[incident.done],
         tier=_TIERS[incident.tier],
         verdict=_VERDICTS[incident.verdict],
@@ -141,7 +142,7 @@ def render_page(incident: Incident, json_name: str) -> str:
 def _repeats(one: FlaggedRank) -> str:
     if one.repeats == 0:
         return "not repeated"
-    text = f"wrong in {one.wrong_repeats} of {one.repeats}"
+    text = how_often(one.verdict, one.wrong_repeats, one.repeats)
     if one.rate_bound is not None:
         text += f"; at most {one.rate_bound:.1%} of its micro-batches are wrong (95 % confidence)"
     return text

@@ -68,6 +68,13 @@ def _tell(events: EventLog, firing: Firing) -> None:
     events.emit(EVENT_KIND, "injected", step=address.step, micro_batch=address.micro_batch, **firing.fields())
 
 
+def armed_text(faults: int, process_ranks: int) -> str:
+    """The faults that are armed, in words: in results and states, and ranks whose process is to fail."""
+    results = f"{faults or 'no'} fault{'' if faults == 1 else 's'} in results and states"
+    ranks = f"{process_ranks} rank{'' if process_ranks == 1 else 's'}"
+    return f"{results}, {f'processes of {ranks}' if process_ranks else 'none in processes'}"
+
+
 class FaultDrill(Hook):
     """Warns that faults are armed, damages saved checkpoints, saves what has fired, and reports what never did.
 
@@ -85,7 +92,7 @@ class FaultDrill(Hook):
         count = len(self._injector.specs) if self._injector is not None else 0
         on_ranks = gather_objects(self._process is not None and self._process.armed, self._group)
         if run.dims.rank == 0:
-            logger.warning("FAULTS ARE ARMED: %d in results and states, processes of %d ranks", count, sum(on_ranks))
+            logger.warning("FAULTS ARE ARMED: %s", armed_text(count, sum(on_ranks)))
             run.events.emit(EVENT_KIND, "armed", step=run.step, faults=count, process_ranks=sum(on_ranks))
 
     def after_step(self, run: Run, result: StepResult) -> None:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
 from megasdc.config.environment import set_deterministic_environment
@@ -24,6 +25,9 @@ from megasdc.train.process.logs import set_up_logging
 from megasdc.train.process.signals import Leave, StopSignals
 from megasdc.versions.installed import check_range, component_versions
 from megasdc.versions.private_names import names_checked
+
+if TYPE_CHECKING:
+    from megasdc.engine.run import Run
 
 logger = logging.getLogger("megasdc")
 
@@ -154,10 +158,28 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
         logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
     if signals.start is not None:
         signals.start.close()
+    first = run.step
     train(run)
     if run.dims.rank == 0:
-        reason = run.stop_reason or "all steps done"
-        logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
-        run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
+        tell_end(run, first)
     run.events.close()
     groups.shutdown()
+
+
+def tell_end(run: Run, first: int) -> None:
+    """Report the end of a run that did not fail, as a line and an event; a launch that trained nothing is a warning.
+
+    ``first``: the step after which this launch began.
+    """
+    reason = run.stop_reason or "all steps done"
+    if not run.stop_reason and first >= run.steps:
+        logger.warning(
+            "nothing to train: %s is already at step %d of %d; for a new run set another megasdc.logging.run_dir, to "
+            "go on raise megasdc.training.steps",
+            run.folder,
+            run.step,
+            run.steps,
+        )
+    else:
+        logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
+    run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)

@@ -1,6 +1,8 @@
 """The command line: results on stdout, messages on stderr, documented exit codes, an example in every help."""
 
+import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -15,12 +17,13 @@ from typer.testing import CliRunner
 
 from megasdc import __version__
 from megasdc.cli import app, main
-from megasdc.cli.app import Application, print_result
+from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.options import option
 from megasdc.config import load_config
 from megasdc.errors import StorageError
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
+NO_DATA = f"data: prepared/stdlib is not there yet: run megasdc prepare-data --config {SMOKE}"
 
 
 def run(*arguments):
@@ -44,16 +47,24 @@ def test_every_help_has_an_example(command):
     assert "Example: megasdc" in result.output
 
 
-def test_check_config_says_its_verdict():
-    """What came out is the first line, then warnings and layout; the file is not printed unasked."""
+def test_check_config_says_its_verdict(monkeypatch, tmp_path):
+    """What came out is the first line, then warnings, what was not checked, and layout; --show prints the file."""
+    monkeypatch.chdir(tmp_path)
     result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
     assert result.exit_code == 0
-    verdict, layout, memory, _header, _one_stage = result.stdout.splitlines()
+    verdict, *notes, layout, memory, _header, _one_stage = result.stdout.splitlines()
+    assert notes == [NO_DATA]
     assert memory == "predicted peak of a step on a CPU, MiB of tensors of a rank:"
     assert verdict == f"{SMOKE}: OK, with 4 warnings"
     assert layout.startswith("2 ranks = tensor 1 x pipeline 1 x data 2")
     assert "warning: scheduler.params.total_num_steps" in result.stderr
-    assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n"
+    without = "layout and batch not checked: give --world-size N"
+    assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n{NO_DATA}\n{without}\n"
+    assert json.loads(run("check-config", SMOKE, "--json").stdout)["notes"] == [NO_DATA, without]
+    manifest = tmp_path / "prepared" / "stdlib" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n{without}\n"
 
 
 def test_check_config_predicts_the_memory_of_a_step():
@@ -67,7 +78,11 @@ def test_check_config_predicts_the_memory_of_a_step():
     assert on_gpu["total"] > 4 * 500_000_000 > stage["total"]  # DeepSpeed's own bucket, fp32
     gib = on_gpu["total"] / 2**30
     assert "predicted to need" in run("check-config", SMOKE, *size, "--device-memory-gib", gib * 0.99).stderr
+    fitting = run("check-config", SMOKE, *size, "--device-memory-gib", 80)
+    assert fitting.stderr == ""
+    assert fitting.stdout.splitlines()[-1] == f"largest rank {gib:,.2f} of 80 GiB: fits"
     assert run("check-config", SMOKE, *size, "--device-memory-gib", gib * 1.01).stderr == ""
+    assert "fits" not in run("check-config", SMOKE, *size, "--device-memory-gib", gib * 0.99).stdout
     dropout = ("--set", "megasdc.model.hidden_dropout=0.1")
     assert (
         "is not predicted with megasdc.model.hidden_dropout set" in run("check-config", SMOKE, *size, *dropout).stdout
@@ -84,6 +99,22 @@ def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
     assert load_config(path) == load_config(SMOKE, ["megasdc.training.steps=40"])
     assert "warning: scheduler.params.total_num_steps" in result.stderr
     assert "2 ranks = tensor 1 x pipeline 1 x data 2" in result.stderr
+
+
+def test_a_host_without_a_gpu_is_not_warned_of():
+    """DeepSpeed's line that it found no accelerator is left out; its other warnings are not."""
+    import deepspeed.accelerator.real_accelerator as real
+
+    assert "Setting accelerator to CPU." in Path(real.__file__).read_text()  # the text that is left out
+    logger = logging.getLogger("hushed")
+    lines = io.StringIO()
+    logger.addHandler(logging.StreamHandler(lines))
+    logger.addFilter(is_unexpected)
+    logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+    logger.warning("something else")
+    has_gpu = bool(list(Path("/dev").glob("nvidia[0-9]*"))) or Path("/dev/kfd").exists()
+    assert lines.getvalue().splitlines()[-1:] == ["something else"]
+    assert ("Setting accelerator" in lines.getvalue()) == has_gpu
 
 
 def test_check_config_as_json():

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from string import ascii_uppercase
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from megasdc.checkpoint.compare.damage import Damage, Pattern, PieceDamage
 from megasdc.checkpoint.compare.report import Finding, Options, Report
 from megasdc.checkpoint.compare.tensors import compare_tensors
 from megasdc.checkpoint.compare.votes import all_intact, find_expected
+from megasdc.checkpoint.files import step_of
 from megasdc.checkpoint.formats.pieces import Piece
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Scalar, Slot, View, with_derived_weights
 from megasdc.errors import CheckpointError
@@ -57,10 +59,20 @@ def compare_checkpoints(
         raise CheckpointError(f"no tensor is in two of them that --only and --ignore leave: {listed}")
     compare_tensors(report, options, keys, jobs or len(os.sched_getaffinity(0)), progress or (lambda _: None))
     _compare_scalars(report, options)
-    report.notes += _left_out(views, options) + [note for view in views for note in view.notes]
+    report.notes += steps_of_a_run(views) + _left_out(views, options) + [note for view in views for note in view.notes]
     report.findings = _settle(report.findings, Counter(slot for _, slot in keys))
     report.problems = list(dict.fromkeys(report.problems))
     return report
+
+
+def steps_of_a_run(views: Sequence[View]) -> list[str]:
+    """A note where different steps of one folder are compared; empty if not."""
+    steps = {view.path.resolve(): step_of(view.path) for view in views}
+    if len({path.parent for path in steps}) != 1 or None in steps.values() or len(set(steps.values())) < 2:
+        return []
+    named = zip(ascii_uppercase, steps.values(), strict=False)
+    told = ", ".join(f"{letter} is step {step}" for letter, step in named)
+    return [f"{told} of one run: differences are expected"]
 
 
 def tensors_to_compare(views: Sequence[View], options: Options) -> list[tuple[str, Slot]]:

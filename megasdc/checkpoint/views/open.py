@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import MANIFEST_FILE
 from megasdc.checkpoint.formats.deepspeed_names import stage_file
-from megasdc.checkpoint.kinds import CHECKPOINT, DCP, MODEL, UNIVERSAL, ZERO, explain_folder, kind_of
+from megasdc.checkpoint.kinds import CHECKPOINT, DCP, MODEL, ONE_CHECKPOINT, UNIVERSAL, ZERO, explain_folder, kind_of
 from megasdc.checkpoint.views.dcp import open_dcp
 from megasdc.checkpoint.views.deepspeed import open_deepspeed
 from megasdc.checkpoint.views.view import View
@@ -43,7 +43,7 @@ def open_view(path: Path) -> View:
         kind = kind_of(path)
         if kind not in _OPENERS:
             raise CheckpointError(
-                explain_folder(path, "one checkpoint or one model")
+                explain_folder(path, ONE_CHECKPOINT)
                 or f"{path} is no checkpoint: it has no {MANIFEST_FILE}, universal.json, config.json of a model, "
                 f"{stage_file()} or .metadata"
             )

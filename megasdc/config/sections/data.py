@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -108,3 +111,12 @@ class DataSection(Section):
     def folders(self) -> list[str]:
         """All folders of the samples, in the order of the blend."""
         return [part.path for part in self.blend] or [self.path]
+
+    def prepare_command(self, config: Path, overrides: Iterable[str]) -> str:
+        """The command line that makes these data; parts of a blend are made from files of their own, none is named."""
+        words = ["megasdc", "prepare-data"]
+        if not self.blend:
+            words += ["--config", str(config)]
+            for override in overrides:
+                words += ["--set", override] if override.startswith("megasdc.data.") else []
+        return shlex.join(words)

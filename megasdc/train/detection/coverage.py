@@ -93,20 +93,26 @@ def plan_checks(
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     of_all, of_one, of_audit = largest.tolist()
     whole = section.coverage == "all" or (section.coverage == "auto" and of_all <= MOST_COST)
-    told = [f"checks of every step {of_all if whole else of_one:.2%} of it"] if section.enabled else []
+    told = [f"checks of every step {share_text(of_all if whole else of_one)} of it"] if section.enabled else []
     if config.megasdc.audit.enabled:
         interval = config.megasdc.audit.interval
-        told.append(f"an audit {of_audit:.2%} of its step, {of_audit / interval:.3%} of all steps")
+        told.append(f"an audit {share_text(of_audit)} of its step, {share_text(of_audit / interval)} of all steps")
     lines = tiers.describe(engine.micro_batches if whole else 1)
     if not told:
         return CheckPlan(whole, tuple(lines))
     rates = speed.rates
     cost = (
-        f"expected cost, at most: {'; '.join(told)} (measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
+        f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
+        f"(measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
         + ("; without the toleranced checks)" if section.toleranced else ")")
     )
     return CheckPlan(whole, (*lines, cost))
+
+
+def share_text(share: float) -> str:
+    """A cost as a share of a step, with no more digits than an upper bound deserves."""
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -> list[str]:

@@ -22,7 +22,16 @@ from megasdc.errors import StorageError
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.incident import DisputedRank, Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incident import (
+    FAULT_FIELDS,
+    DisputedRank,
+    Environment,
+    Evidence,
+    FlaggedRank,
+    Incident,
+    RankPlace,
+    how_often,
+)
 from megasdc.sdc.incident_page import write_incident
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.train.saving import checkpoint_folder
@@ -160,6 +169,7 @@ class Incidents:
             verified_checkpoint=self._folder(max(verified, default=None)),
             newest_candidate=self._folder(newest if newest is not None and newest > max(verified, default=0) else None),
             not_read=tuple(gaps),
+            injected=tuple(name for name in FAULT_FIELDS if getattr(sections, name.rpartition(".")[2])),
         )
 
     def _list_checkpoints(self, gaps: list[str]) -> tuple[list[int], list[int]]:
@@ -214,5 +224,5 @@ def say(rulings: Sequence[Ruling]) -> str:
 def _say(ruling: Ruling) -> str:
     who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
     where = "" if ruling.address is None else f" at {ruling.address}"
-    often = f" ({ruling.wrong} of {ruling.repeats} repeats)" if ruling.repeats else ""
-    return f"{who}{where}: {ruling.verdict}{often}, {ruling.basis}"
+    often = how_often(ruling.verdict, ruling.wrong, ruling.repeats)
+    return f"{who}{where}: {ruling.verdict}{f' ({often})' if often else ''}, {ruling.basis}"

@@ -20,10 +20,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
+from megasdc.checkpoint.compare.checkpoints import compare_checkpoints, steps_of_a_run
 from megasdc.checkpoint.compare.measure import Measure
 from megasdc.checkpoint.compare.report import Options
 from megasdc.checkpoint.views.open import open_view
+from megasdc.checkpoint.views.view import View
 from megasdc.report.checkpoint_command import app
 
 TOOL = Path(__file__).parents[3] / "tools" / "compare_checkpoints.py"
@@ -157,6 +158,28 @@ def test_a_full_disk_is_no_verdict(folder: Path) -> None:
         done = _tool(folder, stdout=full)
     assert done.returncode == 2
     assert done.stderr == "compare_checkpoints: error: the result cannot be written: No space left on device\n"
+
+
+def test_what_is_allowed_is_told_where_something_is(folder: Path) -> None:
+    """The line of counts names a tolerance only where --ulp or --rtol give one."""
+    paths = [str(folder / name) for name in ("one.pt", "one.safetensors")]
+    exact, loose = (CliRunner().invoke(app, [*paths, *more]).output for more in ([], ["--rtol", "0.1"]))
+    assert "2 tensors and values compared" in exact and "allowed" not in exact
+    assert "2 tensors and values compared, 0 differ within what is allowed" in loose
+
+
+def test_steps_of_one_run_are_expected_to_differ(tmp_path: Path) -> None:
+    """Two steps in one folder are named; the same step of two runs is not."""
+    for place in ("a/step_00000010", "a/step_00000020", "b/step_00000010"):
+        (tmp_path / place).mkdir(parents=True)
+
+    def notes(*places: str) -> list[str]:
+        return steps_of_a_run([View(tmp_path / place, "a checkpoint", None, ("weight",)) for place in places])
+
+    assert notes("a/step_00000010", "a/step_00000020") == [
+        "A is step 10, B is step 20 of one run: differences are expected"
+    ]
+    assert notes("a/step_00000010", "b/step_00000010") == notes("a/step_00000010", "a/step_00000010") == []
 
 
 def test_json_is_all_that_is_printed(folder: Path) -> None:

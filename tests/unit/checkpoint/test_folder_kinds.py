@@ -29,6 +29,7 @@ from megasdc.checkpoint.universal import (
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
+from megasdc.checkpoint.views.open import open_view
 from megasdc.cli import app
 from megasdc.durable import commit_folder
 from megasdc.errors import CheckpointError, ConfigError, StorageError
@@ -125,6 +126,15 @@ def test_every_kind_is_known(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert kinds.kind_of(tmp_path / "empty") is None
     assert kinds.explain_folder(tmp_path / "empty", "anything") is None
+
+
+def test_one_checkpoint_of_several_is_named(tmp_path: Path) -> None:
+    """Given a run or a folder of checkpoints to compare, the message names the newest in it and nothing else."""
+    newest = make_checkpoint(tmp_path / "run" / "checkpoints")
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(CheckpointError) as caught:
+            open_view(folder)
+        assert str(caught.value).endswith(f"one model: name one of its checkpoints, such as {newest}")
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], set[str]]] = {

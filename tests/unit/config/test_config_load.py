@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megasdc.config import PRESETS, MegasdcSection, load_config, parse_config
-from megasdc.config.load import nearest
+from megasdc.config.load import json_schema, nearest
 from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.table import element_in, model_in
 from megasdc.errors import ConfigError
@@ -144,6 +144,12 @@ class TestRoundTrip:
 
 
 class TestPreset:
+    def test_the_schema_lists_the_presets(self):
+        """Editors complete the name of a preset, and null stays allowed."""
+        preset = json_schema()["$defs"]["ModelSection"]["properties"]["preset"]
+        assert preset["anyOf"] == [{"enum": list(PRESETS), "type": "string"}, {"type": "null"}]
+        assert preset["default"] is None and preset["description"]
+
     def test_given_fields_win_over_the_preset(self):
         """A preset fills only the fields that the file does not give, null included."""
         model = parse_config(

@@ -126,7 +126,9 @@ def test_equal_settings_reuse_and_others_refuse(tmp_path, corpus, section_for):
     assert prepare(section, workers=2, progress=False) == first
     assert {path: path.stat().st_mtime_ns for path in Path(section.path).rglob("*")} == times
     other = section.model_copy(update={"seed": 5})
-    with pytest.raises(DataError, match=r"other settings: data\.seed was 1234, is 5; use force"):
+    with pytest.raises(
+        DataError, match=r"other settings: data\.seed was 1234, is 5; give another .* or replace it with --force"
+    ):
         prepare(other, progress=False)
     assert {path: path.stat().st_mtime_ns for path in Path(section.path).rglob("*")} == times
     changed = prepare(other, progress=False, force=True)

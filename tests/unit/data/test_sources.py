@@ -15,7 +15,15 @@ import pytest
 import zstandard
 
 from megasdc.config.sections.data import SourceSection
-from megasdc.data.sources import LeftOut, describe_source, fingerprint_source, iterate_documents, sample_documents
+from megasdc.data.sources import (
+    OTHER_KINDS,
+    LeftOut,
+    describe_skipped,
+    describe_source,
+    fingerprint_source,
+    iterate_documents,
+    sample_documents,
+)
 from megasdc.errors import DataError
 
 
@@ -179,8 +187,23 @@ def test_bad_input_is_named(tmp_path, case):
 def test_folder_without_known_files(tmp_path):
     """A folder that holds nothing readable is refused with the endings that would be."""
     (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(DataError, match=r"no file of a known kind \(\.txt"):
+    with pytest.raises(DataError, match=r"no file of a known kind \(\.txt.*1 files of other kinds \(\.csv 1\); rename"):
         list(iterate_documents(files(tmp_path)))
+
+
+def test_files_of_other_kinds_in_a_folder_are_counted(tmp_path):
+    """Their number and endings are told with the remedy; hidden files, and files beside a glob, are nobody's loss."""
+    for name in ("a.txt", "b.py", "sub/c.PY", "d.md", ".hidden.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    skipped = LeftOut()
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["text"]
+    assert (dict(skipped), skipped.places) == ({OTHER_KINDS: 3}, {OTHER_KINDS: [".py 2, .md 1"]})
+    told = describe_skipped(OTHER_KINDS, 3, skipped.places)
+    assert told.startswith("3 files of other kinds (.py 2, .md 1); rename them to .txt")
+    of_glob = LeftOut()
+    assert list(iterate_documents(files(tmp_path / "*.txt"), of_glob)) == ["text"]
+    assert not of_glob
 
 
 def test_fingerprint_sees_a_changed_file(tmp_path):

@@ -8,6 +8,7 @@ from megasdc.config import ProcessFaultSpec
 from megasdc.faults import process
 from megasdc.faults.process import ProcessFaults
 from megasdc.parallel import ParallelDims
+from megasdc.train.faults import armed_text
 
 
 def build(specs, rank=0, **options):
@@ -82,3 +83,16 @@ def test_a_slow_rank_sleeps_in_proportion(monkeypatch):
             faults.after_backward(engine, number)
     assert clock.slept == [1.5 * 8.0, 1.5 * 12.0]
     assert told == [(0, "slow", 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("faults", "ranks", "text"),
+    [
+        (1, 0, "1 fault in results and states, none in processes"),
+        (2, 1, "2 faults in results and states, processes of 1 rank"),
+        (0, 2, "no faults in results and states, processes of 2 ranks"),
+    ],
+)
+def test_the_warning_counts_what_is_armed(faults, ranks, text):
+    """Faults in results and states, and the ranks whose processes are to fail."""
+    assert armed_text(faults, ranks) == text

@@ -93,6 +93,17 @@ def test_a_folder_that_cannot_be_written_alone_is_a_matter_of_storage(
         launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
 
 
+def test_missing_data_are_told_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    """The command has the file and the overrides of data, and the folder where relative paths start is named."""
+    sets = (f"megasdc.logging.run_dir={tmp_path}/run", "megasdc.data.path=no where")
+    with pytest.raises(LaunchError) as caught:
+        launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
+    text = str(caught.value)
+    assert f"{Path.cwd()}/no where cannot be read there; make it with" in text
+    assert f"`megasdc prepare-data --config {SMOKE} --set 'megasdc.data.path=no where'`" in text
+    assert f"starts at the folder of the launch, {Path.cwd()}" in text
+
+
 @pytest.mark.parametrize(
     ("setting", "needs"),
     [

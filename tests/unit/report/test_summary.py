@@ -6,6 +6,8 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from run_folder import add_incident, losses, write_run
@@ -27,7 +29,7 @@ from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.report.summary import Failure, RunSummary, render, summarize
 from megasdc.run_lock import HeldFolders, Holder, take
-from megasdc.train.main import pretrain, tell_failure
+from megasdc.train.main import pretrain, tell_end, tell_failure
 
 RUN = RunSummary(
     run_dir="runs/a",
@@ -117,8 +119,12 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
     assert (failure.exit_code, failure.verdict, failure.incident) == (73, "persistent", str(page))
     assert failure.suspects == ["rank 1 on node7 (cpu)"]
     said = render(summarize(folder))
-    assert "verdict           persistent" in said and "who               rank 1 on node7 (cpu)" in said
+    assert "verdict           persistent (wrong by the same value in 2 of 2 repeats)" in said
+    assert "on purpose" not in said
+    assert "who               rank 1 on node7 (cpu)" in said
     assert f"what to do        {page}" in said
+    incident.write_text(json.dumps({**content, "time": "2999-01-01T00:00:00+00:00", "injected": ["megasdc.faults"]}))
+    assert "to restart without them: --set 'megasdc.faults=[]'" in render(summarize(folder))
     incident.write_text(json.dumps({**content, "verdict": "inconclusive", "time": "2999-01-01T00:00:00+00:00"}))
     assert "one of            rank 1 on node7 (cpu)" in render(summarize(folder))
     incident.write_text(json.dumps({**content, "time": "2001-01-01T00:00:00+00:00"}))
@@ -181,6 +187,30 @@ def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, m
     assert "steps             0 of ?" in said and "exit code 72" in said and "training loss" not in said
     tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, HeldFolders())
     assert not (tmp_path / "absent").exists(), "a folder is not made to say that nothing was done there"
+
+
+@pytest.mark.parametrize(
+    ("first", "reason", "told"),
+    [
+        (5, None, "stopped at step 20 of 20: all steps done"),
+        (20, None, "nothing to train: {folder} is already at step 20 of 20; for a new run set another"),
+        (20, "signal", "stopped at step 20 of 20: signal"),
+    ],
+)
+def test_a_launch_with_nothing_to_train_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, reason: str | None, told: str
+) -> None:
+    """It names the folder and both remedies; the event of the end is that of any finished run."""
+    caplog.set_level(logging.INFO)
+    events = EventLog(tmp_path, 0)
+    run: Any = SimpleNamespace(step=20, steps=20, stop_reason=reason, folder=tmp_path, results={}, events=events)
+    tell_end(run, first)
+    events.close()
+    (line,) = caplog.records
+    assert line.getMessage().startswith(told.format(folder=tmp_path))
+    assert (line.levelname == "WARNING") == told.startswith("nothing")
+    (event,) = read_events(tmp_path, kind="end")
+    assert event.fields["reason"] == (reason or "all steps done")
 
 
 def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from megasdc.sdc.incident import (
     FlaggedRank,
     Incident,
     RankPlace,
+    how_often,
     incident_from_json,
     incident_to_json,
 )
@@ -177,7 +178,14 @@ def test_a_page_says_what_where_when_and_what_to_do_first() -> None:
     )
     order = [text.index(words) for words in (head, "exit code 73", "What to do", "What is known", "Evidence", "1,234")]
     assert order == sorted(order)
-    for needed in ("5eedfacecafef00d", "wrong in 5 of 5", "majority", "torch 2.13.0", "finding recompute", "x.json"):
+    for needed in (
+        "5eedfacecafef00d",
+        "wrong by the same value in 5 of 5 repeats",
+        "majority",
+        "torch 2.13.0",
+        "finding recompute",
+        "x.json",
+    ):
         assert needed in text
 
 
@@ -206,13 +214,29 @@ def test_instructions_are_commands_that_can_be_run() -> None:
     assert not any("--exclude" in command for command in alone.commands)
 
 
+def test_faults_that_were_armed_are_not_injected_again() -> None:
+    """The page says that they were on purpose, and both commands to start empty the fields they came from."""
+    one = incident(injected=("megasdc.faults", "megasdc.process_faults"))
+    start = one.what_to_do[0]
+    assert start.text.startswith("Faults were injected on purpose in this run (megasdc.faults, megasdc.process_faults)")
+    assert len(start.commands) == 2
+    for command in start.commands:
+        assert command.endswith(
+            "--config runs/my/resolved.json --set 'megasdc.faults=[]' --set 'megasdc.process_faults=[]'"
+        )
+    head = checked(render_page(one, "x.json")).text.partition("What to do")[0]
+    assert "Faults were injected on purpose in this run." in head
+    assert incident_from_json(incident_to_json(one)) == one
+    assert "on purpose" not in render_page(incident(), "x.json")
+
+
 def test_commands_parse_as_the_commands_they_are() -> None:
     """Each `megasdc` command line of a report names an existing command with existing options."""
     from typer.main import get_command
 
     from megasdc.cli import app
 
-    for one in (incident(), incident(golden=None), incident(run_dir="a run's folder", golden="/my traces/x.golden")):
+    for one in (incident(), incident(golden=None), incident(run_dir="a run's folder", injected=("megasdc.faults",))):
         lines = [line for step in one.what_to_do for line in step.commands if line.startswith("megasdc ")]
         assert lines
         for line in lines:
@@ -220,6 +244,22 @@ def test_commands_parse_as_the_commands_they_are() -> None:
             while hasattr(command, "commands"):
                 command = command.commands[words.pop(0)]
             command.make_context("x", words)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "wrong", "text"),
+    [
+        ("persistent", 5, "wrong by the same value in 5 of 5 repeats"),
+        ("intermittent", 5, "wrong in 5 of 5 repeats, not always by the same value"),
+        ("intermittent", 2, "wrong in 2 of 5 repeats"),
+        ("intermittent", 0, "wrong in 0 of 5 repeats, but not only here, or its values vary"),
+        ("not_reproduced", 0, "wrong in 0 of 5 repeats"),
+    ],
+)
+def test_repeats_say_what_tells_the_verdicts_apart(verdict: str, wrong: int, text: str) -> None:
+    """Wrong in all repeats is persistent or intermittent: the clause says whether the values were equal."""
+    assert how_often(verdict, wrong, 5) == text
+    assert how_often(verdict, wrong, 0) == ""
 
 
 def test_two_flagged_ranks_are_both_named() -> None:

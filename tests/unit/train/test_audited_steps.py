@@ -14,6 +14,7 @@ from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.checks import CheckSettings, Detection
+from megasdc.train.detection.coverage import share_text
 
 
 def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
@@ -50,3 +51,9 @@ def test_every_interval_and_the_step_after_each_save(
     """Multiples of the interval; with verify_checkpoints also the first step that computes with what was saved."""
     checked = detection(tmp_path, save_interval, **audit)
     assert [step for step in range(1, 17) if checked.is_audit(step)] == steps
+
+
+def test_an_upper_bound_has_few_digits() -> None:
+    """Two digits below a tenth of a step, whole percents above."""
+    shares = (5.7794, 0.2311, 0.0582, 0.0058, 0.000349, 0.0)
+    assert [share_text(share) for share in shares] == ["578%", "23%", "5.8%", "0.58%", "0.035%", "0%"]
