@@ -111,6 +111,7 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert "rank 2 on host" in page and named.first.fqn in page
     failed = failure_of(tmp_path / "run")
     assert (failed.exit_code, failed.verdict) == (73, "persistent")
+    assert (failed.repeats, failed.injected) == ("wrong by the same value in 5 of 5 repeats", ["megasdc.faults"])
     assert failed.incident == str(tmp_path / "run" / "reports" / "incident_step_00000004.html")
     assert (
         len(failed.suspects) == 1
