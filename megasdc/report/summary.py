@@ -117,7 +117,7 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
     since = run.started_at or 0.0
     verdict, suspects, page, repeats, injected = None, [], None, None, []
     if ending.exit_code == CorruptionError.exit_code and run.incidents:
-        path, incident = max(run.incidents, key=lambda one: one[1].time)
+        path, incident = max(run.incidents, key=lambda one: (one[1].time, one[1].step))
         if datetime.fromisoformat(incident.time).timestamp() >= int(since):  # incident times are whole seconds
             verdict, page = incident.verdict, str(path)
             suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]

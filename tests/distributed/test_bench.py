@@ -158,6 +158,8 @@ def test_launches_take_turns_and_the_first_do_not_count(monkeypatch, tmp_path):
     names = [(f"run_{repeat}_{place}", command) for repeat in range(3) for place, command in enumerate(COMMANDS)]
     assert launched == names and told == [1, 2, 3, 4, 5, 6]
     assert list(found) == [ours, other]
+    once = measure_launches(COMMANDS, 1, 2, 1, tmp_path, lambda done: None)[ours]
+    assert once["total"].count == 1 and list(once["phases"]) == PARTS
     for launch, first, medians in ((found[ours], 1, 4), (found[other], 2, 5)):
         assert list(launch["phases"]) == PARTS and launch["dominates"] == "model"
         assert launch["phases"]["model"].median == medians + 1

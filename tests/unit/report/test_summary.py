@@ -125,6 +125,11 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
     assert f"what to do        {page}" in said
     incident.write_text(json.dumps({**content, "time": "2999-01-01T00:00:00+00:00", "injected": ["megasdc.faults"]}))
     assert "to restart without them: --set 'megasdc.faults=[]'" in render(summarize(folder))
+    earlier = {**content, "step": 8, "verdict": "not_reproduced", "time": "2999-01-01T00:00:00+00:00"}
+    incident.with_name("incident_step_00000008.json").write_text(json.dumps(earlier))
+    latest = summarize(folder).failure
+    assert latest is not None and latest.verdict == "persistent", "of two in the same second that of the later step"
+    incident.with_name("incident_step_00000008.json").unlink()
     incident.write_text(json.dumps({**content, "verdict": "inconclusive", "time": "2999-01-01T00:00:00+00:00"}))
     assert "one of            rank 1 on node7 (cpu)" in render(summarize(folder))
     incident.write_text(json.dumps({**content, "time": "2001-01-01T00:00:00+00:00"}))
