@@ -94,6 +94,25 @@ def expected_speedup(
     return completed * (longest + communication_s) / (micro_batches * (cut + communication_s))
 
 
+def published_speedup(
+    thresholds_s: NDArray[np.float64],
+    num_replicas: int,
+    micro_batches: int,
+    mean_s: float,
+    std_s: float,
+    communication_s: float,
+) -> NDArray[np.float64]:
+    """S_eff, [threshold], as the paper plots it: eq. 6 with E[M~] of eq. 5, and E[T] of eq. 4 in place of every T.
+
+    E[M~] (E[T] + Tc) / (M (min(tau, E[T]) + Tc)). ValueError for one replica, for which eq. 4 is undefined; other
+    arguments as of ``expected_speedup``.
+    """
+    longest = expected_longest(num_replicas, micro_batches * mean_s, math.sqrt(micro_batches) * std_s)
+    completed = expected_completed(thresholds_s, micro_batches, mean_s, std_s)
+    cut = np.minimum(thresholds_s, longest)
+    return completed * (longest + communication_s) / (micro_batches * (cut + communication_s))
+
+
 def extra_steps_share(drop_rate: float) -> float:
     """Additional steps, as a share of the planned ones, that make up for the dropped micro-batches: R / (1 - R).
 

@@ -7,7 +7,8 @@ operations. So every rank computes the same threshold from the same latencies, o
 Differences from the published code: the step then lasts min(tau, T), as in eq. 6, and not until the last completed
 micro-batch; a micro-batch that ends at tau is completed; the smallest threshold is the first at which a replica
 completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing; on a tie the largest is
-taken; the drop rate is bounded. ``Rule.finish`` is the rule of a pipeline that drains.
+taken; the drop rate is bounded; the first ``min_micro_batches`` are protected. ``Rule.finish`` is the rule of a
+pipeline that drains: what was started before tau counts, as in a run.
 """
 
 from __future__ import annotations

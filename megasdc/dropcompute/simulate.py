@@ -22,6 +22,7 @@ from megasdc.dropcompute.formulas import (
     expected_longest,
     expected_speedup,
     extra_steps_share,
+    published_speedup,
 )
 from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import Curve, Rule, make_curve
@@ -100,12 +101,14 @@ class Formulas:
         exact_longest_s: E[T] of normal times by quadrature.
         completed_share: E[M~] / M by eq. 5, [threshold]; None where started micro-batches are finished.
         speedup: S_eff, [threshold]; None in the same case.
+        published_speedup: S_eff with E[T] of eq. 4, [threshold]; None in the same case, and for one replica.
     """
 
     longest_s: float | None
     exact_longest_s: float
     completed_share: NDArray[np.float64] | None
     speedup: NDArray[np.float64] | None
+    published_speedup: NDArray[np.float64] | None
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,7 @@ class SimulationResult:
 
     def _formula_curves(self) -> tuple[list[float] | None, list[float] | None]:
         found = (self.formulas.completed_share, self.formulas.speedup) if self.formulas else (None, None)
-        completed, speedup = (None if one is None else one.tolist() for one in found)
-        return completed, speedup
+        return _listed(found[0]), _listed(found[1])
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON-compatible values."""
@@ -171,6 +173,7 @@ class SimulationResult:
             "time_s": curve.times_s.mean(axis=0).tolist(),
             "formula_completed_share": completed,
             "formula_speedup": speedup,
+            "published_speedup": None if formulas is None else _listed(formulas.published_speedup),
         }
         return {
             "simulation": asdict(self.simulation) | {"steps": self.simulation.num_steps},
@@ -270,11 +273,18 @@ def _formulas(simulation: Simulation, moments: Moments, curve: Curve) -> Formula
     longest = expected_longest(replicas, mean, std) if replicas > 1 else None
     exact = exact_longest(replicas, mean, std)
     if simulation.rule.finish:
-        return Formulas(longest, exact, None, None)
+        return Formulas(longest, exact, None, None, None)
     one = (moments.mean_s, moments.std_s)
     completed = expected_completed(curve.thresholds_s, micro_batches, *one) / micro_batches
     speedup = expected_speedup(curve.thresholds_s, replicas, micro_batches, *one, simulation.communication_s)
-    return Formulas(longest, exact, completed, speedup)
+    published = None
+    if replicas > 1:
+        published = published_speedup(curve.thresholds_s, replicas, micro_batches, *one, simulation.communication_s)
+    return Formulas(longest, exact, completed, speedup, published)
+
+
+def _listed(values: NDArray[np.float64] | None) -> list[float] | None:
+    return None if values is None else values.tolist()  # type: ignore[no-any-return]
 
 
 def _finite(value: float) -> float | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 
 from megasdc.dropcompute.formulas import (
+    EULER_GAMMA,
     exact_cut,
     exact_longest,
     expected_completed,
@@ -15,6 +17,7 @@ from megasdc.dropcompute.formulas import (
     expected_speedup,
     extra_steps_share,
     normal_cdf,
+    published_speedup,
 )
 
 X = np.arange(-12, 14, 1e-3)
@@ -78,3 +81,21 @@ def test_extra_steps() -> None:
     """A tenth dropped is a ninth more steps, as in the paper's Table 1; all dropped never ends."""
     assert extra_steps_share(0.1) == pytest.approx(1 / 9)
     assert extra_steps_share(0) == 0 and extra_steps_share(1) == math.inf
+
+
+def test_the_published_curve_is_eqs_4_to_6() -> None:
+    """With the standard library's normal distribution, one threshold at a time; 1 where nothing is dropped."""
+    replicas, micro_batches, mean, std, communication = 64, 12, 0.45, 0.09, 0.5
+    normal, spread, planned = NormalDist(), math.sqrt(12) * std, 12 * mean
+    far = (1 - EULER_GAMMA) * normal.inv_cdf(1 - 1 / replicas)
+    far += EULER_GAMMA * normal.inv_cdf(1 - 1 / (math.e * replicas))
+    longest = planned + spread * far
+    thresholds = np.array([4.5, 5.4, 6.0, math.inf])
+    found = published_speedup(thresholds, replicas, micro_batches, mean, std, communication)
+    for tau, value in zip(thresholds.tolist(), found.tolist(), strict=True):
+        done = sum(normal.cdf((tau - m * mean) / (math.sqrt(m) * std)) for m in range(1, micro_batches + 1))
+        wanted = done * (longest + communication) / (micro_batches * (min(tau, longest) + communication))
+        assert value == pytest.approx(wanted, rel=1e-9)
+    assert found[-1] == 1.0 and found.max() > 1.05
+    with pytest.raises(ValueError, match="at least 2"):
+        published_speedup(thresholds, 1, micro_batches, mean, std, communication)

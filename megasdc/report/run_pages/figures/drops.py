@@ -166,6 +166,10 @@ def threshold_figure(
         traces.append(scatter(name, tau, values[finite], colour, "%{x:.4g} s: %{y:.4f}", **marks))
         if formula is not None:
             traces.append(scatter(f"{name}, formula", tau, formula[finite], colour, "%{x:.4g} s: %{y:.4f}"))
+    if formulas and formulas.published_speedup is not None:
+        values, dashed = formulas.published_speedup[finite], {"dash": "dash"}
+        name = "effective speed-up, with E[T] of eq. 4"
+        traces.append(scatter(name, tau, values, "var(--faint)", "%{x:.4g} s: %{y:.4f}", line=dashed))
     shapes = [] if in_force_s is None else [rule("var(--bad)", x=in_force_s, dash="dash")]
     drawn = layout(HEIGHT, "threshold, s", legend=True, shapes=shapes, yaxis={"nticks": 6})
     shown = {name.replace(" ", "_"): one[finite].tolist() for name, one in lines.items()}
