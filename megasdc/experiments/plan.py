@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class PlannedRun:
     """One run; its id, a digest of configuration, start and number of ranks, names its folder.
 
     ``label``: the first cell, node and seed that need it; ``config``: resolved, but ``logging.run_dir`` is set when the
-    run starts; ``start``: None: from scratch; ``donor``: whether others start from its checkpoint.
+    run starts; ``start``: None: from scratch; ``donor``: whether others start from its checkpoint; ``condition``: id of
+    the healthy run from the same checkpoint, which must have been stable for this one to be run, None: none.
     """
 
     run_id: str
@@ -47,6 +48,12 @@ class PlannedRun:
     last_step: int
     healthy: bool
     donor: bool
+    condition: str | None = None
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Ids of the runs that must be finished before this one begins."""
+        return tuple(one for one in (self.start and self.start.run_id, self.condition) if one is not None)
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,8 @@ def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
     if unknown := [name for name in only if name not in names]:
         raise ConfigError([f"--only: there is no cell {name!r}; there are {', '.join(names)}." for name in unknown])
     wanted = {place.run_id for place in plan.places if not only or place.cell in only}
-    wanted |= {start.run_id for run_id in wanted if (start := plan.runs[run_id].start) is not None}
+    for _ in range(2):  # a node's run awaits a healthy one, which awaits the one that saved its checkpoint
+        wanted |= {awaited for run_id in wanted for awaited in plan.runs[run_id].awaited}
     return {run_id: run for run_id, run in plan.runs.items() if run_id in wanted}
 
 
@@ -175,8 +183,8 @@ def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) ->
 
 
 def _in_order(runs: dict[str, PlannedRun]) -> dict[str, PlannedRun]:
-    """Runs from which others start first, then the healthy ones."""
-    ordered = sorted(runs.values(), key=lambda run: (not run.donor, not run.healthy))
+    """Runs from which others start first, then those without a condition, healthy ones first."""
+    ordered = sorted(runs.values(), key=lambda run: (not run.donor, run.condition is not None, not run.healthy))
     return {run.run_id: run for run in ordered}
 
 
@@ -197,7 +205,10 @@ class _Builder:
         donor = self._run(self._cells[cell.start.cell or cell.name], None, seed, None, stop=cell.start.step)
         if donor is None:
             return None
-        run = self._run(cell, node, seed, Start(donor.run_id, cell.start.step), stop=None)
+        start = Start(donor.run_id, cell.start.step)
+        run = self._run(cell, node, seed, start, stop=None)
+        if node is not None and run is not None and (healthy := self._run(cell, None, seed, start, stop=None)):
+            run = self.runs[run.run_id] = replace(run, condition=healthy.run_id)
         if run is not None and (problems := _start_problems(donor.config, run.config)):
             self._refuse(cell.name, f"cells.{cell.name}.start", problems)
         return run

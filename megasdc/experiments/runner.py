@@ -81,7 +81,7 @@ class Runner:
         try:
             while waiting or self._active:
                 self._fill(waiting)
-                outcomes = [self._without_start(run) for run in list(waiting) if self._lost_start(run)]
+                outcomes = [self._not_run(run, why) for run in list(waiting) if (why := self._why_not(run))]
                 waiting[:] = [run for run in waiting if run.run_id not in {one.run_id for one in outcomes}]
                 if not outcomes:
                     wait([sentinel for active in self._active for sentinel in active.ranks.sentinels])
@@ -102,9 +102,7 @@ class Runner:
             free = sorted(set(range(self._workers)) - {active.slot for active in self._active})
             if not free:
                 return
-            if run.start is None or self._store.outcomes.get(run.start.run_id) is not None:
-                if self._lost_start(run):
-                    continue
+            if all(one in self._store.outcomes for one in run.awaited) and not self._why_not(run):
                 waiting.remove(run)
                 self._start(run, free[0])
 
@@ -150,19 +148,18 @@ class Runner:
         self._events.emit("sweep", "run_finished", run_id=run.run_id, status=outcome.status, reason=outcome.reason)
         return outcome
 
-    def _lost_start(self, run: PlannedRun) -> bool:
-        """Whether the run from which this one starts has ended with NaN or failed."""
-        if run.start is None or run.start.run_id not in self._store.outcomes:
-            return False
-        return self._store.outcomes[run.start.run_id].status not in (DONE, DIVERGED)
+    def _why_not(self, run: PlannedRun) -> str:
+        """The reason why a run cannot or need not be started, as far as others have ended; empty: none is known."""
+        outcomes = self._store.outcomes
+        if run.start is not None and (saved := outcomes.get(run.start.run_id)) and saved.status not in (DONE, DIVERGED):
+            return f"the healthy run {saved.run_id} that it starts from: {saved.reason}"
+        if run.condition is not None and (healthy := outcomes.get(run.condition)) and healthy.status != DONE:
+            return f"not run: from its checkpoint the healthy run {healthy.run_id} is not stable: {healthy.reason}"
+        return ""
 
-    def _without_start(self, run: PlannedRun) -> Outcome:
-        assert run.start is not None, "only runs that start from another lose it"
-        reason = (
-            f"the healthy run {run.start.run_id} that it starts from: {self._store.outcomes[run.start.run_id].reason}"
-        )
+    def _not_run(self, run: PlannedRun, why: str) -> Outcome:
         self._store.run_folder(run.run_id).mkdir(parents=True, exist_ok=True)
-        return self._keep_outcome(run, Outcome(run.run_id, FAILED, reason, None, None, 0, 0, 0.0, (), ()))
+        return self._keep_outcome(run, Outcome(run.run_id, FAILED, why, None, None, 0, 0, 0.0, (), ()))
 
 
 def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:

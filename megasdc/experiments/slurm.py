@@ -1,4 +1,4 @@
-"""A sweep as a SLURM array job, one run per task; runs from which others start come first."""
+"""A sweep as a SLURM array job, one run per task; runs that others await come first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ exec {command} --task "$SLURM_ARRAY_TASK_ID"
 """
 
 _SUBMIT = """#!/usr/bin/env bash
-# Submits {count} runs: {donors} that others start from, then the rest, then the tables.
+# Submits {count} runs: {donors} that others start from, then the rest, of which none awaits a later one,
+# then the tables.
 # Further options go to every sbatch: bash {submit} --partition=gpu --time=04:00:00
 set -euo pipefail
 cd {folder}
@@ -52,7 +53,9 @@ def write_job(plan: Plan, arguments: list[str], out: Path, at_once: int) -> Path
     folder, quoted = shlex.quote(str(Path.cwd())), shlex.quote(str(out))
     script = _SCRIPT.format(name=plan.sweep.name, out=out, ranks=plan.sweep.ranks, folder=folder, command=command)
     (out / SCRIPT).write_text(script, encoding="utf-8")
-    ranges = [part for part in ((0, donors - 1), (donors, len(runs) - 1)) if part[0] <= part[1]]
+    free = sum(run.condition is None for run in runs)
+    parts = ((0, donors - 1), (donors, free - 1), (free, len(runs) - 1))
+    ranges = [part for part in parts if part[0] <= part[1]]
     at = shlex.quote(str(out / SCRIPT))
     stages = "\n".join(_STAGE.format(first=first, last=last, at_once=at_once, script=at) for first, last in ranges)
     submit = out / SUBMIT

@@ -147,10 +147,10 @@ def run_task(sweep: Sweep, number: int) -> PlannedRun:
     choose_workers(sweep.plan, 1)
     run = runs[number]
     store = ResultStore(sweep.out, sweep.plan)
-    if run.start is not None:
+    if run.awaited:
         store.load()
-        if run.start.run_id not in store.outcomes:
-            raise ConfigError(f"--task: run {number} starts from {run.start.run_id}, which has not finished.")
+        if missing := [one for one in run.awaited if one not in store.outcomes]:
+            raise ConfigError(f"--task: run {number} needs {' and '.join(missing)}, which has not finished.")
     with alone(store.run_folder(run.run_id)):
         store.load()  # under the lock: an earlier task may have finished the run
         with closing(EventLog(store.run_folder(run.run_id) / "task", 0)) as events:

@@ -139,6 +139,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory, base: Path) -> tuple[Path, P
         {"name": "same", "set": {LR: 1e-2}},
         {"name": "wild", "set": {LR: 30.0}},
         {"name": "from a", "start": {"cell": "a", "step": 3}},
+        {"name": "unstable", "start": {"cell": "a", "step": 3}, "set": {LR: 30.0}},
         {"name": "broken", "set": {"megasdc.process_faults": [{"kind": "exit", "exit_code": 9, "steps": [2, 2]}]}},
     ]
     nodes = [{"name": "nans", "faults": [nan]}]
@@ -151,7 +152,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory, base: Path) -> tuple[Path, P
     told: list[tuple[float | None, int, int]] = []
     run_sweep(open_sweep(path, out=folder / "out"), 2, progress=False, on_estimate=lambda *args: told.append(args))
     ((seconds, left, workers),) = told
-    assert seconds is not None and seconds > 0 and (left, workers) == (9, 2)
+    assert seconds is not None and seconds > 0 and (left, workers) == (11, 2)
     return path, folder / "out"
 
 
@@ -167,23 +168,28 @@ def test_every_ending_is_a_result(swept: tuple[Path, Path]) -> None:
         ("wild", "nans"): "nan",
         ("from a", "healthy"): "done",
         ("from a", "nans"): "nan",
+        ("unstable", "healthy"): "diverged",
+        ("unstable", "nans"): "failed",
         ("broken", "healthy"): "failed",
         ("broken", "nans"): "failed",
     }
     assert "lowest" not in rows["wild", "healthy"]["reason"] and "above" in rows["wild", "healthy"]["reason"]
     assert "skipped 4 steps in a row" in rows["a", "nans"]["reason"]
     assert "exit code 9" in rows["broken", "healthy"]["reason"]
+    healthy = rows["unstable", "healthy"]["run_id"]
+    told = f"not run: from its checkpoint the healthy run {healthy} is not stable: the final loss"
+    assert rows["unstable", "nans"]["reason"].startswith(told)
     assert all(row["reason"] == "" for row in rows.values() if row["status"] == "done")
 
 
 def test_equal_cells_share_runs_and_all_runs_are_started_once(swept: tuple[Path, Path]) -> None:
-    """Ten rows come from eight runs and one that others start from."""
+    """Twelve rows come from nine runs, one that others start from, and one that an unstable healthy run forbids."""
     results = read_sweep(swept[1])
     ids = {(row["cell"], row["node"]): row["run_id"] for row in results.rows}
     assert ids["a", "healthy"] == ids["same", "healthy"] and ids["a", "nans"] == ids["same", "nans"]
-    assert len(set(ids.values())) == 8
+    assert len(set(ids.values())) == 10
     starts = starts_of(swept[1])
-    assert len(starts) == 9 and set(starts.values()) == {1}
+    assert len(starts) == 10 and set(starts.values()) == {1} and ids["unstable", "nans"] not in starts
 
 
 def test_a_start_from_a_checkpoint_goes_on_as_the_run_that_saved_it(swept: tuple[Path, Path]) -> None:

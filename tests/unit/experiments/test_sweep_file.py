@@ -132,6 +132,11 @@ def test_runs_that_start_from_a_checkpoint_come_after_the_one_that_saves_it(tmp_
     assert first.config["optimizer"]["params"]["lr"] == 1e-3
     starts = {place.node: plan.runs[place.run_id].start for place in plan.places if place.cell == "a"}
     assert {start.run_id for start in starts.values() if start} == {first.run_id} and len(starts) == 2
+    of_node = {place.node: plan.runs[place.run_id] for place in plan.places if place.cell == "a"}
+    assert of_node["n"].condition == of_node[HEALTHY].run_id and of_node[HEALTHY].condition is None
+    order = list(plan.runs)
+    assert order.index(of_node["n"].run_id) > order.index(of_node[HEALTHY].run_id) > 0
+    assert runs_of(plan, ["a"]).keys() == {first.run_id, *(run.run_id for run in of_node.values())}
 
 
 def test_some_cells_alone_are_run_with_what_they_start_from(tmp_path: Path) -> None:
