@@ -53,7 +53,8 @@ class PlannedRun:
     @property
     def awaited(self) -> tuple[str, ...]:
         """Ids of the runs that must be finished before this one begins."""
-        return tuple(one for one in (self.start and self.start.run_id, self.condition) if one is not None)
+        starts = None if self.start is None else self.start.run_id
+        return tuple(one for one in (starts, self.condition) if one is not None)
 
 
 @dataclass(frozen=True)

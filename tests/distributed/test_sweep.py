@@ -189,7 +189,8 @@ def test_equal_cells_share_runs_and_all_runs_are_started_once(swept: tuple[Path,
     assert ids["a", "healthy"] == ids["same", "healthy"] and ids["a", "nans"] == ids["same", "nans"]
     assert len(set(ids.values())) == 10
     starts = starts_of(swept[1])
-    assert len(starts) == 10 and set(starts.values()) == {1} and ids["unstable", "nans"] not in starts
+    assert starts.pop(ids["unstable", "nans"]) == 0
+    assert len(starts) == 10 and set(starts.values()) == {1}
 
 
 def test_a_start_from_a_checkpoint_goes_on_as_the_run_that_saved_it(swept: tuple[Path, Path]) -> None:

@@ -90,7 +90,8 @@ def test_ctrl_c_before_and_after_the_work(tmp_path: Path, moment: str) -> None:
         f"    def reconfigure(self, **_): pass\n    def {moment}(self, **_): os.kill(os.getpid(), signal.SIGINT)\n"
         "def main():\n    sys.stdout = Stream()\n    run(lambda: None, 'x')\n"
     )
-    code = "from megasdc.program import start; start('work')"
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored in background jobs
+    code = f"{hears}; from megasdc.program import start; start('work')"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
 

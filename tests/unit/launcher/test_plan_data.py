@@ -19,9 +19,9 @@ def test_every_folder_of_a_blend_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = make_plan(LaunchRequest(BLEND, num_gpus=2), lambda text: None)
     folders = [str(tmp_path / "prepared" / name) for name in ("stdlib_modules", "stdlib_packages")]
-    assert plan.needs.readable[-2:] == folders
+    assert list(plan.needs.readable)[-2:] == folders
     alone = make_plan(LaunchRequest(BLEND, num_gpus=2, overrides=("megasdc.data.blend=[]",)), lambda text: None)
-    assert alone.needs.readable[-1:] == folders[:1] and folders[1] not in alone.needs.readable
+    assert list(alone.needs.readable)[-1:] == folders[:1] and folders[1] not in alone.needs.readable
 
 
 def test_options_that_mean_nothing_on_one_host_are_told(tmp_path, monkeypatch):
