@@ -137,11 +137,11 @@ def test_a_signal_to_the_front_reaches_the_ranks(
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, times: int) -> None:  # noqa: F811 - the fixture
-    """Donors run before those that start from them, on any host; then the tables. A second job repeats nothing."""
+    """Awaited runs come first, nodes side by side on any host, then the tables. A second job repeats nothing."""
     out = folder / "out folder"
     content = {"name": "study", "base": "config.json", "final_steps": 2, "diverged_above_frequencies": False}
     content |= {"set": {"megasdc.training.steps": 6}, "cells": [{"name": "a", "start": {"step": 3}}]}
-    content |= {"nodes": [{"name": "n", "profile": "node_11", "seed": 1}]}
+    content |= {"nodes": [{"name": name, "profile": "node_11", "seed": seed} for seed, name in enumerate("nm")]}
     (folder / "sweep.json").write_text(json.dumps(content))
     argv = [sys.executable, "-m", "megasdc", "sweep", "sweep.json", "--out", str(out), "--slurm"]
     written = slurm.run(*argv, cwd=str(folder))
@@ -155,9 +155,9 @@ def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, times: int) 
             time.sleep(0.2)
         logs = {path.name: path.read_text() for path in out.glob("slurm-*.log")}
         found = [(row["node"], row["status"], row["steps"]) for row in read_sweep(out).rows]
-        assert found == [("healthy", "done", 6), ("n", "done", 6)], logs
+        assert found == [("healthy", "done", 6), ("n", "done", 6), ("m", "done", 6)], logs
     jobs = slurm.run("scontrol", "--oneliner", "show", "job").stdout.split()
     assert {"BatchHost=node1", "BatchHost=node2"} <= set(jobs)
     starts = [event for run in (out / "runs").iterdir() for event in read_events(run, kind="start", name="run")]
-    assert len(starts) == 3, "the donor, and two that go on from it"
+    assert len(starts) == 4, "the donor, and three that go on from it"
     assert "healthy" in logs["slurm-tables.log"]
