@@ -152,6 +152,7 @@ def _tool(folder: Path, *options: str, **streams: Any) -> subprocess.CompletedPr
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, check=False, **streams)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_verdict(folder: Path) -> None:
     """Where the result cannot be written the exit code is 2, though the checkpoints are equal, and it says why."""
     with open("/dev/full", "w", encoding="utf-8") as full:

@@ -232,6 +232,7 @@ def test_differences_that_may_explain_are_noted(tmp_path: Path) -> None:
     assert "note: threads: 1 in the first, 4 in the second" in tool(a, b)[1]
 
 
+@pytest.mark.slow
 def test_wrong_usage_and_missing_traces_are_exit_code_2(tmp_path: Path) -> None:
     """So is whatever keeps the tool from comparing, with a reason; the others are compared all the same."""
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", wrong={(0, addresses(0, range(1, 2))[0]): 1})

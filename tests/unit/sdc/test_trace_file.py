@@ -68,6 +68,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert trace == together(step_trace(1), step_trace(2), step_trace(3))
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_killed_writer(tmp_path: Path) -> None:
     """Cut off at any byte, a file gives exactly its whole steps; without the first it is refused."""
     path, cut = tmp_path / "a.trace", tmp_path / "b.trace"

@@ -424,6 +424,7 @@ def start_python(cache, **environment):
     )
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path):
     """Two start with an empty cache; all get the right result and leave one library and nothing else."""
     running = [start_python(tmp_path) for _ in range(2)]

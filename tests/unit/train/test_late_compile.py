@@ -63,6 +63,7 @@ def test_given_back_after_an_error() -> None:
     assert torch.compile is as_before
 
 
+@pytest.mark.slow
 def test_a_rank_imports_no_inductor() -> None:
     """All that training imports, and what DeepSpeed imports while it builds an optimizer, leaves the compiler out."""
     code = (
