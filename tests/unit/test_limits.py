@@ -1,0 +1,38 @@
+"""Is the package still one that can be read in pieces? Sizes of folders, files and functions."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = [path for folder in ("megasdc", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+FUNCTIONS = [
+    (path, node)
+    for path in FILES
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+]
+MANY_PARAMETERS = {"_bound_kernel": "a Triton kernel", "compare": "a command, whose parameters are its options"}
+
+
+def test_folders_and_files_are_small() -> None:
+    """No folder has more than 25 files; half of the files have at most 150 lines."""
+    crowded = {str(folder): count for folder, count in Counter(path.parent for path in FILES).items() if count > 25}
+    assert not crowded
+    assert statistics.median(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES) <= 150
+
+
+def test_functions_are_short() -> None:
+    """None is longer than 80 lines, nine of ten have at most 30; none but those named takes more than 8 parameters."""
+    lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for _, node in FUNCTIONS)
+    assert lengths[int(0.9 * len(lengths))] <= 30
+    assert not [f"{path}: {node.name}" for path, node in FUNCTIONS if (node.end_lineno or 0) - node.lineno >= 80]
+    found = {
+        node.name
+        for _, node in FUNCTIONS
+        if sum(one.arg not in ("self", "cls") for one in (*node.args.args, *node.args.kwonlyargs)) > 8
+    }
+    assert found == MANY_PARAMETERS.keys()
