@@ -178,6 +178,10 @@ def test_compensation(tmp_path: Path, data: Path, compensation: str | None) -> N
         assert measured["tau_s"] > 0 and measured["speedup"] > 1 and measured["step"] == 4
         assert set(planned.values()) == {4, measured["micro_batches"]} and 4 < measured["micro_batches"] <= 8
         assert measured["completed"] == pytest.approx(4, rel=0.01), "in the steps it was chosen from"
+        text = (run_dir / "checkpoints" / "step_00000010" / "megasdc.json").read_text()
+        state = json.loads(text)["hooks"]["DropCompute"]
+        owed = sum(2 * 4 - sum(done[step]) for step in range(5, 11))
+        assert state["aims"] and state["owed"] == owed, "what is owed goes on over the resume"
     consumed = {str(replica): sum(planned.values()) for replica in range(2)}
     saved = _loader_of(run_dir, max(done))
     assert saved["consumed"] == consumed
