@@ -5,9 +5,9 @@ Paths, in the file and in its base, are relative to the working folder of the co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -51,6 +51,12 @@ class NodeSpec(Section):
         description="Perturbed by so little that its effect is chance: not an unhealthy node, but what differences of "
         "others are to be seen against.",
     )
+    made_up: bool = Field(
+        False, description="Follows no published figures of a node: counted apart from those that do."
+    )
+
+
+Named = TypeVar("Named", CellSpec, NodeSpec)
 
 
 class DecisiveSpec(Section):
@@ -61,7 +67,10 @@ class DecisiveSpec(Section):
 
 
 class Variant(Section):
-    """Differences of one size; a given field replaces the sweep's, and `set` is merged into the sweep's."""
+    """Differences of one size; a given field replaces the sweep's, and `set` is merged into the sweep's.
+
+    A cell or node that is named as one of the sweep's takes from it what it does not say itself.
+    """
 
     base: str | None = Field(None, description="See the sweep.")
     ranks: PositiveInt | None = Field(None, description="See the sweep.")
@@ -133,7 +142,22 @@ def load_sweep(path: Path | str, size: str | None) -> SweepFile:
 def _with_variant(sweep: SweepFile, size: str, variant: Variant) -> SweepFile:
     said = {name: getattr(variant, name) for name in variant.model_fields_set if getattr(variant, name) is not None}
     said["set"] = {**sweep.set, **variant.set}
+    if variant.cells is not None:
+        said["cells"] = [_completed(cell, sweep.cells) for cell in variant.cells]
+    if variant.nodes is not None:
+        said["nodes"] = [_completed(node, sweep.nodes) for node in variant.nodes]
     return sweep.model_copy(update={**said, "sizes": {size: variant}})
+
+
+def _completed(given: Named, known: Sequence[Named]) -> Named:
+    """A cell or node of a size, with what it does not say taken from the sweep's of that name; ``set`` is merged."""
+    base = next((one for one in known if one.name == given.name), None)
+    if base is None:
+        return given
+    said = {name: getattr(given, name) for name in given.model_fields_set}
+    if "set" in said:
+        said["set"] = {**getattr(base, "set"), **said["set"]}
+    return base.model_copy(update=said)
 
 
 def _told(raw: Any, item: Mapping[str, Any]) -> str:
