@@ -6,13 +6,14 @@ nodes and its increase over the healthy one's; *number of worse cases* counts no
 
 Differences: with several seeds a node's increase is over the healthy run of the same seed, its mean over seeds decides
 whether it is worse, and the worst case is the node with the largest mean increase. A node counts as diverged or NaN
-when it was with any seed. Added: a control, with one low bit changed once, shows how far runs diverge by chance alone.
+when it was with any seed. Nodes that follow no published figures are scored apart. Added: a control, with one low bit
+changed once, shows how far runs diverge by chance alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -26,13 +27,49 @@ EPSILON = 0.005
 
 @dataclass(frozen=True)
 class Ending:
-    """How one run of a cell ended: done, diverged, nan or failed; ``loss`` is None where it is not finite."""
+    """How one run of a cell ended: done, diverged, nan or failed; ``loss`` is None where it is not finite.
+
+    ``control``, ``made_up``: of its node.
+    """
 
     node: str
     seed: int
     status: str
     loss: float | None
     control: bool = False
+    made_up: bool = False
+
+
+@dataclass(frozen=True)
+class NodesScore:
+    """The metrics of one cell over some of its unhealthy nodes.
+
+    Args:
+        nodes: nodes that were run.
+        worst: mean final loss of the worst node, among those that are done with every seed; None: there is none.
+        worst_node: its name.
+        worst_increase: its mean relative increase.
+        worst_spread: standard deviation of that increase over seeds; None with fewer than two.
+        worse: nodes whose mean relative increase is above epsilon.
+        diverged: nodes that diverged with some seed.
+        nan: nodes that ended with NaN with some seed and did not diverge.
+        failed: nodes with failed runs that neither diverged nor ended with NaN.
+    """
+
+    nodes: int
+    worst: float | None
+    worst_node: str | None
+    worst_increase: float | None
+    worst_spread: float | None
+    worse: int
+    diverged: tuple[str, ...]
+    nan: tuple[str, ...]
+    failed: tuple[str, ...]
+
+    @property
+    def harmed(self) -> bool:
+        """Whether some node is worse, diverged, or ended with NaN."""
+        return bool(self.worse or self.diverged or self.nan)
 
 
 @dataclass(frozen=True)
@@ -42,51 +79,55 @@ class CellScore:
     Args:
         healthy: mean final loss of the done healthy runs; None: there is none.
         healthy_spread: standard deviation over seeds; None with fewer than two.
-        worst: mean final loss of the worst node, among those that are done with every seed; None: there is none.
-        worst_node: its name.
-        worst_increase: its mean relative increase.
-        worst_spread: standard deviation of that increase over seeds; None with fewer than two.
-        worse: nodes whose mean relative increase is above epsilon.
-        diverged: nodes that diverged with some seed.
-        nan: nodes that ended with NaN with some seed and did not diverge.
-        failed: nodes with failed runs that neither diverged nor ended with NaN.
-        nodes: nodes that were run.
-        seeds: seeds that were run.
         healthy_failed: healthy runs that are not done.
         chance: largest absolute relative difference of a control's final loss from the healthy one; None without any.
+        seeds: seeds that were run.
+        published: of nodes that follow published figures.
+        made_up: of nodes that do not.
     """
 
     healthy: float | None
     healthy_spread: float | None
-    worst: float | None
-    worst_node: str | None
-    worst_increase: float | None
-    worst_spread: float | None
-    worse: int
-    diverged: tuple[str, ...]
-    nan: tuple[str, ...]
-    failed: tuple[str, ...]
-    nodes: int
-    seeds: int
     healthy_failed: int
     chance: float | None
+    seeds: int
+    published: NodesScore
+    made_up: NodesScore
+
+    @property
+    def harmed(self) -> bool:
+        """Whether some node of either kind is worse, diverged, or ended with NaN."""
+        return self.published.harmed or self.made_up.harmed
 
 
-def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore:
+def score_cell(endings: Sequence[Ending], epsilon: float = EPSILON) -> CellScore:
     """The score of the runs of one cell; endings are of all nodes, including the healthy one."""
-    by_node: dict[str, list[Ending]] = {}
-    controls: list[Ending] = []
-    for ending in endings:
-        (controls if ending.control else by_node.setdefault(ending.node, [])).append(ending)
-    healthy = by_node.pop(HEALTHY, [])
+    healthy = [one for one in endings if one.node == HEALTHY]
     base = {one.seed: one.loss for one in healthy if one.status == DONE and one.loss is not None}
+    controls = [one for one in endings if one.control]
+    nodes = [one for one in endings if one.node != HEALTHY and not one.control]
+    return CellScore(
+        healthy=fmean(base.values()) if base else None,
+        healthy_spread=_spread(list(base.values())),
+        healthy_failed=sum(one.status != DONE for one in healthy),
+        chance=max((abs(rise) for rise in _increases(controls, base)), default=None),
+        seeds=len({one.seed for one in (*healthy, *nodes)}),
+        published=_score_nodes([one for one in nodes if not one.made_up], base, epsilon),
+        made_up=_score_nodes([one for one in nodes if one.made_up], base, epsilon),
+    )
+
+
+def _score_nodes(endings: Sequence[Ending], base: Mapping[int, float], epsilon: float) -> NodesScore:
+    """The score of some unhealthy nodes; ``base``: the healthy final loss by seed."""
+    by_node: dict[str, list[Ending]] = {}
+    for ending in endings:
+        by_node.setdefault(ending.node, []).append(ending)
     lost = {node: _worst_status(runs) for node, runs in by_node.items()}
     rises = {node: _increases(runs, base) for node, runs in by_node.items() if lost[node] == DONE}
     means = {node: fmean(values) for node, values in rises.items() if values}
     worst = max(means, key=means.__getitem__, default=None)
-    return CellScore(
-        healthy=fmean(base.values()) if base else None,
-        healthy_spread=_spread(list(base.values())),
+    return NodesScore(
+        nodes=len(by_node),
         worst=None if worst is None else fmean(one.loss for one in by_node[worst] if one.loss is not None),
         worst_node=worst,
         worst_increase=None if worst is None else means[worst],
@@ -95,21 +136,18 @@ def score_cell(endings: Iterable[Ending], epsilon: float = EPSILON) -> CellScore
         diverged=_with(lost, DIVERGED),
         nan=_with(lost, NAN),
         failed=_with(lost, FAILED),
-        nodes=len(by_node),
-        seeds=len({one.seed for runs in (healthy, *by_node.values()) for one in runs}),
-        healthy_failed=sum(one.status != DONE for one in healthy),
-        chance=max((abs(rise) for rise in _increases(controls, base)), default=None),
     )
 
 
 def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
     """The scores of every cell of a sweep's results, in the order of the rows.
 
-    Rows have ``cell, node, control, seed, status, final_loss``.
+    Rows have ``cell, node, control, made_up, seed, status, final_loss``.
     """
     cells: dict[str, list[Ending]] = {}
     for row in rows:
-        ending = Ending(row["node"], row["seed"], row["status"], row["final_loss"], row["control"])
+        kind = (row["control"], row["made_up"])
+        ending = Ending(row["node"], row["seed"], row["status"], row["final_loss"], *kind)
         cells.setdefault(row["cell"], []).append(ending)
     return {cell: score_cell(endings) for cell, endings in cells.items()}
 

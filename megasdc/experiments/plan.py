@@ -20,6 +20,7 @@ from megasdc.experiments.sweep_file import HEALTHY, CellSpec, NodeSpec, Override
 
 SEED_STRIDE = 1_000_003
 """Seed of a fault: the node's seed times this, plus the fault's own seed, plus the run's seed."""
+_HEALTHY_NODE = NodeSpec.model_validate({"name": HEALTHY})
 _OWN_PLACES = ("run_dir", "progress_bar")
 
 
@@ -65,6 +66,7 @@ class Place:
     node: str
     profile: str | None
     control: bool
+    made_up: bool
     seed: int
     start: str
     settings: Overrides
@@ -179,7 +181,8 @@ def _seeds(sweep: SweepFile, cell: CellSpec) -> list[int]:
 
 def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) -> Place:
     start = "scratch" if cell.start is None else f"step {cell.start.step} of {cell.start.cell or cell.name}"
-    named = (HEALTHY, None, False) if node is None else (node.name, node.profile, node.control)
+    node = node or _HEALTHY_NODE
+    named = (node.name, node.profile, node.control, node.made_up)
     return Place(cell.name, *named, seed, start, cell.set, run.run_id)
 
 

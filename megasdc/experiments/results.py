@@ -30,6 +30,7 @@ SWEEP_FILE, RESULTS_FILE, SERIES_FILE, RUNS_FOLDER = "sweep.json", "results.parq
 SERIES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "eval/loss")
 """Metrics that are kept step by step, besides those of ``bounds/``; the rest stays in the run folders."""
 PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core")
+_PLACE = ("cell", "node", "profile", "control", "made_up", "seed", "start")
 _PARTS = ("sweep", "size", "cells", "varied", "profiles", "places", "runs", "versions")
 _SERIES_SCHEMA = pa.schema(
     [("run_id", pa.string()), ("step", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
@@ -40,6 +41,7 @@ _FIXED = {
     "node": pa.string(),
     "profile": pa.string(),
     "control": pa.bool_(),
+    "made_up": pa.bool_(),
     "seed": pa.int64(),
     "start": pa.string(),
     "status": pa.string(),
@@ -179,7 +181,7 @@ class ResultStore:
             outcome = self.outcomes.get(place.run_id)
             if outcome is None:
                 continue
-            row = {name: getattr(place, name) for name in ("cell", "node", "profile", "control", "seed", "start")}
+            row = {name: getattr(place, name) for name in _PLACE}
             rows.append(
                 {**row, **asdict(outcome), "versions": said, **{path: place.settings.get(path) for path in plan.varied}}
             )

@@ -155,8 +155,8 @@ def _completed(given: Named, known: Sequence[Named]) -> Named:
     if base is None:
         return given
     said = {name: getattr(given, name) for name in given.model_fields_set}
-    if "set" in said:
-        said["set"] = {**getattr(base, "set"), **said["set"]}
+    if isinstance(base, CellSpec) and "set" in said:
+        said["set"] = {**base.set, **said["set"]}
     return base.model_copy(update=said)
 
 

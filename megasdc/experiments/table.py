@@ -13,7 +13,7 @@ from rich.table import Table
 from megasdc.config.sections.study import FREE_RUN
 from megasdc.experiments.ma_tables import NodeTable, StudiedNode, node_tables, studied_nodes
 from megasdc.experiments.papers import PAPER_TABLES, PaperRow, find_row
-from megasdc.experiments.pei_metrics import EPSILON, CellScore, score_cells
+from megasdc.experiments.pei_metrics import EPSILON, CellScore, NodesScore, score_cells
 from megasdc.experiments.results import SweepResults
 
 
@@ -100,19 +100,22 @@ def _render_scores(table: SweepTable, console: Console) -> None:
     whole = "" if table.done == table.planned else f"; {table.done} of {table.planned} rows are there"
     shown = Table(title=f"{table.name}{size}: final training loss{whole}")
     shown.add_column("cell")
-    for column in ("healthy", "worst case", "worse", "lost"):
+    made_up = any(score.made_up.nodes for score in table.trained_scores.values())
+    columns = ("healthy", "worst case", "worse", "lost")
+    for column in (*columns, *(("made up: worst case", "worse", "lost") if made_up else ())):
         shown.add_column(column, justify="right")
     for cell, score in table.trained_scores.items():
         paper = table.papers[cell]
-        shown.add_row(cell, *_ours(score), end_section=paper is None)
+        apart = _nodes(score.made_up) if made_up else []
+        shown.add_row(cell, _healthy(score), *_nodes(score.published), *apart, end_section=paper is None)
         if paper is not None:
             shown.add_row("  the paper's", *_theirs(paper), style="dim", end_section=True)
     console.print(shown)
     console.print(
-        f"worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one; "
-        f"chance: how far a run parts from the healthy one by one low bit alone; worse: nodes with an increase above "
-        f"{100 * EPSILON:g} %; with several seeds: means, with the standard "
-        "deviation over seeds; lost: nodes with a run that diverged, ended with NaN or failed. Nodes are simulated.",
+        "worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one; "
+        "chance: how far a run parts from the healthy one by one low bit alone; worse: nodes with an increase above "
+        f"{100 * EPSILON:g} %; with several seeds: means, with the standard deviation over seeds; lost: nodes with a "
+        "run that diverged, ended with NaN or failed. Nodes are simulated; made up: those without published figures.",
         soft_wrap=True,
     )
     for name in table.tables:
@@ -130,19 +133,24 @@ def render_node_table(table: NodeTable, console: Console) -> None:
     console.print(shown)
 
 
-def _ours(score: CellScore) -> list[str]:
-    healthy = "-" if score.healthy is None else f"{score.healthy:.4f}{_spread(score.healthy_spread, '.4f')}"
+def _healthy(score: CellScore) -> str:
+    text = "-" if score.healthy is None else f"{score.healthy:.4f}{_spread(score.healthy_spread, '.4f')}"
     if score.healthy_failed:
-        healthy += f"\n{score.healthy_failed} not done"
-    if score.chance is not None:
-        healthy += f"\nchance {100 * score.chance:.2f} %"
+        text += f"\n{score.healthy_failed} not done"
+    return text if score.chance is None else f"{text}\nchance {100 * score.chance:.2f} %"
+
+
+def _nodes(score: NodesScore) -> list[str]:
+    """Worst case, worse and lost."""
+    if not score.nodes:
+        return ["-"] * 3
     worst = "-"
     if score.worst is not None and score.worst_increase is not None:
         spread = None if score.worst_spread is None else 100 * score.worst_spread
         worst = f"{score.worst:.4f} ({100 * score.worst_increase:+.2f}{_spread(spread, '.2f')} %)\n{score.worst_node}"
     kinds = {"diverged": score.diverged, "NaN": score.nan, "failed": score.failed}
     lost = "\n".join(f"{len(nodes)} {kind}" for kind, nodes in kinds.items() if nodes)
-    return [healthy, worst, f"{score.worse} of {score.nodes}", lost or "0"]
+    return [worst, f"{score.worse} of {score.nodes}", lost or "0"]
 
 
 def _theirs(row: PaperRow) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from megasdc.experiments.ma_tables import node_tables
 from megasdc.experiments.outcome import DONE, STATUSES
 from megasdc.experiments.papers import PAPER_TABLES, PaperRow
-from megasdc.experiments.pei_metrics import EPSILON, CellScore
+from megasdc.experiments.pei_metrics import EPSILON, CellScore, NodesScore
 from megasdc.experiments.results import SweepResults, read_sweep
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable, tabulate
@@ -30,7 +30,8 @@ LIMITS = (
     "What can be compared is the direction: which setting is harmed, which is not, and what bounds cost the healthy "
     "run. A difference smaller than the spread over seeds is no finding, and with one seed the spread is not known.",
 )
-_OURS = ("cell", "healthy", "chance", "worst case", "increase", "its node", "worse", "diverged", "NaN", "failed")
+_HEALTHY_COLUMNS = ("cell", "healthy", "chance")
+_NODE_COLUMNS = ("worst case", "increase", "its node", "worse", "diverged", "NaN", "failed")
 _PAPER = ("paper: healthy", "paper: worst case", "paper: increase", "paper: worse", "paper: diverged")
 
 
@@ -51,14 +52,14 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         tiles=_tiles(results),
         notes=_notes(results),
         sections=[
-            *([Section(*_paper_heading(table), tables=[_scores(table)])] if table.trained_scores else []),
+            *([Section(*_paper_heading(table), tables=_scores(table))] if table.trained_scores else []),
             *_studies(table),
             Section("What simulated faults cannot tell", LIMITS),
             Section("Runs that are not done", tables=[_lost(lost)])
             if lost
             else Section("Runs that are not done", ["None."]),
             Section("Figures", figures=[*node_figures(results, table.nodes), *sweep_figures(results, table)]),
-            Section("Settings", _how(results), _facts(results), tables=[_settings(results), _nodes(results.sweep)]),
+            Section("Settings", _how(results), _facts(results), tables=[_settings(results), _simulated(results.sweep)]),
             Section("All runs", tables=[_runs(results)]),
         ],
         summary=plain_values(table.as_dict()),
@@ -71,7 +72,7 @@ def _verdict(table: SweepTable) -> str:
     scores = table.trained_scores.values()
     going = "" if table.done == table.planned else f"{table.done:,} of {table.planned:,} rows are there; "
     bad = f"worse than healthy by more than {EPSILON:.1%}, diverges or ends with NaN"
-    harmed = sum(bool(score.worse or score.diverged or score.nan) for score in scores)
+    harmed = sum(score.harmed for score in scores)
     if not scores:
         return f"{going}{len(table.nodes):,} studies of nodes, each kept equal to its trusted replica."
     return f"{going}in {harmed or 'none'} of {len(scores)} cells a node is {bad}."
@@ -79,7 +80,9 @@ def _verdict(table: SweepTable) -> str:
 
 def _state(table: SweepTable) -> State:
     """``same`` for a complete sweep without failed runs, else ``unsure``; a sweep is neither good nor bad."""
-    failed = any(score.failed or score.healthy_failed for score in table.scores.values())
+    failed = any(
+        score.healthy_failed or score.published.failed or score.made_up.failed for score in table.scores.values()
+    )
     return "same" if table.done == table.planned and not failed else "unsure"
 
 
@@ -106,7 +109,8 @@ def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
         "Worst case: largest final loss over unhealthy nodes that are done, and its increase over the healthy one. "
         f"Worse: nodes with an increase above {EPSILON:.1%}. Diverged and NaN nodes are counted apart. With several "
         "seeds: means, and the standard deviation over seeds. Chance: how far a control, a run that one low bit was "
-        "changed in once, parts from the healthy one; what is smaller is no finding."
+        "changed in once, parts from the healthy one; what is smaller is no finding. Made up: nodes that follow no "
+        "published figures, apart."
     ]
     for name in table.tables:
         sentences.append(f"The paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}.")
@@ -132,36 +136,46 @@ def _studies(table: SweepTable) -> list[Section]:
     ]
 
 
-def _scores(table: SweepTable) -> Table:
-    rows = []
-    for cell, score in table.trained_scores.items():
-        paper = _theirs(table.papers[cell]) if table.tables else ()
-        rows.append((cell, *_ours(score), *paper))
-    headings = _OURS + (_PAPER if table.tables else ())
-    return Table("cells", headings, rows, searched=False)
+def _scores(table: SweepTable) -> list[Table]:
+    """Nodes that follow published figures beside the paper's numbers; made-up ones in a table of their own."""
+    scores = table.trained_scores.items()
+    rows = [
+        (
+            cell,
+            *_healthy(score),
+            *_nodes(score.published, score),
+            *(_theirs(table.papers[cell]) if table.tables else ()),
+        )
+        for cell, score in scores
+    ]
+    headings = (*_HEALTHY_COLUMNS, *_NODE_COLUMNS, *(_PAPER if table.tables else ()))
+    found = [Table("cells", headings, rows, searched=False)]
+    if any(score.made_up.nodes for _, score in scores):
+        apart = [(cell, *_nodes(score.made_up, score)) for cell, score in scores]
+        headings = ("cell", f"made-up nodes: {_NODE_COLUMNS[0]}", *_NODE_COLUMNS[1:])
+        found.append(Table("made_up_nodes", headings, apart, searched=False))
+    return found
 
 
-def _ours(score: CellScore) -> tuple[Cell, ...]:
+def _healthy(score: CellScore) -> tuple[Cell, ...]:
     healthy = number(score.healthy, ".4f", missing="not done")
-    spread = score.worst_spread
-    increase = percent(score.worst_increase, EPSILON)
+    spread = None if score.healthy_spread is None else f"{score.healthy_spread:.4f}"
+    return _with_spread(healthy, spread), number(score.chance, ".3%")
+
+
+def _nodes(score: NodesScore, of: CellScore) -> tuple[Cell, ...]:
+    spread = None if score.worst_spread is None else f"{score.worst_spread:.3%}"
+    failed = (*((f"healthy ({of.healthy_failed})",) if of.healthy_failed else ()), *score.failed)
     return (
-        _with_spread(healthy, None if score.healthy_spread is None else f"{score.healthy_spread:.4f}"),
-        number(score.chance, ".3%"),
         number(score.worst, ".4f"),
-        _with_spread(increase, None if spread is None else f"{spread:.3%}"),
+        _with_spread(percent(score.worst_increase, EPSILON), spread),
         Cell(score.worst_node or "-"),
         Cell(f"{score.worse} of {score.nodes}", float(score.worse), look="bad" if score.worse else ""),
         *(
             Cell(", ".join(nodes) or "0", float(len(nodes)), look="bad" if nodes else "")
-            for nodes in _lost_nodes(score)
+            for nodes in (score.diverged, score.nan, failed)
         ),
     )
-
-
-def _lost_nodes(score: CellScore) -> tuple[tuple[str, ...], ...]:
-    healthy = (f"healthy ({score.healthy_failed})",) if score.healthy_failed else ()
-    return score.diverged, score.nan, (*healthy, *score.failed)
 
 
 def _with_spread(cell: Cell, spread: str | None) -> Cell:
@@ -234,14 +248,14 @@ def _value(value: Any) -> Cell:
     return Cell("-" if value is None else json.dumps(value))
 
 
-def _nodes(sweep: Mapping[str, Any]) -> Table:
+def _simulated(sweep: Mapping[str, Any]) -> Table:
     rows = []
     for one in sweep["sweep"]["nodes"]:
         profile = sweep["profiles"].get(one["profile"], {})
         published = ", ".join(f"{name} {value:g}" for name, value in profile.get("published", {}).items())
         rows.append(
             (
-                f"{one['name']} (control)" if one["control"] else one["name"],
+                _labelled(one["name"], one),
                 profile.get("description", "-"),
                 published.replace("_", " ") or "-",
                 " ".join(profile.get("assumed", [])) or "-",
@@ -279,4 +293,10 @@ def _runs(results: SweepResults) -> Table:
 
 def _node(row: Mapping[str, Any]) -> Cell:
     trusted = row["node"] == HEALTHY or row["control"]
-    return Cell(f"{row['node']} (control)" if row["control"] else row["node"], look="good" if trusted else "")
+    return Cell(_labelled(row["node"], row), look="good" if trusted else "")
+
+
+def _labelled(name: str, of: Mapping[str, Any]) -> str:
+    """A node's name, marked where it is a control or made up; ``of``: its row or its entry in the sweep."""
+    kind = "control" if of["control"] else "made up" if of["made_up"] else ""
+    return f"{name} ({kind})" if kind else name

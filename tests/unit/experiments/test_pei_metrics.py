@@ -30,10 +30,22 @@ def test_a_row_of_the_papers_kind() -> None:
     endings = [Ending("healthy", 1, "done", healthy), Ending("d", 1, "diverged", 7.1), Ending("x", 1, "nan", None)]
     endings += [Ending(node, 1, "done", loss) for node, loss in losses.items()] + [Ending("f", 1, "failed", None)]
     score = score_cell(endings)
-    assert (score.worse, score.diverged, score.nan, score.failed) == (5, ("d",), ("x",), ("f",))
-    assert (score.worst_node, score.nodes, score.seeds, score.healthy_failed) == ("n3", 11, 1, 0)
-    assert score.worst == pytest.approx(2.6917, abs=1e-4) and score.worst_increase == pytest.approx(0.03)
+    nodes = score.published
+    assert (nodes.worse, nodes.diverged, nodes.nan, nodes.failed) == (5, ("d",), ("x",), ("f",))
+    assert (nodes.worst_node, nodes.nodes, score.seeds, score.healthy_failed) == ("n3", 11, 1, 0)
+    assert nodes.worst == pytest.approx(2.6917, abs=1e-4) and nodes.worst_increase == pytest.approx(0.03)
     assert score.healthy == healthy and score.healthy_spread is None
+    assert (score.made_up.nodes, score.made_up.worst, score.made_up.harmed) == (0, None, False)
+
+
+def test_made_up_nodes_are_scored_apart() -> None:
+    """A made-up node far above all others is neither the worst case nor a worse case of the published ones."""
+    endings = [Ending("healthy", 1, "done", 2.0), Ending("a", 1, "done", 2.002)]
+    endings += [Ending("b", 1, "done", 3.0, made_up=True), Ending("c", 1, "diverged", 9.0, made_up=True)]
+    score = score_cell(endings)
+    assert (score.published.worst_node, score.published.worse, score.published.harmed) == ("a", 0, False)
+    assert (score.made_up.worst_node, score.made_up.worse, score.made_up.diverged) == ("b", 1, ("c",))
+    assert score.harmed
 
 
 def test_over_seeds_each_node_is_compared_with_the_healthy_run_of_its_seed() -> None:
@@ -43,17 +55,19 @@ def test_over_seeds_each_node_is_compared_with_the_healthy_run_of_its_seed() -> 
     endings += [Ending("b", 1, "done", 2.1), Ending("b", 2, "diverged", 9.0)]
     endings += [Ending("c", 1, "done", 1.9, control=True), Ending("c", 2, "done", 4.1, control=True)]
     score = score_cell(endings)
-    assert score.chance == pytest.approx(0.05) and score.nodes == 2  # -5 %, +2.5 %
-    assert score.worst_node == "a" and score.worst_increase == pytest.approx(0.02)
-    assert score.worst_spread == pytest.approx(math.sqrt(2) * 0.01)
+    nodes = score.published
+    assert score.chance == pytest.approx(0.05) and nodes.nodes == 2  # -5 %, +2.5 %
+    assert nodes.worst_node == "a" and nodes.worst_increase == pytest.approx(0.02)
+    assert nodes.worst_spread == pytest.approx(math.sqrt(2) * 0.01)
     assert score.healthy == pytest.approx(3.0) and score.healthy_spread == pytest.approx(math.sqrt(2))
-    assert (score.worse, score.diverged) == (1, ("b",))
+    assert (nodes.worse, nodes.diverged) == (1, ("b",))
 
 
 def test_without_a_healthy_run_nothing_is_compared() -> None:
     """A healthy run that diverged leaves no worst case, and is counted."""
     score = score_cell([Ending("healthy", 1, "diverged", 7.0), Ending("a", 1, "done", 2.0)])
-    assert (score.healthy, score.worst, score.worse, score.healthy_failed) == (None, None, 0, 1)
+    nodes = score.published
+    assert (score.healthy, nodes.worst, nodes.worse, score.healthy_failed) == (None, None, 0, 1)
 
 
 def test_when_a_run_has_diverged() -> None:

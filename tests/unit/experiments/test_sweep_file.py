@@ -167,6 +167,26 @@ def test_decisive_cells_have_their_own_seeds_and_a_size_takes_the_place(tmp_path
         load_sweep(path, "huge")
 
 
+def test_cells_and_nodes_of_a_size_take_over_what_the_sweep_says_of_them(tmp_path: Path) -> None:
+    """By name, in the size's order; settings are merged, other fields given anew replace, unknown names stand alone."""
+    cells = [
+        {"name": "a", "set": {LR: 1e-3, "gradient_clipping": 2.0}},
+        {"name": "b", "set": {LR: 2e-3}, "start": {"step": 5}},
+    ]
+    nodes = [{"name": "n", "profile": "node_11", "seed": 4, "made_up": True}, {"name": "m", "profile": "node_1"}]
+    small = {
+        "cells": [{"name": "b"}, {"name": "a", "set": {LR: 9e-3}}, {"name": "c", "set": {}}],
+        "nodes": [{"name": "n", "profile": "node_10"}],
+    }
+    sweep = load_sweep(write(tmp_path, cells=cells, nodes=nodes, sizes={"small": small, "all": {}}), "small")
+    assert [cell.name for cell in sweep.cells] == ["b", "a", "c"]
+    assert sweep.cells[0].start is not None and sweep.cells[0].set == {LR: 2e-3}
+    assert sweep.cells[1].set == {LR: 9e-3, "gradient_clipping": 2.0} and sweep.cells[2].set == {}
+    (node,) = sweep.nodes
+    assert (node.profile, node.seed, node.made_up) == ("node_10", 4, True)
+    assert len(load_sweep(tmp_path / "sweep.json", "all").nodes) == 2
+
+
 @pytest.mark.parametrize("name", ["pei_table_1", "pei_tables_2_3", "pei_model_size", "pei_skip_nan", "ma_nodes"])
 def test_shipped_sweeps_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size of a shipped sweep is right, has a healthy run in every cell, and makes every row of its tables."""
@@ -174,11 +194,13 @@ def test_shipped_sweeps_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.chdir(CONFIGS.parent)
     path = CONFIGS / "sweeps" / f"{name}.json"
-    for size in ("smoke", "cpu", "paper"):
+    for size in json.loads(path.read_text())["sizes"]:
         plan = build_plan(load_sweep(path, size))
         assert {place.cell for place in plan.places if place.node == HEALTHY} == {cell.name for cell in plan.cells}
         rows = {cell.paper for cell in plan.cells if cell.paper}
-        assert rows == {f"{table}/{row}" for table in plan.sweep.tables for row in PAPER_TABLES[table].rows}
+        assert size == "cpu_2x2" or rows == {
+            f"{table}/{row}" for table in plan.sweep.tables for row in PAPER_TABLES[table].rows
+        }
     assert "/work" not in path.read_text() and "/tmp" not in path.read_text()
 
 

@@ -1,9 +1,10 @@
-"""Figures of a sweep: final losses of each cell, effect of each node, losses over steps."""
+"""Figures of a sweep: final losses of each cell, effect of each node, losses and gradient norms over steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,35 @@ from megasdc.experiments.pei_metrics import relative_increase
 from megasdc.experiments.results import SweepResults
 from megasdc.experiments.sweep_file import HEALTHY
 from megasdc.experiments.table import SweepTable
-from megasdc.report.result.figure import Figure, Series, clean, curve, layout, look, map_axes, named_axis
+from megasdc.report.result.figure import Figure, Series, clean, curve, layout, log_axis, look, map_axes, named_axis
 
-LOSS = "train/loss"
 HEIGHT, CELL_HEIGHT = 420, 300
 CURVE_POINTS = 400
 """Maximum of points of one run's curve."""
-TOP = 1.5
-"""Losses of a cell are drawn up to so many times the first loss; a diverged run is cut off there."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is drawn step by step.
+
+    Args:
+        metric: its name in the series.
+        title: of a cell's figure.
+        key: begins the figure's name.
+        column: in the CSV.
+        top: it is drawn up to so many times the largest first value, a run that diverged is cut off there; None: on a
+            logarithmic scale, whole.
+    """
+
+    metric: str
+    title: str
+    key: str
+    column: str
+    top: float | None
+
+
+LOSS = Quantity("train/loss", "Loss", "cell", "loss", 1.5)
+NORM = Quantity("train/grad_norm", "Gradient norm before the clip", "norm", "grad_norm", None)
 
 
 def sweep_figures(results: SweepResults, scored: SweepTable) -> list[Figure]:
@@ -32,9 +54,14 @@ def sweep_figures(results: SweepResults, scored: SweepTable) -> list[Figure]:
     found = [_final_losses(rows, trained)] if any(map(_done, rows)) else []
     if len(nodes) > 1 and rows:
         found.append(_increases(rows, trained, nodes[1:]))
-    table = results.series(names=[LOSS])
-    series = _series_of(table.to_pydict())
-    return found + [_curves(number, cell, results.rows, nodes, series) for number, cell in enumerate(cells)]
+    for quantity in (LOSS, NORM):
+        series = _series_of(results.series(names=[quantity.metric]).to_pydict())
+        found += [
+            _curves(quantity, number, cell, [row for row in results.rows if row["run_id"] in series], nodes, series)
+            for number, cell in enumerate(cells)
+            if any(row["cell"] == cell and row["run_id"] in series for row in results.rows)
+        ]
+    return found
 
 
 def increases(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], float]:
@@ -132,7 +159,7 @@ def _increases(rows: Sequence[Mapping[str, Any]], cells: Sequence[str], nodes: S
 
 
 def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
-    """Losses of each run, by step."""
+    """Values of each run, by step."""
     points: dict[str, list[tuple[int, float]]] = {}
     for run, step, value in zip(columns["run_id"], columns["step"], columns["value"], strict=True):
         points.setdefault(run, []).append((step, value))
@@ -140,10 +167,15 @@ def _series_of(columns: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
 
 
 def _curves(
-    number: int, cell: str, rows: Sequence[Mapping[str, Any]], nodes: Sequence[str], series: Mapping[str, Series]
+    quantity: Quantity,
+    number: int,
+    cell: str,
+    rows: Sequence[Mapping[str, Any]],
+    nodes: Sequence[str],
+    series: Mapping[str, Series],
 ) -> Figure:
-    """Losses of one cell: healthy runs wide and pale, nodes above them; seeds of a node look the same."""
-    own = [row for row in rows if row["cell"] == cell and row["run_id"] in series]
+    """One cell's runs: healthy runs wide and pale, nodes above them; seeds of a node look the same."""
+    own = [row for row in rows if row["cell"] == cell]
     traces, steps, said = [], [], []
     for row in sorted(own, key=lambda one: nodes.index(one["node"])):
         one, place = series[row["run_id"]], nodes.index(row["node"])
@@ -157,18 +189,19 @@ def _curves(
         steps += [(row, int(step), float(value)) for step, value in zip(one.steps, one.values, strict=True)]
     first = max((float(series[row["run_id"]].values[0]) for row in own), default=math.nan)
     finite = [value for _, _, value in steps if math.isfinite(value)]
-    axis: dict[str, Any] = {"nticks": 7}
+    axis: dict[str, Any] = {"nticks": 7} if quantity.top else log_axis(np.array(finite))
     caption = f"{len(own):,} runs; the healthy one wide and pale."
-    if finite and math.isfinite(first) and max(finite) > TOP * first:
-        axis["range"] = [min(finite) - 0.05 * (first - min(finite)), TOP * first]
-        caption += f" Cut at {TOP:g} times the first loss; the CSV has all."
+    if quantity.top and finite and math.isfinite(first) and max(finite) > quantity.top * first:
+        axis["range"] = [min(finite) - 0.05 * (first - min(finite)), quantity.top * first]
+        caption += f" Cut at {quantity.top:g} times the largest first value; the CSV has all."
     if diverged := sum(row["status"] == DIVERGED for row in own):
         caption += f" {diverged:,} diverged."
     columns = {
         "node": [row["node"] for row, _, _ in steps],
         "seed": [row["seed"] for row, _, _ in steps],
         "step": [step for _, step, _ in steps],
-        "loss": [value for _, _, value in steps],
+        quantity.column: [value for _, _, value in steps],
     }
     drawn = layout(CELL_HEIGHT, legend=True, yaxis=axis)
-    return Figure(f"cell_{number:02d}", f"Loss, {cell}", caption, traces, drawn, columns, on_steps=True)
+    name, title = f"{quantity.key}_{number:02d}", f"{quantity.title}, {cell}"
+    return Figure(name, title, caption, traces, drawn, columns, on_steps=True)
