@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +210,39 @@ def times_of_run(steps: RecordedSteps, output: Output) -> None:
         from megasdc.report.times_page import times_page
 
     output.write(report_times(steps.load(output.as_json)), times_page)
+
+
+@dropcompute_app.command(
+    "convergence", epilog="Example: megasdc dropcompute convergence --steps 5000 --batch 512 --drop-rate 0.1"
+)
+def convergence(
+    steps: Annotated[int, typer.Option(min=1, help="Planned steps.")],
+    batch: Annotated[int, typer.Option(min=1, help="Planned samples of a step.")],
+    drop_rate: Annotated[float, typer.Option(min=0, max=0.99, help="Share of samples that is dropped.")] = 0.1,
+    smoothness: Annotated[float, typer.Option(min=1e-12, help="L: Lipschitz constant of the gradient.")] = 1.0,
+    noise: Annotated[float, typer.Option(min=0, help="sigma: deviation of one sample's gradient.")] = 1.0,
+    start_gap: Annotated[float, typer.Option(min=1e-12, help="D: first loss minus the least one.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Bound the gradient norm that SGD reaches, with and without drops (Theorem 4.1 of the paper, in kind).
+
+    The bound is on the expected squared norm of the loss's gradient, averaged over samples. Samples that are made up
+    for by extra steps restore it.
+    """
+    from megasdc.dropcompute.formulas import extra_steps_share, gradient_norm_bound
+
+    planned = steps * batch
+    given_up = planned * (1 - drop_rate)
+    result = {
+        "planned": gradient_norm_bound(planned, batch, smoothness, noise, start_gap)[0],
+        "dropped": gradient_norm_bound(given_up, batch, smoothness, noise, start_gap)[0],
+        "steps_for_all_samples": steps + math.ceil(steps * extra_steps_share(drop_rate)),
+    }
+    text = (
+        f"{steps:,} steps with nothing dropped: {result['planned']:.6g}; with {drop_rate:.1%} dropped: "
+        f"{result['dropped']:.6g}, which {result['steps_for_all_samples']:,} steps bring back"
+    )
+    typer.echo(json.dumps(result) if as_json else text)
 
 
 def _numbers(text: str) -> list[int]:

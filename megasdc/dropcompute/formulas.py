@@ -1,4 +1,4 @@
-"""Closed forms of DropCompute: step time, completed micro-batches and effective speed-up.
+"""Closed forms of DropCompute: convergence, step time, completed micro-batches and effective speed-up.
 
 Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute variance reduction",
 NeurIPS 2023, arXiv 2306.10598, section 4. N replicas compute M micro-batches a step, whose latencies are independent
@@ -29,6 +29,25 @@ def normal_cdf(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
     return np.asarray(_ERFC(-np.asarray(x, dtype=np.float64) / math.sqrt(2)), dtype=np.float64) / 2
 
 
+def gradient_norm_bound(
+    samples: float, largest_batch: float, smoothness: float, noise: float, start_gap: float
+) -> tuple[float, float]:
+    """Bound on E[||grad L||^2] of SGD whose batch differs from step to step, and the learning rate that gives it.
+
+    Theorem 4.1 (eq. 2) in kind, derived here: of K ``samples`` in steps of b_i <= ``largest_batch``, a step being eta
+    times the sum of b_i gradients. A loss with ``smoothness`` (Lipschitz constant) L and gradients with variance
+    ``noise``^2 falls by at least eta b_i ||grad||^2 (1 - L eta b_i / 2) - L eta^2 b_i sigma^2 / 2 in expectation. With
+    eta <= 1 / (L b_max), summed over steps, and with D = ``start_gap``, the first loss over the least one:
+    E[||grad||^2] <= 2 D / (eta K) + L eta sigma^2, the mean over samples, so that steps weigh as their batches do.
+    What is dropped costs convergence only by the samples that it lacks: b_max is the planned batch with and without.
+    The paper's own constants are another choice of eta; both fall as 1 / sqrt(K) once K is large.
+    """
+    largest_rate = 1 / (smoothness * largest_batch)
+    free = math.sqrt(2 * start_gap / (smoothness * samples)) / noise if noise > 0 else math.inf
+    rate = min(free, largest_rate)
+    return 2 * start_gap / (rate * samples) + smoothness * rate * noise**2, rate
+
+
 def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
     """E[T] by eq. 4: the largest of N >= 2 normal values, by the limit of extreme values.
 
@@ -44,7 +63,10 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
 
 
 def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
-    """E[T] of N >= 1 normal values by quadrature, without eq. 4's limit; mean_s and std_s are of a replica's time."""
+    """E[T] of N >= 1 normal values by quadrature of eq. 3's distribution of the largest, Phi^N, without eq. 4's limit.
+
+    ``mean_s`` and ``std_s`` are of a replica's time.
+    """
     return mean_s + std_s * exact_cut(num_replicas, _FAR)
 
 

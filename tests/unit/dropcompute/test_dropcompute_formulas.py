@@ -16,6 +16,7 @@ from megasdc.dropcompute.formulas import (
     expected_longest,
     expected_speedup,
     extra_steps_share,
+    gradient_norm_bound,
     normal_cdf,
     published_speedup,
 )
@@ -45,6 +46,36 @@ def test_exact_expectations_by_another_quadrature(replicas: int) -> None:
     assert exact_longest(replicas, 0, 1) == pytest.approx((X * density).sum() * 1e-3, abs=1e-8)
     for cut in (-3.0, 0.0, 1.7, 4.0, 6.0):
         assert exact_cut(replicas, cut) == pytest.approx((np.minimum(cut, X) * density).sum() * 1e-3, abs=2e-7)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 20.0])
+def test_convergence_bound_is_the_least_over_learning_rates(noise: float) -> None:
+    """Over all rates up to 1 / (L b_max) none gives less than the bound says, and the rate that it names gives it."""
+    samples, largest, smoothness, gap = 6400.0, 32.0, 3.0, 5.0
+    value, rate = gradient_norm_bound(samples, largest, smoothness, noise, gap)
+    rates = np.linspace(1e-6, 1 / (smoothness * largest), 200_001)
+    tried = 2 * gap / (rates * samples) + smoothness * rates * noise**2
+    assert value == pytest.approx(tried.min(), rel=1e-6)
+    assert rate == pytest.approx(rates[tried.argmin()], rel=1e-3)
+
+
+def test_sgd_with_random_batches_stays_below_the_convergence_bound() -> None:
+    """On a quadratic with noisy gradients and random batches: below the bound, and not by orders of magnitude."""
+    draws = np.random.default_rng(5)
+    curvature, noise, largest, steps = np.array([2.0, 1.0, 0.1]), 1.5, 16, 400
+    start = np.array([1.0, -2.0, 3.0])
+    means = []
+    for _ in range(200):
+        batches = draws.integers(1, largest + 1, steps)
+        gap = 0.5 * (curvature * start**2).sum()
+        bound, rate = gradient_norm_bound(batches.sum(), largest, curvature.max(), noise, gap)
+        place, total = start.copy(), 0.0
+        for size in batches:
+            gradient = curvature * place
+            total += size * (gradient**2).sum()
+            place -= rate * (size * gradient + draws.normal(0, noise / math.sqrt(3) * math.sqrt(size), 3))
+        means.append(total / batches.sum() / bound)
+    assert 0.01 < np.mean(means) < 1
 
 
 def test_eq_4_approaches_the_exact_value() -> None:
