@@ -11,6 +11,7 @@ from megasdc.config.sections.delay import DelaySpec
 from megasdc.config.sections.detection import AlwaysOnSection, AuditSection, PolicySection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.health import HealthSection
 from megasdc.config.sections.megasdc import (
     CheckpointSection,
     DeterminismSection,
@@ -36,6 +37,7 @@ __all__ = [
     "DropComputeSection",
     "FaultSpec",
     "GoldenSection",
+    "HealthSection",
     "HookSpec",
     "Layout",
     "LoggingSection",

@@ -9,7 +9,7 @@ Names that start with an underscore are DeepSpeed 0.19's; a test fails if they d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,6 +245,25 @@ class TrainingEngine(PipelineEngine):
         """
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad) if self.is_last_stage() else grad
         return scaled
+
+    def watch_instructions(self, on_instruction: Callable[[type, int], None]) -> None:
+        """Call a function before each instruction of the schedule, with its kind and its micro-batch, -1: of none."""
+
+        def watched(kind: type, method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(engine: TrainingEngine, **options: Any) -> Any:
+                on_instruction(kind, engine._micro_batch_of(kind, options.get("buffer_id")))
+                return method(engine, **options)
+
+            return run
+
+        self._INSTRUCTION_MAP = {kind: watched(kind, method) for kind, method in self._INSTRUCTION_MAP.items()}
+
+    def _micro_batch_of(self, kind: type, buffer_id: int | None) -> int:
+        if buffer_id is None:
+            return -1
+        if kind in (schedule.LoadMicroBatch, schedule.RecvActivation, schedule.ForwardPass):
+            return self._started
+        return self._micro_batch_of_buffer.get(buffer_id, -1)
 
     def _may_start(self, micro_batch: int) -> bool:
         assert self.gate is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,10 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.events import EventLog
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.step_agreement import StepAgreement
+
+
+def _nothing(_phase: str) -> None:
+    """Nobody records phases."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Run:
         stop_reason: None, or why the run ends after this step; the same on all ranks.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
         results: fields of the end event.
+        enter: called with the name of a phase (``megasdc.health.phases``) that begins between steps.
         passed_over: steps whose checkpoints lie in the run's folder but were not resumed from and are not of its past.
     """
 
@@ -51,6 +56,7 @@ class Run:
     stop_reason: str | None = None
     paused_s: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
+    enter: Callable[[str], None] = _nothing
     passed_over: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

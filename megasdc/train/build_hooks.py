@@ -33,6 +33,7 @@ from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.health import Health
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.signals import StopSignals
@@ -105,6 +106,8 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
     managed = training.garbage_collection == "managed"
     order: list[Hook | None] = [
+        # What this rank does, told before everything else does it.
+        Health(sections.health, run, parts.signals.leave_running) if sections.health.enabled else None,
         # Before anything is written: whether the folder is still this launch's.
         FolderWatch(parts.locks),
         StartReport(parts.clock),

@@ -32,9 +32,11 @@ class Evaluator(Hook):
         """Evaluate when it is due."""
         if run.step % self.interval and run.step < run.steps:
             return
+        run.enter("EVALUATION")
         start = time.perf_counter()
         loss = run.engine.evaluate(iter(self.loader), len(self.loader))
         seconds = time.perf_counter() - start
+        run.enter("BETWEEN")
         run.paused_s += seconds
         run.results["eval/loss"] = loss
         if self.writer is not None:

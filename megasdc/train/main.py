@@ -15,6 +15,7 @@ from megasdc.config import RunConfig, StudySection, check_layout, find_warnings,
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.errors import LaunchError
 from megasdc.events import EventLog
+from megasdc.health.rank_watch import record_collectives
 from megasdc.imports import imports_kept
 from megasdc.parallel.cut import Cut
 from megasdc.run_lock import HeldFolders, others_kept_out
@@ -60,7 +61,13 @@ def pretrain(
         assert leave is not None, "asked only where it is given"
         leave(code, error)
 
+    def leave_running(code: int, error: BaseException | None) -> None:
+        assert leave is not None and error is not None, "asked only where it is given, and with a reason"
+        tell_failure(folder, code, error, process_started, held)
+        leave_start(code, error)
+
     signals = StopSignals(None if leave is None else leave_start)
+    signals.leave_running = None if leave is None else leave_running
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
     try:
@@ -71,6 +78,8 @@ def pretrain(
         sections = (config if cut is None else replica_config(config, cut.replica)).megasdc
         held.folder, folder = Path(config.megasdc.logging.run_dir), Path(sections.logging.run_dir)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
+        if sections.health.enabled:
+            record_collectives(os.environ)  # likewise
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)

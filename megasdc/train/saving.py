@@ -66,6 +66,7 @@ class Saver(Hook):
         due = self.section.interval and run.step % self.section.interval == 0
         if not due and not run.is_last_step:
             return
+        run.enter("SAVE")
         if self.before_save is not None:
             self.before_save(run)
         saved = save_checkpoint(
@@ -77,6 +78,7 @@ class Saver(Hook):
             Ranks(self.section.storage, run.host_group, run.events),
             Retention(self.section.keep_last, self.section.keep_every),
         )
+        run.enter("BETWEEN")
         run.passed_over.discard(run.step)
         run.paused_s += saved.duration_s
         if self.writer is not None:

@@ -37,6 +37,7 @@ LAYERS = {
     "faults": 4,
     "sdc": 4,
     "study": 4,
+    "health": 4,
     "launcher": 5,
     "train": 5,
     "golden": 6,

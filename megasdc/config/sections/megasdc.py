@@ -27,6 +27,7 @@ from megasdc.config.sections.delay import DelaySpec
 from megasdc.config.sections.detection import AuditSection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.health import HealthSection
 from megasdc.config.sections.model import ModelSection
 from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.config.sections.study import StudySection
@@ -217,6 +218,7 @@ class MegasdcSection(Section):
     audit: AuditSection = section(AuditSection)
     study: StudySection = section(StudySection)
     drop_compute: DropComputeSection = section(DropComputeSection)
+    health: HealthSection = section(HealthSection)
     optimizer_hooks: list[HookSpec] = setting(
         [], "What bounds gradients and resets moments, in this order; empty: nothing.", APPLIED
     )

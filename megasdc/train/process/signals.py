@@ -90,10 +90,12 @@ class StopSignals:
         received: number of the signal; 0: none yet.
         audit_requested: whether an audit was requested since ``take_audit_request``.
         start: ends a rank that is stopped before it trains; None without ``leave``.
+        leave_running: ends a rank that trains, in the same way; None: nothing can.
     """
 
     def __init__(self, leave: Leave | None = None) -> None:
         self.received = 0
+        self.leave_running: Leave | None = None
         self.audit_requested = False
         self.start = None if leave is None else StartGuard(leave)
         numbers = (*STOP_SIGNALS, AUDIT_SIGNAL)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.health import process_state
 
 
 class StartClock:
@@ -20,7 +20,7 @@ class StartClock:
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
-        self.process_started_boot_s = process_start_boot_s()
+        self.process_started_boot_s = process_state.started_at(os.getpid())
         self.phases: dict[str, float] = {}
         self._last_boot_s = self.process_started_boot_s
 
@@ -54,12 +54,3 @@ class StartReport(Hook):
             phases=self.clock.phases,
         )
         self.clock = None
-
-
-def process_start_boot_s() -> float:
-    """Start time of this process on ``CLOCK_BOOTTIME``, to 10 ms.
-
-    Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields are counted from its bracket.
-    """
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")

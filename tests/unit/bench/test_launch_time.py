@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from megasdc.train.process.startup import StartClock, StartReport, process_start_boot_s
+from megasdc.health.process_state import started_at
+from megasdc.train.process.startup import StartClock, StartReport
 from tools.bench.training.launch_time import slowest_start
 
 
@@ -23,7 +25,7 @@ def test_slowest_rank_counts():
 
 def test_process_start_is_known():
     """The process's age by our reading of /proc agrees with psutil's, to psutil's rounding of the boot time."""
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - process_start_boot_s()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started_at(os.getpid())
     assert age == pytest.approx(time.time() - psutil.Process().create_time(), abs=1.5)
 
 

@@ -1,0 +1,224 @@
+"""Who is stuck: from where all ranks stand, whom they wait for, and what their processes do; a pure function.
+
+A rank that timed out first is a victim as often as a cause. So a wait-for graph is drawn: a rank in a transfer waits
+for the neighbouring pipeline stage, a rank in a collective for those of its group that have not joined it yet, by the
+sequence numbers of PyTorch's flight recorder. The cause is whom others wait for and who waits for nobody. Where ranks
+wait for each other in a circle, it is the one that most wait for, or all of the circle. Where the graph names nobody,
+nobody is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megasdc.health.phases import COLLECTIVE, NEIGHBOUR, Phase
+
+RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What a rank's flight recorder holds of a process group.
+
+    Args:
+        joined: sequence number of the last collective that the rank has joined.
+        ended: of the last one that has ended for it.
+        recent: last collectives by sequence number, as ``all_reduce [4096] Float``.
+    """
+
+    joined: int
+    ended: int
+    recent: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def waits_in(self) -> int | None:
+        """Number of the collective that the rank waits in; None: in none."""
+        return self.joined if self.joined > self.ended else None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank when nothing moved any more.
+
+    Args:
+        stuck_s: seconds since its last change of phase.
+        process: running, stopped, waiting for a disk, or gone.
+        groups: by name; empty where the rank did not answer.
+        where: innermost line of the run's own code in its main thread; empty: unknown.
+    """
+
+    rank: int
+    host: str
+    pp_rank: int
+    tp_rank: int
+    dp_rank: int
+    step: int
+    micro_batch: int
+    phase: Phase
+    stuck_s: float
+    process: str = RUNNING
+    groups: Mapping[str, GroupState] = field(default_factory=dict)
+    where: str = ""
+
+    @property
+    def label(self) -> str:
+        """Rank and host."""
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def doing(self) -> str:
+        """Where it is, in words."""
+        batch = f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.phase.label} of step {self.step}{batch}{where}"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who is stuck.
+
+    Args:
+        kind: gone, stopped, disk, behind, circle, mismatch, link, or unknown.
+        ranks: the cause; empty where it is not known.
+        text: one sentence.
+        waits: by rank, what it waits for.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    waits: Mapping[int, str]
+
+
+def find_blame(states: Sequence[RankState], lost_hosts: Sequence[str] = ()) -> Blame:
+    """Name the cause of a standstill, if the evidence does.
+
+    Args:
+        states: of all ranks whose hosts have answered.
+        lost_hosts: hosts that no longer answer at all.
+    """
+    edges = wait_for_graph(states)
+    by_rank = {one.rank: one for one in states}
+    waits = {one.rank: _wait_text(one, edges[one.rank]) for one in states}
+
+    def blame(kind: str, ranks: Sequence[int], why: str) -> Blame:
+        named = "; ".join(f"{by_rank[rank].label} ({by_rank[rank].doing})" for rank in ranks)
+        return Blame(kind, tuple(ranks), f"{named}: {why}" if named else why, waits)
+
+    if lost_hosts:
+        return blame("gone", [], f"no sign of life from {', '.join(lost_hosts)}")
+    for process, kind, why in (
+        (GONE, "gone", "its process has ended"),
+        (STOPPED, "stopped", "its process is stopped by a signal"),
+        (DISK, "disk", "its process waits for a disk"),
+    ):
+        if found := [one.rank for one in states if one.process == process and one.phase != Phase.DONE]:
+            return blame(kind, found, why)
+    if differing := _mismatch(states):
+        ranks, why = differing
+        return blame("mismatch", ranks, why)
+    awaited = {rank for targets in edges.values() for rank in targets}
+    if sinks := sorted(rank for rank in awaited if not edges[rank]):
+        return blame("behind", sinks, "others wait for it, and it waits for nobody")
+    if circle := _circle(edges):
+        return blame("circle", circle, "ranks wait for each other in collectives of different groups")
+    alone = [one.rank for one in states if one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR]
+    if alone and len(alone) < len(states) and not awaited:
+        return blame("behind", alone, "all others are in transfers or collectives")
+    if states and all(_waiting(one) for one in states):
+        return blame("link", [], _link_text(states))
+    return blame("unknown", [], "no rank moves, and what is known names none of them")
+
+
+def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
+    """By rank, the ranks that it waits for."""
+    places = {(one.pp_rank, one.tp_rank, one.dp_rank): one.rank for one in states}
+    edges: dict[int, set[int]] = {one.rank: set() for one in states}
+    for one in states:
+        if one.process in (STOPPED, GONE):
+            continue
+        if one.phase in NEIGHBOUR:
+            neighbour = places.get((one.pp_rank + NEIGHBOUR[one.phase], one.tp_rank, one.dp_rank))
+            edges[one.rank] |= {neighbour} if neighbour is not None else set()
+        for name, group in one.groups.items():
+            if group.waits_in is not None:
+                edges[one.rank] |= {
+                    other.rank
+                    for other in states
+                    if other.rank != one.rank and name in other.groups and other.groups[name].joined < group.waits_in
+                }
+    return edges
+
+
+def _waiting(one: RankState) -> bool:
+    """Whether a rank is in a transfer or waits in a collective."""
+    return one.phase in NEIGHBOUR or any(group.waits_in is not None for group in one.groups.values())
+
+
+def _mismatch(states: Sequence[RankState]) -> tuple[list[int], str] | None:
+    """Ranks whose collective of some number is another one than that of most of its group; the earliest is taken."""
+    names = sorted({name for one in states for name in one.groups})
+    found: list[tuple[int, list[int], str]] = []
+    for name in names:
+        members = [one for one in states if name in one.groups]
+        for number in sorted({number for one in members for number in one.groups[name].recent}):
+            said = {one.rank: text for one in members if (text := one.groups[name].recent.get(number))}
+            (most, count), *rest = Counter(said.values()).most_common()
+            if rest:
+                tied = rest[0][1] == count
+                wrong = sorted(rank for rank, text in said.items() if tied or text != most)
+                others = "; ".join(f"rank {rank}: {said[rank]}" for rank in wrong)
+                found.append((number, wrong, f"collective {number} of group {name} is {most} on most ranks; {others}"))
+                break
+    if not found:
+        return None
+    _, ranks, why = min(found)
+    return ranks, why
+
+
+def _circle(edges: Mapping[int, set[int]]) -> list[int]:
+    """Ranks of a circle of waits: the one that most wait for where there is one, else all that can reach themselves."""
+    reach = {rank: _reachable(edges, rank) for rank in edges}
+    inside = [rank for rank in edges if rank in reach[rank]]
+    if not inside:
+        return []
+    awaited = Counter(target for rank in inside for target in edges[rank] if target in inside)
+    most = max(awaited.values())
+    top = sorted(rank for rank, count in awaited.items() if count == most)
+    return top if len(top) == 1 else sorted(inside)
+
+
+def _reachable(edges: Mapping[int, set[int]], start: int) -> set[int]:
+    seen: set[int] = set()
+    left = list(edges[start])
+    while left:
+        rank = left.pop()
+        if rank not in seen:
+            seen.add(rank)
+            left += edges.get(rank, ())
+    return seen
+
+
+def _wait_text(one: RankState, targets: set[int]) -> str:
+    if one.process != RUNNING:
+        return one.process
+    if targets:
+        return f"waits for {', '.join(f'rank {rank}' for rank in sorted(targets))} in {one.doing}"
+    pending = [
+        f"collective {group.waits_in} of group {name}"
+        for name, group in one.groups.items()
+        if group.waits_in is not None
+    ]
+    return f"waits in {', '.join(pending)}, which all have joined" if pending else f"waits for nobody: {one.doing}"
+
+
+def _link_text(states: Sequence[RankState]) -> str:
+    hosts = sorted({one.host for one in states})
+    if len(hosts) < 2:
+        return "all ranks have joined their collectives and transfers, and none of these ends"
+    return (
+        "all ranks have joined their collectives and transfers, and none of these ends: a connection between the "
+        f"hosts {', '.join(hosts)} carries nothing"
+    )

@@ -1,0 +1,132 @@
+"""A thread of each rank that answers its host's agent: what every thread does, what the collectives came to, the end.
+
+The main thread may be blocked in a collective for half an hour; native code releases the interpreter there, so that
+this thread still runs. Where it does not, the agent learns that from the missing answer, and kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megasdc.durable import replacing
+from megasdc.health.record import RecordWriter, leave_message
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+RECENT = 20
+"""Last collectives of each group that an answer holds."""
+FRAMES = 40
+Leave = Callable[[int, str], None]
+
+
+def record_collectives(environ: MutableMapping[str, str]) -> None:
+    """Turn on PyTorch's flight recorder of gloo, which it reads when it is imported."""
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+class RankWatch:
+    """Answers the agent from creation until ``close``.
+
+    Args:
+        record: of this rank.
+        leave: ends the process with an exit code, and the reason; called in the thread.
+    """
+
+    def __init__(self, record: RecordWriter, leave: Leave) -> None:
+        self._record, self._leave = record, leave
+        self._main = threading.main_thread().ident
+        self._closed = threading.Event()
+        self._answered = record.asked
+        self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closed.set()
+        self._thread.join(timeout=10 * POLL_S)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_S):
+            if (number := self._record.asked) != self._answered:
+                self._answered = number
+                self._tell(number)
+            if self._record.must_leave:
+                told = leave_message(self._record.folder)
+                self._leave(told["exit_code"], told["message"])
+                return
+
+    def _tell(self, number: int) -> None:
+        answer = {"stacks": stacks(), "groups": collectives(), "where": self._where()}
+        try:
+            with replacing(answer_path(self._record.folder, self._record.rank), "w") as file:
+                json.dump(answer, file)
+        except OSError as error:
+            logger.warning("stacks of this rank could not be written: %s", error)
+            return
+        self._record.answer(number)
+
+    def _where(self) -> str:
+        """Innermost line of the main thread that is of this project or of the user, not of a library."""
+        assert self._main is not None
+        frames = traceback.extract_stack(sys._current_frames().get(self._main))
+        own = [one for one in frames if "site-packages" not in one.filename and "/lib/python" not in one.filename]
+        return f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else ""
+
+
+def answer_path(folder: Path, rank: int) -> Path:
+    """File of a rank's last answer."""
+    return folder / f"rank_{rank:05d}.json"
+
+
+def stacks() -> dict[str, list[str]]:
+    """Stack of each thread of this process by name, innermost line last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {f"{names.get(ident, 'native')} {ident}": _lines(frame) for ident, frame in sys._current_frames().items()}
+
+
+def _lines(frame: FrameType) -> list[str]:
+    return [f"{one.filename}:{one.lineno} {one.name}" for one in traceback.extract_stack(frame)[-FRAMES:]]
+
+
+def collectives() -> dict[str, dict[str, Any]]:
+    """What PyTorch's flight recorder holds, by group: numbers of the last collective joined and ended, recent ones.
+
+    Empty where the recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch was never imported. Names of groups are those of
+    ``torch.distributed``, the same on all ranks; sequence numbers count the collectives of a group.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return {}
+    text = torch._C._distributed_c10d._dump_fr_trace_json(True, True)
+    return groups_of(json.loads(text))
+
+
+def groups_of(recorded: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The groups of a flight recorder's dump; point-to-point transfers are left out."""
+    names: dict[str, str] = {}
+    recent: dict[str, dict[int, str]] = {}
+    for entry in recorded.get("entries", []):
+        name = entry["process_group"][0]
+        names[str(entry["pg_id"])] = name
+        if not entry["is_p2p"]:
+            sizes = "".join(str(size) for size in entry["input_sizes"])
+            kinds = ",".join(sorted(set(entry["input_dtypes"])))
+            text = f"{entry['profiling_name'].split(':')[-1]} {sizes} {kinds}".strip()
+            recent.setdefault(name, {})[int(entry["collective_seq_id"])] = text
+    found = {}
+    for number, status in recorded.get("pg_status", {}).items():
+        if number in names:
+            name = names[number]
+            last = dict(sorted(recent.get(name, {}).items())[-RECENT:])
+            joined, ended = (max(0, int(status[f"last_{what}_collective"])) for what in ("enqueued", "completed"))
+            found[name] = {"joined": joined, "ended": ended, "recent": last}
+    return found

@@ -1,0 +1,109 @@
+"""A run that is stuck is named and ended within seconds; health changes no bit, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+from harness import run_distributed
+from whole_runs import metrics_of, prepare_text, state_of, train_run, write_config
+
+pytestmark = pytest.mark.distributed
+
+QUICK = {"health__enabled": True, "health__hang_floor_s": 2.0, "health__slow_floor_s": 6.0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def train_and_leave(config: str) -> NoReturn:
+    """Body of a rank that its agent can end, as the entry script can be."""
+    from megasdc.train.main import pretrain
+
+    code, _ = pretrain(config, [], (), lambda code, _: os._exit(code))
+    os._exit(code)
+
+
+def agents_of(run_dir: Path) -> list[psutil.Process]:
+    """Agents of a run that are still there."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "megasdc.health.agent" in words and str(run_dir) in words[-1]:
+            found.append(process)
+    return found
+
+
+def wait_for_agents(run_dir: Path) -> None:
+    """Until none is left, at most 20 s."""
+    until = time.monotonic() + 20
+    while agents_of(run_dir):
+        assert time.monotonic() < until, "an agent has not ended"
+        time.sleep(0.1)
+
+
+def records_of(run: str) -> list[Path]:
+    """What lies in shared memory of a start of a run."""
+    return list(Path("/dev/shm").glob(f"megasdc-*-{run}-*"))
+
+
+def test_with_health_a_run_has_the_same_bits_and_nothing_stays(tmp_path: Path, data: Path) -> None:
+    """Losses and checkpoint are those without; the agent wrote where ranks were, and is gone with its records."""
+    plain = write_config(tmp_path / "plain.json", data, tmp_path / "plain")
+    watched = write_config(tmp_path / "watched.json", data, tmp_path / "watched", health__enabled=True)
+    for config in (plain, watched):
+        assert [code for code, _ in train_run(config, 4, "megasdc.parallel.pipeline=2")] == [0] * 4
+    assert metrics_of(tmp_path / "plain") == metrics_of(tmp_path / "watched")
+    name = "checkpoints/step_00000006"
+    assert state_of(tmp_path / "plain" / name) == state_of(tmp_path / "watched" / name)
+    wait_for_agents(tmp_path / "watched")
+    health = tmp_path / "watched" / "health"
+    lines = [json.loads(line) for line in (health / "node_00000.jsonl").read_text().splitlines()]
+    assert [one["phase"] for one in lines[-1]["ranks"]] == ["done"] * 4
+    assert {one["step"] for one in lines[-1]["ranks"]} == {7}, "the step that would have followed"
+    durations = json.loads((health / "durations.json").read_text())
+    assert sum(durations["FORWARD"]) >= 4 * 6 and sum(durations["SAVE"]) == 4 and sum(durations["SEND_ACTIVATION"]) > 0
+    assert (health / "agent_00000.log").read_text() == "" and not (tmp_path / "plain" / "health").exists()
+    assert records_of(lines[0]["run"]) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "kind"),
+    [
+        ({"kind": "hang", "rank": 2, "phase": "forward"}, 75, "hang/behind"),
+        ({"kind": "hang", "rank": 1, "phase": "update"}, 75, "hang/behind"),
+        ({"kind": "sigstop", "rank": 3, "phase": "backward"}, -9, "hang/stopped"),
+    ],
+)
+def test_a_stuck_rank_is_named_and_the_run_ends(
+    fault: dict[str, Any], exit_code: int, kind: str, tmp_path: Path, data: Path
+) -> None:
+    """Two stages, two replicas: the incident names the rank, what the others wait for, and their stacks."""
+    run_dir, rank = tmp_path / "run", fault["rank"]
+    faults = [{**fault, "steps": [5, 5]}]
+    config = write_config(
+        tmp_path / "c.json", data, run_dir, training__steps=50, parallel__pipeline=2, process_faults=faults, **QUICK
+    )
+    began = time.monotonic()
+    run_distributed(train_and_leave, 4, str(config), init=False, expect_exit={rank: exit_code}, timeout_s=180)
+    assert time.monotonic() - began < 100
+    wait_for_agents(run_dir)
+    (path,) = (run_dir / "health" / "incidents").glob("*.json")
+    incident = json.loads(path.read_text())
+    assert (incident["kind"], incident["ranks"]) == (kind, [rank]), incident["message"]
+    assert incident["hosts"] == [incident["states"][rank]["host"]]
+    assert len(incident["waits"]) == 4 and incident["stacks"]
+    if kind == "hang/behind":
+        assert "process.py" in incident["message"], "where it hangs, in the code of the fault"
+    events = [json.loads(line) for line in (run_dir / "events" / "rank_00000.jsonl").read_text().splitlines()]
+    ends = [one for one in events if one["kind"] == "end"]
+    assert ends and ends[-1]["fields"]["exit_code"] in (75, 79)
+    assert records_of(incident["run"]) == []

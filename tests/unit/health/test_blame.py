@@ -1,0 +1,128 @@
+"""Who is stuck is named from positions, process states and collectives; where they name nobody, nobody is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from megasdc.health.blame import DISK, GONE, STOPPED, GroupState, RankState, find_blame
+from megasdc.health.phases import Phase
+
+WORLD = "world"
+
+
+def state(
+    rank: int,
+    phase: Phase,
+    *,
+    pp: int = 0,
+    dp: int | None = None,
+    groups: Mapping[str, GroupState] | None = None,
+    process: str = "running",
+) -> RankState:
+    """A rank of one tensor rank, by default a replica each, on a host each."""
+    place = (pp, 0, rank if dp is None else dp)
+    return RankState(rank, f"n{rank}", *place, 40, 0, phase, 90.0, process, groups or {}, "")
+
+
+def group(joined: int, ended: int, op: str = "all_reduce [8] Float") -> GroupState:
+    """A group whose collectives are all alike."""
+    return GroupState(joined, ended, {number: op for number in range(max(1, joined - 3), joined + 1)})
+
+
+def waiting(rank: int, **fields: object) -> RankState:
+    """A rank that waits in the 7th collective of the world."""
+    return replace(state(rank, Phase.REDUCTION, groups={WORLD: group(7, 6)}), **fields)  # type: ignore[arg-type]
+
+
+def test_the_rank_that_has_not_joined_a_collective_is_named() -> None:
+    """Three wait in the sum of gradients; the one in its forward pass has not joined it."""
+    late = state(2, Phase.FORWARD, groups={WORLD: group(6, 6)})
+    blame = find_blame([waiting(0), waiting(1), late, waiting(3)])
+    assert (blame.kind, blame.ranks) == ("behind", (2,))
+    assert "rank 2 on n2 (forward of step 40" in blame.text
+    assert blame.waits[0].startswith("waits for rank 2") and blame.waits[2].startswith("waits for nobody")
+
+
+def test_an_endless_loop_in_a_collective_phase_is_named_by_its_missing_entry() -> None:
+    """All are in the same phase, but one has not joined: its hook before the reduction does not return."""
+    late = state(1, Phase.REDUCTION, groups={WORLD: group(6, 6)})
+    assert find_blame([waiting(0), late, waiting(2)]).ranks == (1,)
+
+
+def test_in_a_pipeline_the_end_of_the_chain_of_waits_is_named() -> None:
+    """Stages 0 and 1 wait for stage 2, which computes; so does another replica, in a collective."""
+    chain = [
+        state(0, Phase.RECEIVE_GRADIENT, pp=0, dp=0, groups={"dp0": group(6, 6)}),
+        state(1, Phase.RECEIVE_GRADIENT, pp=1, dp=0, groups={"dp1": group(6, 6)}),
+        state(2, Phase.BACKWARD, pp=2, dp=0, groups={"dp2": group(6, 6)}),
+        state(3, Phase.REDUCTION, pp=0, dp=1, groups={"dp0": group(7, 6)}),
+        state(4, Phase.REDUCTION, pp=1, dp=1, groups={"dp1": group(7, 6)}),
+        state(5, Phase.REDUCTION, pp=2, dp=1, groups={"dp2": group(7, 6)}),
+    ]
+    blame = find_blame(chain)
+    assert (blame.kind, blame.ranks) == ("behind", (2,))
+    assert blame.waits[3] == "waits for rank 0 in reduction of step 40, micro-batch 0"
+
+
+@pytest.mark.parametrize(("process", "kind"), [(STOPPED, "stopped"), (DISK, "disk"), (GONE, "gone")])
+def test_what_the_system_says_of_a_process_comes_first(process: str, kind: str) -> None:
+    """A rank that was stopped inside the collective stands where all others stand."""
+    blame = find_blame([waiting(0), waiting(1, process=process, groups={}), waiting(2)])
+    assert (blame.kind, blame.ranks) == (kind, (1,))
+
+
+def test_a_lost_host_is_named_and_no_rank() -> None:
+    """Without its agent nothing is known of its ranks."""
+    blame = find_blame([waiting(0), waiting(1)], ["n2"])
+    assert (blame.kind, blame.ranks) == ("gone", ()) and "n2" in blame.text
+
+
+def test_a_rank_that_skipped_a_collective_is_named_by_the_others_order() -> None:
+    """Its collectives of the group are shifted by one, so one of them is another operation than everyone else's."""
+    order = {5: "all_reduce [8] Float", 6: "all_gather [2] Float", 7: "all_reduce [8] Float"}
+    skipped = {5: "all_reduce [8] Float", 6: "all_reduce [8] Float"}
+    ranks = [state(rank, Phase.OPTIMIZER, groups={WORLD: GroupState(6, 5, order)}) for rank in (0, 1, 3)]
+    ranks.insert(2, state(2, Phase.OPTIMIZER, groups={WORLD: GroupState(6, 5, skipped)}))
+    blame = find_blame(ranks)
+    assert (blame.kind, blame.ranks) == ("mismatch", (2,))
+    assert (
+        "collective 6 of group world is all_gather [2] Float on most ranks; rank 2: all_reduce [8] Float" in blame.text
+    )
+
+
+def test_a_rank_that_skipped_one_group_and_waits_in_another_is_named() -> None:
+    """A circle: all others wait for it in one group, it waits for them in the next; most wait for it."""
+    ranks = [state(rank, Phase.REDUCTION, groups={"a": group(7, 6), "b": group(3, 3)}) for rank in (0, 1, 2)]
+    ranks.append(state(3, Phase.OPTIMIZER, groups={"a": group(6, 6), "b": group(4, 3)}))
+    blame = find_blame(ranks)
+    assert (blame.kind, blame.ranks) == ("circle", (3,))
+
+
+def test_two_ranks_in_opposite_order_are_both_named() -> None:
+    """Each waits for the other in another group: nothing tells whose order is right."""
+    ranks = [
+        state(0, Phase.REDUCTION, groups={"a": group(7, 6), "b": group(3, 3)}),
+        state(1, Phase.REDUCTION, groups={"a": group(6, 6), "b": group(4, 3)}),
+    ]
+    assert find_blame(ranks).ranks == (0, 1)
+
+
+def test_where_all_have_joined_a_connection_is_suspected_and_no_rank_named() -> None:
+    """The same collective on all ranks of two hosts, which does not end."""
+    blame = find_blame([waiting(0), waiting(1)])
+    assert (blame.kind, blame.ranks) == ("link", ()) and "n0, n1" in blame.text
+
+
+def test_without_evidence_nobody_is_named() -> None:
+    """All between steps, and no answer from any: no name."""
+    blame = find_blame([state(0, Phase.BETWEEN), state(1, Phase.BETWEEN)])
+    assert (blame.kind, blame.ranks) == ("unknown", ())
+
+
+def test_without_a_flight_recorder_the_only_rank_that_computes_is_named() -> None:
+    """No sequence numbers: all others are in transfers or collectives."""
+    blame = find_blame([state(0, Phase.REDUCTION), state(1, Phase.DATA), state(2, Phase.REDUCTION)])
+    assert (blame.kind, blame.ranks) == ("behind", (1,))

@@ -1,0 +1,110 @@
+"""A progress record is never read torn, outlives its writer, and counts how long phases took."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megasdc.errors import StorageError
+from megasdc.health.phases import Phase
+from megasdc.health.process_state import started_at
+from megasdc.health.record import (
+    BUCKETS,
+    FIRST_BUCKET_S,
+    Identity,
+    RecordReader,
+    RecordWriter,
+    bucket_limit_s,
+    bucket_of,
+    record_path,
+)
+
+
+def identity(rank: int = 0, host: str = "n0") -> Identity:
+    """Of a rank without parallelism, in this process."""
+    return Identity("run", rank, rank, 1, 0, 0, 0, host, 0, os.getpid(), started_at(os.getpid()))
+
+
+def write_until_killed(folder: Path) -> None:
+    """Change phases as fast as possible; step, micro-batch and phase of a line belong together."""
+    writer = RecordWriter(folder, identity())
+    number = 0
+    while True:
+        number += 1
+        writer.enter(Phase(number % 14), number, number % 7)
+
+
+def test_a_record_is_never_torn_and_outlives_a_killed_writer(tmp_path: Path) -> None:
+    """Read while another process writes without pause: each line is of one change of phase."""
+    writer = multiprocessing.get_context("fork").Process(target=write_until_killed, args=(tmp_path,), daemon=True)
+    writer.start()
+    while not record_path(tmp_path, 0).exists():
+        time.sleep(0.01)
+    reader = RecordReader(record_path(tmp_path, 0))
+    numbers, until = set(), time.monotonic() + 60
+    while len(numbers) < 1000 and time.monotonic() < until:
+        for _ in range(50):
+            found = reader.read()
+            assert (found.step, found.micro_batch, found.phase) == (found.number, found.number % 7, found.number % 14)
+            numbers.add(found.number)
+        time.sleep(0.001)  # else a loaded machine lets the writer write only between slices of time
+    assert len(numbers) >= 1000, "the writer must have written meanwhile"
+    writer.kill()
+    writer.join()
+    last = reader.read()
+    assert last.step == last.number and reader.read() == last
+
+
+def test_identity_requests_and_durations_come_through(tmp_path: Path) -> None:
+    """What the rank writes the agent reads, and the other way round."""
+    writer = RecordWriter(tmp_path, identity(3))
+    reader = RecordReader(record_path(tmp_path, 3))
+    assert reader.identity == identity(3)
+    assert reader.read().number == 0 and not writer.must_leave
+    writer.enter(Phase.FORWARD, 5, 2)
+    time.sleep(0.05)
+    writer.enter(Phase.SAVE, 5)
+    found = reader.read()
+    assert (found.number, found.step, found.micro_batch, found.phase) == (2, 5, -1, Phase.SAVE)
+    counts = reader.durations()[Phase.FORWARD]
+    assert sum(counts) == 1 and sum(reader.durations()[Phase.START]) == 1
+    assert 0.05 <= bucket_limit_s(counts.index(1)) < 0.5
+    assert reader.ask() == 1 == writer.asked and reader.answered == 0
+    writer.answer(1)
+    reader.tell_to_leave()
+    assert reader.answered == 1 and writer.must_leave
+    reader.close()
+    writer.close()
+
+
+def test_buckets_grow_by_the_root_of_two() -> None:
+    """A duration is at most its bucket's limit and above that of the one before; the last takes all that is longer."""
+    for index in range(BUCKETS - 1):
+        limit = bucket_limit_s(index)
+        assert limit == pytest.approx(FIRST_BUCKET_S * 2 ** (index / 2))
+        assert bucket_of(limit * 0.999) == index and bucket_of(limit * 1.001) == index + 1
+    assert bucket_of(1e9) == BUCKETS - 1
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    """A truncated file, one without identity, one whose lines are damaged, an identity that does not fit."""
+    RecordWriter(tmp_path, identity()).close()
+    path = record_path(tmp_path, 0)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match="1000 bytes, not 4096"):
+        RecordReader(path)
+    path.write_bytes(b"garbage".ljust(4096, b"\0"))
+    with pytest.raises(ValueError, match="no progress record"):
+        RecordReader(path)
+    damaged = bytearray(whole)
+    damaged[1024:1032] = (7).to_bytes(8, "little")
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="damaged"):
+        RecordReader(path).read()
+    with pytest.raises(StorageError, match="1024 fit"):
+        RecordWriter(tmp_path, identity(host="x" * 2000))
