@@ -19,7 +19,7 @@ from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
 from megasdc.checkpoint.formats.records import Record
 from megasdc.checkpoint.formats.tensor_files import open_tensors
 from megasdc.checkpoint.kinds import explain_folder
-from megasdc.config import ModelSection, ffn_width, head_width, query_groups
+from megasdc.config import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.errors import CheckpointError, ConfigError
@@ -67,6 +67,7 @@ class InitialWeights:
 
     Attributes:
         vocab_size: rows of the word embedding.
+        model_file: where the model section is written.
 
     Raises:
         CheckpointError: the folder is missing, not of this kind, or damaged.
@@ -77,13 +78,15 @@ class InitialWeights:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.model_file = self.path / MODEL_FILE
         try:
             self.manifest = WeightsManifest.model_validate_json((self.path / WEIGHTS_FILE).read_text(encoding="utf-8"))
-            self.model = ModelSection.model_validate_json((self.path / MODEL_FILE).read_text(encoding="utf-8"))
+            self.model = ModelSection.model_validate_json(self.model_file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CheckpointError(
-                explain_folder(self.path, "a folder made by `megasdc import-hf`")
-                or f"{error.filename} is missing: {self.path} is not a folder made by `megasdc import-hf`"
+                explain_folder(self.path, "a checkpoint, a folder of several, or a folder made by `megasdc import-hf`")
+                or f"{error.filename} is missing: {self.path} is not a folder made by `megasdc import-hf`, nor does it "
+                "hold a checkpoint"
             ) from error
         except (OSError, ValueError, ValidationError) as error:
             raise CheckpointError(f"{self.path} is damaged: {error}; import it again") from error
@@ -147,23 +150,6 @@ def _meta(file: Any, key: str) -> Tensor:
     return file.get_tensor(key).to("meta")
 
 
-def check_fits(weights: InitialWeights, model: ModelSection) -> None:
-    """Compare a run's model with the model of the weights.
-
-    Raises:
-        ConfigError: fields differ; each is listed with both values.
-    """
-    have, want = _identity(weights.model), _identity(model)
-    problems = [
-        f"megasdc.model.{field}: got {want[field]!r}; the weights in {weights.path} need {have[field]!r}."
-        for field in have
-        if have[field] != want[field]
-    ]
-    if problems:
-        hint = f"The section to use is in {weights.path / MODEL_FILE}."
-        raise ConfigError([*problems, hint], "megasdc.model.initial_weights")
-
-
 def check_vocabulary(weights: InitialWeights, data: DataManifest, where: str) -> None:
     """Compare the tokenizer of prepared data with that of the weights.
 
@@ -201,33 +187,6 @@ def same_tokenizer(kind: str, one: Path, other: Path) -> bool:
         return True
     models = [content.get("model", {}) for content in contents]
     return models[0].get("vocab") == models[1].get("vocab")
-
-
-def _identity(model: ModelSection) -> dict[str, Any]:
-    """The fields that define the meaning of the weights, with derived defaults filled in."""
-    found: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": query_groups(model),
-        "kv_channels": head_width(model),
-        "ffn_hidden_size": ffn_width(model),
-        "position_embedding": model.position_embedding,
-        "normalization": model.normalization,
-        "norm_epsilon": model.norm_epsilon,
-        "activation": model.activation,
-        "gated_mlp": model.gated_mlp,
-        "bias": model.bias,
-        "qkv_bias": model.bias or model.qkv_bias,
-        "tie_embeddings": model.tie_embeddings,
-    }
-    if model.position_embedding == "learned":
-        found["max_positions"] = model.max_positions
-    else:
-        found["rotary_base"] = model.rotary_base
-    ignored = {"deterministic_mode"}
-    found["megatron"] = {key: value for key, value in model.megatron.items() if key not in ignored}
-    return found
 
 
 def pad_vocabulary(rows: Tensor, padded: int) -> Tensor:

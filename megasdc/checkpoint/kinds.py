@@ -52,10 +52,10 @@ def is_initial_weights(folder: Path | str) -> bool:
 
 
 _REMEDIES = {
-    CHECKPOINT: "give it to eval, generate or export-hf, or convert it with megasdc convert-checkpoint {path} "
-    "--to universal",
-    CHECKPOINTS: "give it to eval, generate or export-hf, or convert the newest in it with megasdc convert-checkpoint "
-    "{path} --to universal",
+    CHECKPOINT: "give it to eval, generate, export-hf or megasdc.model.initial_weights, or convert it with megasdc "
+    "convert-checkpoint {path} --to universal",
+    CHECKPOINTS: "give it to eval, generate, export-hf or megasdc.model.initial_weights, or convert the newest in it "
+    "with megasdc convert-checkpoint {path} --to universal",
     UNIVERSAL: "start a run from it with megasdc.checkpoint.universal={path}; eval, generate and export-hf read the "
     "checkpoint that it was made from",
     UNIVERSALS: "start a run from one of them with megasdc.checkpoint.universal; eval, generate and export-hf read the "

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.files import list_steps
-from megasdc.checkpoint.initial import InitialWeights, check_fits, check_vocabulary
+from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.views.logical import load_weights
+from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_tokenizer, open_start
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
 from megasdc.config.sections.deepspeed import Bf16
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
-from megasdc.errors import ConfigError
+from megasdc.errors import CheckpointError, ConfigError
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_index, ranks_on_device
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
@@ -106,9 +108,11 @@ def effective_model(sections: MegasdcSection) -> ModelSection:
 def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDims, vocab_size: int) -> None:
     """Load this rank's part of initial weights into its stage."""
     sections = config.megasdc
-    weights = InitialWeights(folder)
+    weights = open_start(folder)
     check_fits(weights, sections.model)
-    check_vocabulary(weights, Manifest.load(sections.data.path), sections.data.path)
+    check_tokenizer(weights, Manifest.load(sections.data.path), sections.data.path)
+    whence = weights.manifest.source if isinstance(weights, InitialWeights) else f"step {weights.step}"
+    _agree_on_source(folder, whence)
     load_weights(
         weights,
         pipeline.named_parameters(),
@@ -118,7 +122,20 @@ def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDim
         tp_rank=dims.tp_rank,
     )
     if dims.rank == 0:
-        logger.info("initial weights from %s (%s)", folder, weights.manifest.source)
+        logger.info("initial weights from %s (%s)", weights.path, whence)
+
+
+def _agree_on_source(folder: str, whence: str) -> None:
+    """Refuse a start in which ranks found other weights: a folder of checkpoints may get a new one meanwhile.
+
+    Raises:
+        CheckpointError: ranks differ; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    found = sorted(set(gather_objects(whence)))
+    if len(found) > 1:
+        raise CheckpointError(f"{FIELD}: in {folder} ranks found {' and '.join(found)}; name one of the checkpoints")
 
 
 def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> None:

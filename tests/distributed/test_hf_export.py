@@ -212,6 +212,65 @@ def test_training_starts_from_imported_weights_at_another_layout(
     assert {code for code, _ in train_run(config, math.prod(layout), "megasdc.checkpoint.resume=must")} == {0}
 
 
+def test_training_starts_from_a_checkpoint_of_another_layout(tmp_path: Path, data: Path, trained: Trained) -> None:
+    """A step with rate 0 on other data keeps every tensor of the newest checkpoint; steps and samples count anew."""
+    source = trained("llama", (2, 1, 1)) / "checkpoints"
+    model = {**MODELS["llama"], "initial_weights": str(source)}
+    config = write_config(
+        tmp_path / "c.json",
+        prepare_other(tmp_path / "other", path=str(data / "tokenizer/tokenizer.model")),
+        tmp_path / "run",
+        model=model,
+        parallel__pipeline=2,
+        training={"steps": 2, "eval_interval": 2, "eval_samples": SAMPLES, "stop_step": 1},
+        checkpoint__interval=1,
+        deepspeed__scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}},
+    )
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    started, saved = open_weights(tmp_path / "run/checkpoints"), open_weights(source)
+    assert (started.step, saved.step) == (1, 2)
+    for index in range(7):
+        layers = started.layer(index), saved.layer(index)
+        assert layers[0].keys() == layers[1].keys()
+        assert all(torch.equal(layers[0][name], layers[1][name]) for name in layers[0]), index
+    state = json.loads((tmp_path / "run/checkpoints/step_00000001/megasdc.json").read_text())
+    assert (state["step"], state["samples"]) == (1, 4)
+
+
+def prepare_other(folder: Path, **tokenizer: Any) -> Path:
+    """Other text, with a given or a new tokenizer."""
+    from megasdc.config import DataSection
+    from megasdc.data.prepare import prepare
+
+    raw = {
+        "path": str(folder),
+        "split": [8, 1, 1],
+        "sources": [{"kind": "stdlib", "pattern": "json/*.py"}, {"kind": "stdlib", "pattern": "email/*.py"}],
+        "tokenizer": tokenizer,
+    }
+    prepare(DataSection.model_validate(raw), progress=False)
+    return folder
+
+
+def test_training_refuses_checkpoints_that_do_not_fit(tmp_path: Path, data: Path, trained: Trained) -> None:
+    """Another model, another tokenizer and a damaged file end the start with their code and both values."""
+    source = shutil.copytree(trained("gpt", (1, 1, 1)) / "checkpoints/step_00000002", tmp_path / "step_00000002")
+
+    def attempt(text: Path = data, **model: Any) -> tuple[int, str]:
+        section = {**MODELS["gpt"], "initial_weights": str(source), **model}
+        (result,) = train_run(write_config(tmp_path / "c.json", text, tmp_path / "run", model=section), 1)
+        return result
+
+    code, text = attempt(num_layers=2)
+    assert (code, "num_layers: got 2; the weights in" in text and "megasdc.json" in text) == (70, True), text
+    code, text = attempt(prepare_other(tmp_path / "other", vocab_size=500))
+    assert (code, "were trained with a tokenizer of 500 entries" in text) == (70, True), text
+    assert f"{data}/tokenizer" in text
+    _flip(next(source.glob("layer_01*.pt")))
+    code, text = attempt()
+    assert (code, "no usable weights" in text and "layer_01" in text) == (72, True), text
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
     """An exported model in one file."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megasdc.checkpoint.checks import reading
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.deepspeed_names import layer_file
-from megasdc.checkpoint.formats.shared_state import model_of, read_shared_state
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, model_of, read_shared_state
 from megasdc.checkpoint.initial import InitialWeights, pad_vocabulary
 from megasdc.checkpoint.kinds import is_initial_weights
 from megasdc.checkpoint.manifest import read_manifest
@@ -62,6 +62,7 @@ class CheckpointWeights:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.model_file = path / SHARED_STATE_FILE
         self.manifest = read_manifest(path)
         self.step: int | None = self.manifest.step
         state = read_shared_state(path)

@@ -58,7 +58,8 @@ class ModelSection(Section):
     )
     initial_weights: str | None = setting(
         None,
-        "Folder made by `megasdc import-hf`; its weights are used at step 0 only; null: random weights.",
+        "Folder made by `megasdc import-hf`, a checkpoint of any layout, or a folder of checkpoints (the newest whole "
+        "one is taken); its weights alone are used, at step 0 only; null: random weights.",
         NO_MATTER,
     )
     megatron: dict[str, Any] = Field(

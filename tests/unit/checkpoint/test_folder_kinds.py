@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from megasdc.checkpoint import kinds
 from megasdc.checkpoint.files import remove_leftovers
-from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.load_universal import open_universal
 from megasdc.checkpoint.manifest import Layout, describe_file
 from megasdc.checkpoint.places import Ranks
@@ -30,6 +29,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.checkpoint.views.open import open_view
+from megasdc.checkpoint.views.start_weights import open_start
 from megasdc.cli import app
 from megasdc.durable import commit_folder
 from megasdc.errors import CheckpointError, ConfigError, StorageError
@@ -140,7 +140,7 @@ def test_one_checkpoint_of_several_is_named(tmp_path: Path) -> None:
 READERS: dict[str, tuple[Callable[[Path], Any], set[str]]] = {
     "eval, generate and export-hf": (open_weights, {kinds.CHECKPOINT, kinds.CHECKPOINTS, kinds.INITIAL}),
     "convert-checkpoint": (convert_to_universal, {kinds.CHECKPOINT, kinds.CHECKPOINTS, kinds.UNIVERSAL}),
-    "model.initial_weights": (InitialWeights, {kinds.INITIAL}),
+    "model.initial_weights": (open_start, {kinds.CHECKPOINT, kinds.CHECKPOINTS, kinds.INITIAL}),
     "checkpoint.universal": (read_universal_manifest, {kinds.UNIVERSAL}),
     "import-hf": (lambda path: import_hf(path, path.parent / "out"), {kinds.MODEL}),
 }
