@@ -42,7 +42,7 @@ class Speed:
 
 def steps_of(run: PlannedRun) -> int:
     """Steps that a run takes itself, after its start checkpoint."""
-    return run.last_step - (0 if run.start is None else run.start.step)
+    return run.last_step - (0 if run.start is None else run.start.steps_done)
 
 
 def shape_of(run: PlannedRun) -> str:

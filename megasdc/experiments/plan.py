@@ -22,14 +22,22 @@ SEED_STRIDE = 1_000_003
 """Seed of a fault: the node's seed times this, plus the fault's own seed, plus the run's seed."""
 _HEALTHY_NODE = NodeSpec.model_validate({"name": HEALTHY})
 _OWN_PLACES = ("run_dir", "progress_bar")
+_FREE = ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "backend", "fuse", "initial_weights")
+"""Fields of the model that do not define what its weights mean."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint from which a run starts, saved by a healthy run."""
+    """The checkpoint from which a run starts; ``weights``: with its weights alone, at step 0."""
 
     run_id: str
     step: int
+    weights: bool = False
+
+    @property
+    def steps_done(self) -> int:
+        """The step after which the run goes on."""
+        return 0 if self.weights else self.step
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
     if unknown := [name for name in only if name not in names]:
         raise ConfigError([f"--only: there is no cell {name!r}; there are {', '.join(names)}." for name in unknown])
     wanted = {place.run_id for place in plan.places if not only or place.cell in only}
-    for _ in range(2):  # a node's run awaits a healthy one, which awaits the one that saved its checkpoint
+    for _ in range(2):  # a run on a node awaits a healthy one, which awaits the one that saved its checkpoint
         wanted |= {awaited for run_id in wanted for awaited in plan.runs[run_id].awaited}
     return {run_id: run for run_id, run in plan.runs.items() if run_id in wanted}
 
@@ -180,7 +188,11 @@ def _seeds(sweep: SweepFile, cell: CellSpec) -> list[int]:
 
 
 def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) -> Place:
-    start = "scratch" if cell.start is None else f"step {cell.start.step} of {cell.start.cell or cell.name}"
+    start = "scratch"
+    if cell.start is not None:
+        start = f"step {cell.start.step} of {cell.start.cell or cell.name}"
+        start = f"weights of {start}" if cell.start.weights else start
+        start += " on the node" if cell.start.of == "node" else ""
     node = node or _HEALTHY_NODE
     named = (node.name, node.profile, node.control, node.made_up)
     return Place(cell.name, *named, seed, start, cell.set, run.run_id)
@@ -206,14 +218,17 @@ class _Builder:
         """The run of a cell, node and seed; None where its configuration is wrong."""
         if cell.start is None:
             return self._run(cell, node, seed, None, stop=None)
-        donor = self._run(self._cells[cell.start.cell or cell.name], None, seed, None, stop=cell.start.step)
+        of_node = cell.start.of == "node"
+        saver = self._cells[cell.start.cell or cell.name]
+        donor = self._run(saver, node if of_node else None, seed, None, stop=cell.start.step)
         if donor is None:
             return None
-        start = Start(donor.run_id, cell.start.step)
-        run = self._run(cell, node, seed, start, stop=None)
-        if node is not None and run is not None and (healthy := self._run(cell, None, seed, start, stop=None)):
+        start = Start(donor.run_id, cell.start.step, cell.start.weights)
+        machine = None if of_node else node
+        run = self._run(cell, machine, seed, start, stop=None)
+        if machine is not None and run is not None and (healthy := self._run(cell, None, seed, start, stop=None)):
             run = self.runs[run.run_id] = replace(run, condition=healthy.run_id)
-        if run is not None and (problems := _start_problems(donor.config, run.config)):
+        if run is not None and (problems := _start_problems(donor, run.config, start)):
             self._refuse(cell.name, f"cells.{cell.name}.start", problems)
         return run
 
@@ -221,8 +236,7 @@ class _Builder:
         self, cell: CellSpec, node: NodeSpec | None, seed: int, start: Start | None, stop: int | None
     ) -> PlannedRun | None:
         where = f"cells.{cell.name}, {HEALTHY if node is None else node.name}"
-        stops = {} if stop is None else {"megasdc.training.stop_step": stop}
-        said = {**self._sweep.set, **cell.set, "megasdc.training.seed": seed, **stops}
+        said = {**self._sweep.set, **cell.set, "megasdc.training.seed": seed}
         texts = [f"{path}={json.dumps(value)}" for path, value in said.items()]
         raw = copy.deepcopy(self._base)
         own = raw.setdefault("megasdc", {})
@@ -231,6 +245,8 @@ class _Builder:
         source = f"{self._sweep.base} with what the sweep sets"
         try:
             config = parse_config(raw, texts, source)
+            if stop is not None and stop != _last_step(config):  # else it is the same run as without
+                texts.append(f"megasdc.training.stop_step={stop}")
             own["faults"] += faults_of(node, seed, config.megasdc.study)
             config = parse_config(raw, texts, source)
             check_layout(config, self._sweep.ranks)
@@ -240,9 +256,10 @@ class _Builder:
         if problems:
             self._refuse(cell.name, where, problems)
             return None
-        return self._keep(
-            config, f"{where}, seed {seed}" + (f", to step {stop}" if stop else ""), start, donor=stop is not None
-        )
+        label = f"{where}, seed {seed}" + (f", to step {stop}" if stop else "")
+        if start is not None and not self.runs[start.run_id].healthy:
+            label += f", from {self.runs[start.run_id].label}"
+        return self._keep(config, label, start, donor=stop is not None)
 
     def _refuse(self, cell: str, where: str, problems: Sequence[str]) -> None:
         """Stores problems; one that several nodes of a cell have is reported once."""
@@ -256,13 +273,19 @@ class _Builder:
         resolved["megasdc"]["faults"] = [spec.model_dump(mode="json") for spec in expand_faults(config.megasdc.faults)]
         logging = resolved["megasdc"]["logging"]
         content = {**resolved, "megasdc": {**resolved["megasdc"], "logging": {**logging, **dict.fromkeys(_OWN_PLACES)}}}
-        begins = None if start is None else [start.run_id, start.step]
+        begins = None if start is None else [start.run_id, start.step, *(["weights"] if start.weights else [])]
         run_id = digest_settings({"config": content, "start": begins, "ranks": self._sweep.ranks})
-        training = config.megasdc.training
-        last_step = min(training.steps, training.stop_step or training.steps)
         healthy = not config.megasdc.faults
-        run = PlannedRun(run_id, label, resolved, self._sweep.ranks, start, last_step, healthy, donor)
-        return self.runs.setdefault(run_id, run)
+        run = PlannedRun(run_id, label, resolved, self._sweep.ranks, start, _last_step(config), healthy, donor)
+        known = self.runs.setdefault(run_id, run)
+        if donor and not known.donor:
+            known = self.runs[run_id] = replace(known, donor=True)
+        return known
+
+
+def _last_step(config: RunConfig) -> int:
+    training = config.megasdc.training
+    return min(training.steps, training.stop_step or training.steps)
 
 
 def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dict[str, Any]]:
@@ -301,16 +324,31 @@ def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, st
         problems.append(
             f"megasdc.logging.interval: {sections.logging.interval} does not divide final_steps {sweep.final_steps}."
         )
-    least = (0 if start is None else start.step) + sweep.final_steps
+    done = 0 if start is None else start.steps_done
+    least = done + sweep.final_steps
     if sections.training.stop_step is None and sections.training.steps < least:
         problems.append(f"megasdc.training.steps: {sections.training.steps}; start and final_steps need {least}.")
-    if start is not None and start.step >= sections.training.steps:
-        problems.append(f"start.step: {start.step} is not before the last step {sections.training.steps}.")
+    if done >= sections.training.steps:
+        problems.append(f"start.step: {done} is not before the last step {sections.training.steps}.")
     return problems
 
 
-def _start_problems(donor: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Settings that a checkpoint restores and in which it differs from the cell."""
+def _start_problems(donor: PlannedRun, config: dict[str, Any], start: Start) -> list[str]:
+    """Reasons why a cell cannot start from a run's checkpoint: no such step, or settings of it that would hold."""
+    if donor.last_step < start.step:
+        return [f"step {start.step} is after {donor.last_step}, the last one of the run that saves it."]
+    differing = _other_model(donor.config, config) if start.weights else _other_settings(donor.config, config)
+    return [f"the checkpoint's {name} is not the cell's, and would hold; make them equal." for name in differing]
+
+
+def _other_model(donor: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Fields in which models differ so that the weights of one mean nothing in the other."""
+    before, now = donor["megasdc"]["model"], config["megasdc"]["model"]
+    return [f"megasdc.model.{key}" for key in now if key not in _FREE and now[key] != before.get(key)]
+
+
+def _other_settings(donor: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Settings that a whole checkpoint restores and in which two configurations differ."""
     places = ("model", "data", "parallel")
     differing = [f"megasdc.{name}" for name in places if donor["megasdc"][name] != config["megasdc"][name]]
     before, now = (
@@ -319,4 +357,4 @@ def _start_problems(donor: dict[str, Any], config: dict[str, Any]) -> list[str]:
     differing += [f"optimizer.params.{key}" for key in now if now[key] != before.get(key)]
     if donor["optimizer"]["type"] != config["optimizer"]["type"]:
         differing.append("optimizer.type")
-    return [f"the checkpoint's {name} is not the cell's, and would hold; make them equal." for name in differing]
+    return differing

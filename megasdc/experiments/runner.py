@@ -24,7 +24,7 @@ from megasdc.durable import rename_durably, write_durably
 from megasdc.errors import PeerError, StorageError
 from megasdc.events import EventLog
 from megasdc.experiments.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
-from megasdc.experiments.plan import Plan, PlannedRun, measured_folder
+from megasdc.experiments.plan import Plan, PlannedRun, Start, measured_folder
 from megasdc.experiments.prepared_data import data_of, frequency_entropy
 from megasdc.experiments.results import ResultStore
 from megasdc.experiments.run_process import RunningRanks, start_ranks
@@ -110,9 +110,9 @@ class Runner:
         folder = self._store.run_folder(run.run_id)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if run.start is not None:
-                _take_checkpoint(self._store.run_folder(run.start.run_id), folder, run.start.step)
-            write_config(run, folder)
+            if run.start is not None and not run.start.weights:
+                _take_checkpoint(self._checkpoint(run.start), folder)
+            write_config(run, folder, self._checkpoint(run.start) if run.start and run.start.weights else None)
         except OSError as error:
             raise StorageError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
         self._attempts[run.run_id] = self._attempts.get(run.run_id, 0) + 1
@@ -121,6 +121,10 @@ class Runner:
         )
         ranks = start_ranks(self._context, folder / CONFIG_FILE, folder, run.ranks, slot)
         self._active.append(_Active(run, ranks, slot, time.monotonic()))
+
+    def _checkpoint(self, start: Start) -> Path:
+        """The checkpoint from which a run starts."""
+        return self._store.run_folder(start.run_id) / CHECKPOINTS / step_folder(start.step)
 
     def _again(self, active: _Active, codes: list[int]) -> bool:
         """Whether a run was killed by a signal and may be started again."""
@@ -151,8 +155,13 @@ class Runner:
     def _why_not(self, run: PlannedRun) -> str:
         """The reason why a run cannot or need not be started, as far as others have ended; empty: none is known."""
         outcomes = self._store.outcomes
-        if run.start is not None and (saved := outcomes.get(run.start.run_id)) and saved.status not in (DONE, DIVERGED):
-            return f"the healthy run {saved.run_id} that it starts from: {saved.reason}"
+        if run.start is not None and (saved := outcomes.get(run.start.run_id)):
+            if saved.status not in (DONE, DIVERGED):
+                return f"not run: the run {saved.run_id} that it starts from is {saved.status}: {saved.reason}"
+            own = self._store.run_folder(run.run_id) / CHECKPOINTS
+            if not own.exists() and not (checkpoint := self._checkpoint(run.start)).exists():
+                again = self._store.run_folder(saved.run_id)
+                return f"not run: {checkpoint}, from which it starts, is not there; remove {again} to run that anew"
         if run.condition is not None and (healthy := outcomes.get(run.condition)) and healthy.status != DONE:
             return f"not run: from its checkpoint the healthy run {healthy.run_id} is not stable: {healthy.reason}"
         return ""
@@ -180,11 +189,19 @@ def judge_again(store: ResultStore, plan: Plan) -> None:
             store.outcomes[run_id] = judged
 
 
-def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
-    """Writes the configuration file of a run into its folder, with changed values of ``megasdc.training``."""
+def write_config(run: PlannedRun, folder: Path, weights: Path | None = None, **training: Any) -> Path:
+    """Writes the configuration file of a run into its folder, with changed values of ``megasdc.training``.
+
+    ``weights``: the checkpoint with whose weights alone it starts; None: none.
+    """
     own = run.config["megasdc"]
-    logging_section = {**own["logging"], "run_dir": str(folder), "progress_bar": False}
-    config = {**run.config, "megasdc": {**own, "logging": logging_section, "training": {**own["training"], **training}}}
+    changed = {
+        "logging": {**own["logging"], "run_dir": str(folder), "progress_bar": False},
+        "training": {**own["training"], **training},
+    }
+    if weights is not None:
+        changed["model"] = {**own["model"], "initial_weights": str(weights)}
+    config = {**run.config, "megasdc": {**own, **changed}}
     for key in ("tensorboard", "csv_monitor"):
         if isinstance(config.get(key), dict) and config[key].get("enabled"):
             config[key] = {**config[key], "output_path": str(folder / key)}
@@ -193,14 +210,14 @@ def write_config(run: PlannedRun, folder: Path, **training: Any) -> Path:
     return path
 
 
-def _take_checkpoint(donor: Path, folder: Path, step: int) -> None:
-    """Hard-links the checkpoint from which a run starts, unless it has its own; the folder appears by one rename."""
+def _take_checkpoint(checkpoint: Path, folder: Path) -> None:
+    """Hard-links the checkpoint from which a run goes on, unless it has its own; the folder appears by one rename."""
     own = folder / CHECKPOINTS
     if own.exists():
         return
     making = folder / f".{CHECKPOINTS}"
     shutil.rmtree(making, ignore_errors=True)
-    shutil.copytree(donor / CHECKPOINTS / step_folder(step), making / step_folder(step), copy_function=_link)
+    shutil.copytree(checkpoint, making / checkpoint.name, copy_function=_link)
     rename_durably(making, own)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -24,10 +24,20 @@ Overrides = dict[str, Any]
 
 
 class StartSpec(Section):
-    """Checkpoint from which the runs of a cell start: that of a cell's healthy run with the same seed."""
+    """Checkpoint from which the runs of a cell start: that of a cell's run with the same seed."""
 
-    cell: str | None = Field(None, description="The cell whose healthy run is taken; null: this one.")
+    cell: str | None = Field(None, description="The cell whose run is taken; null: this one.")
     step: PositiveInt = Field(..., description="After which step.")
+    of: Literal["healthy", "node"] = Field(
+        "healthy",
+        description="Whose checkpoint: that of the cell's healthy run, from which every node goes on; or that of each "
+        "node's own run, which then goes on on a healthy machine, without faults.",
+    )
+    weights: bool = Field(
+        False,
+        description="Start from the weights alone, at step 0, so that data, schedule and optimizer may be others; "
+        "false: go on after the step with all that the checkpoint holds.",
+    )
 
 
 class CellSpec(Section):

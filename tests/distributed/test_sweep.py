@@ -205,6 +205,50 @@ def test_a_start_from_a_checkpoint_goes_on_as_the_run_that_saved_it(swept: tuple
     assert losses["from a"] == {step: loss for step, loss in losses["a"].items() if step > 3}
 
 
+def test_weights_of_healthy_and_harmed_runs_are_continued(tmp_path: Path, base: Path) -> None:
+    """Each run begins with the weights of its start at step 0, a healed one without faults; a lost node is not run."""
+    nan = {"phase": "forward", "submodule": "*.mlp.linear_fc2", "kind": "value", "value": "nan", "steps": [2, None]}
+    wrong = {"phase": "forward", "submodule": "*.mlp.linear_fc2", "slot": "output", "kind": "scale", "factor": 3.0}
+    nodes = [{"name": "wrong", "faults": [{**wrong, "elements": 10}]}, {"name": "nans", "faults": [nan]}]
+    steps = {"megasdc.training.steps": 4, "megasdc.training.eval_interval": 2, "megasdc.training.max_skipped_steps": 2}
+    warm = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}}}
+    start = {"cell": "before", "step": 4, "weights": True}
+    cells = [
+        {"name": "before", "set": steps},
+        {"name": "on the node", "set": {**steps, **warm}, "start": start},
+        {"name": "healed", "set": {**steps, **warm}, "start": {**start, "of": "node"}},
+    ]
+    path = write_sweep(tmp_path, base, cells=cells, nodes=nodes, keep_checkpoints=True, diverged_rise=9.0)
+    out = tmp_path / "out"
+    run_sweep(open_sweep(path, out=out), 2, progress=False)
+    rows = {(row["cell"], row["node"]): row for row in read_sweep(out).rows}
+    ended = [rows[cell, node]["status"] for cell in ("before", "on the node", "healed") for node in ("wrong", "nans")]
+    assert ended == ["done", "nan", "done", "nan", "done", "failed"]
+    lost = rows["before", "nans"]["run_id"]
+    assert rows["healed", "nans"]["reason"].startswith(f"not run: the run {lost} that it starts from is nan: ")
+    assert starts_of(out)[rows["healed", "nans"]["run_id"]] == 0
+    first = {place: losses_of(out, row["run_id"])[0] for place, row in rows.items() if row["status"] == "done"}
+    assert {step for step, _ in first.values()} == {1}
+    assert len(first) == 6 and len({loss for _, loss in first.values()}) == 5  # both cells share the healthy run
+    config = json.loads((out / "runs" / rows["healed", "wrong"]["run_id"] / "config.json").read_text())
+    weights = out / "runs" / rows["before", "wrong"]["run_id"] / "checkpoints/step_00000004"
+    assert config["megasdc"]["model"]["initial_weights"] == str(weights) and not config["megasdc"]["faults"]
+    # A rate of 0, that of the first two steps of the warm-up, keeps the weights: their loss at step 2 is the saved one.
+    for cell, node, saver in (("healed", "wrong", "wrong"), ("healed", "healthy", "healthy")):
+        kept = evals_of(out, rows[cell, node]["run_id"])[2]
+        assert kept == pytest.approx(evals_of(out, rows["before", saver]["run_id"])[4], rel=1e-6)
+
+
+def losses_of(out: Path, run_id: str) -> list[tuple[int, float]]:
+    """Steps of a run with their losses."""
+    return [(row["step"], row["value"]) for row in read_sweep(out).series([run_id], ["train/loss"]).to_pylist()]
+
+
+def evals_of(out: Path, run_id: str) -> dict[int, float]:
+    """Validation losses of a run by step."""
+    return {row["step"]: row["value"] for row in read_sweep(out).series([run_id], ["eval/loss"]).to_pylist()}
+
+
 def test_tables_follow_from_what_the_runs_wrote(swept: tuple[Path, Path]) -> None:
     """Parquet holds the losses of the run folders; the final loss is the mean of the last 2 steps."""
     out = swept[1]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.config import load_profile
 from megasdc.errors import ConfigError
-from megasdc.experiments.plan import Plan, build_plan, measured_folder, runs_of
+from megasdc.experiments.plan import Plan, Start, build_plan, measured_folder, runs_of
 from megasdc.experiments.results import SWEEP_FILE, ResultStore
 from megasdc.experiments.sweep import _check_folder
 from megasdc.experiments.sweep_file import HEALTHY, load_sweep
@@ -76,6 +76,24 @@ def test_a_bad_grid_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatc
             },
             "optimizer.params.betas",
         ),
+        (
+            {
+                "cells": [
+                    {"name": "a"},
+                    {
+                        "name": "b",
+                        "set": {"megasdc.model.norm_epsilon": 1e-6, "megasdc.model.hidden_dropout": 0.1},
+                        "start": {"cell": "a", "step": 9, "weights": True},
+                    },
+                ]
+            },
+            "cells.b.start: the checkpoint's megasdc.model.norm_epsilon is not the cell's",
+        ),
+        (
+            {"cells": [{"name": "a"}, {"name": "b", "start": {"cell": "a", "step": 801, "weights": True}}]},
+            "step 801 is after 800, the last one",
+        ),
+        ({"cells": [{"name": "a", "start": {"step": 3, "of": "nodes"}}]}, "input should be 'healthy' or 'node'"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
@@ -137,6 +155,37 @@ def test_runs_that_start_from_a_checkpoint_come_after_the_one_that_saves_it(tmp_
     order = list(plan.runs)
     assert order.index(of_node["n"].run_id) > order.index(of_node[HEALTHY].run_id) > 0
     assert runs_of(plan, ["a"]).keys() == {first.run_id, *(run.run_id for run in of_node.values())}
+
+
+def test_cells_that_go_on_from_weights_of_the_healthy_run_or_of_each_nodes_own(tmp_path: Path) -> None:
+    """A cell's own whole run saves them, once; of a node's, a healthy machine goes on, from step 0 with other data."""
+    other = {"megasdc.training.steps": 60, "megasdc.data.path": "elsewhere", LR: 1e-4, "megasdc.training.seed": 1}
+    start = {"cell": "before", "step": 200, "weights": True}
+    cells = [
+        {"name": "before", "set": {"megasdc.training.steps": 200}},
+        {"name": "on the node", "set": other, "start": start},
+        {"name": "healed", "set": other, "start": {**start, "of": "node"}},
+    ]
+    path = write(tmp_path, cells=cells, nodes=[{"name": "n", "profile": "node_1"}])
+    plan = build_plan(load_sweep(path, None))
+    runs = {(place.cell, place.node): plan.runs[place.run_id] for place in plan.places}
+    assert len(plan.runs) == 5 and runs["on the node", HEALTHY] == runs["healed", HEALTHY]
+    first, second = runs["before", HEALTHY], runs["before", "n"]
+    assert list(plan.runs)[:2] == [first.run_id, second.run_id] and first.donor and second.donor
+    assert [runs[cell, "n"].start for cell in ("on the node", "healed")] == [
+        Start(first.run_id, 200, weights=True),
+        Start(second.run_id, 200, weights=True),
+    ]
+    assert [runs[cell, "n"].condition for cell in ("on the node", "healed")] == [runs["healed", HEALTHY].run_id, None]
+    assert [runs[cell, "n"].healthy for cell in ("on the node", "healed")] == [False, True]
+    assert runs["healed", "n"].last_step == 60 and runs["healed", "n"].label.endswith("from cells.before, n, seed 1234")
+    assert runs_of(plan, ["healed"]).keys() == {
+        first.run_id,
+        second.run_id,
+        *(runs["healed", n].run_id for n in ("n", HEALTHY)),
+    }
+    places = {(place.cell, place.node): place.start for place in plan.places}
+    assert places["healed", "n"] == "weights of step 200 of before on the node"
 
 
 def test_some_cells_alone_are_run_with_what_they_start_from(tmp_path: Path) -> None:
