@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,14 +85,49 @@ def import_hf(
     typer.echo(json.dumps(result.model, indent=2))
 
 
+@dataclass(frozen=True)
+class QuestionOptions:
+    """Options of ``megasdc eval`` for multiple-choice questions."""
+
+    choices: Annotated[
+        Path | None,
+        input_option(
+            "--choices",
+            reads=DataError,
+            help='Answer the questions of this file instead: {"prompt": TEXT, "choices": [TEXT, ...], "answer": INDEX} '
+            "a line.",
+        ),
+    ] = None
+    against: Annotated[
+        Path | None,
+        input_option(
+            "--against",
+            reads=CheckpointError,
+            missing=True,
+            help="Weights that answer too: shows how many questions both answer differently.",
+        ),
+    ] = None
+    tokenizer: TokenizerOption = None
+
+    def check(self, others: bool) -> None:
+        """Refuse options that do not go together; ``others``: whether some of a split were given."""
+        if self.choices is None and (self.against is not None or self.tokenizer is not None):
+            raise typer.BadParameter("--against and --tokenizer go with --choices")
+        if self.choices is not None and others:
+            raise typer.BadParameter("--config, --split, --samples and --set are of a split, not of --choices")
+
+
 @app.command("eval", epilog="Example: megasdc eval runs/smoke/checkpoints --split test --samples 64")
 def evaluate(
     source: WeightsFolder,
+    questions: QuestionOptions,
     config: Annotated[
         Path | None,
         input_option("--config", reads=ConfigError, help="File that names the data; default: that of the checkpoint."),
     ] = None,
-    split: Annotated[Literal["train", "valid", "test"], typer.Option("--split", help="Split to evaluate.")] = "valid",
+    split: Annotated[
+        Literal["train", "valid", "test"] | None, typer.Option("--split", help="Split to evaluate; default: valid.")
+    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -102,24 +137,42 @@ def evaluate(
     overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
-    """Compute loss and perplexity of a model on one process, whatever layout it was trained at.
+    """Compute loss and perplexity of a model on one process, whatever its layout was, or its answers to questions.
 
     --set may change the data, training.eval_samples, the micro-batch and the precision. Where the split holds fewer
     samples than asked for, all are used once, and the result says so. Of an imported model with more embedding rows
     than tokenizer entries all rows are in the softmax, as in transformers.
+
+    With --choices its answer to a question is the choice with the largest sum of the log-probabilities of its tokens,
+    given the prompt; of equal ones the first. Lengths are not compensated.
     """
+    questions.check(bool(config or split or samples or overrides))
+    if questions.choices is not None:
+        _answer(source, questions, questions.choices, as_json)
+        return
     with stdout_kept_clean():
         from megasdc.train.inference import evaluate_weights
 
         result = evaluate_weights(
             source,
             config_path=config,
-            split=split,
+            split=split or "valid",
             samples=samples,
             overrides=overrides,
             progress=not as_json,
         )
     typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
+
+
+def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -> None:
+    """Print the answers of a model to the questions of a file."""
+    with stdout_kept_clean():
+        from megasdc.train.choices import evaluate_choices
+
+        result = evaluate_choices(
+            source, file, against=options.against, tokenizer=options.tokenizer, progress=not as_json
+        )
+    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else result.render())
 
 
 @app.command("generate", epilog='Example: megasdc generate runs/smoke/checkpoints --prompt "def " --max-tokens 40')

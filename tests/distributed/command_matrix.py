@@ -94,6 +94,8 @@ COMMANDS = (
     Command("eval {in} --samples 2", "run/checkpoints", 72, sibling="step_00000002"),
     Command("eval {base}/run/checkpoints --samples 2 --config {in}", "run.json", 70),
     Command("eval {base}/run/checkpoints --samples 2 --set megasdc.data.path={in}", "data", 71),
+    Command("eval {base}/run/checkpoints --choices {in}", "questions.jsonl", 71),
+    Command("eval {base}/run/checkpoints --choices {base}/questions.jsonl --against {in}", STEP, 72),
     Command("generate {in} --prompt a --max-tokens 2", STEP, 72, sibling="../step_00000002"),
     Command("generate {base}/run/checkpoints --prompt a --max-tokens 2 --tokenizer {in}", "data/tokenizer", 71),
     Command("stress --rounds 1 --only gemm --hostfile {in}", "hostfile", 78, done=78),
@@ -178,6 +180,7 @@ def build_base(base: Path) -> None:
     shutil.copy(repository / "launch" / "pretrain_gpt.py", base / "s.py")
     np.save(base / "latencies.npy", np.random.default_rng(1).random((4, 8, 3)))
     (base / "hostfile").write_text("nowhere.invalid slots=1\n")
+    (base / "questions.jsonl").write_text('{"prompt": "def ", "choices": ["a", "b"], "answer": 0}\n')
     fault = {"rank": 0, "kind": "scale", "factor": 2.0, "submodule": "*.mlp.linear_fc1"}
     (base / "faults.json").write_text(json.dumps({"faults": [fault]}))
     text = json.loads((base / "run.json").read_text())

@@ -304,6 +304,57 @@ def test_the_exported_tokenizer_gives_our_ids(exported: Path, data: Path) -> Non
     assert len(theirs) == ours.vocab_size
 
 
+def test_answers_are_those_of_transformers(tmp_path: Path, exported: Path, trained: Trained) -> None:
+    """Log-probabilities of choices agree within 1e-4 nats, and so do answers, accuracy and disagreement."""
+    import transformers
+
+    from megasdc.train.choices import evaluate_choices
+
+    names = ["parse", "self.args", "lambda", " x", "\n        yield", "\u4f60"]
+    prompts = [
+        "def parse(self, text):\n    return ",
+        "class Reader",
+        "for name in names:\n    print(",
+        "",
+        "import os\n",
+    ]
+    lines = [
+        {"prompt": prompt, "choices": names[: 2 + index % 5], "answer": index % 2}
+        for index, prompt in enumerate(prompts * 4)
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = trained("gpt", (1, 1, 1)) / "checkpoints"
+    found = evaluate_choices(run, tmp_path / "q.jsonl", against=run / "step_00000001")
+    theirs, words = _load(exported), transformers.AutoTokenizer.from_pretrained(exported)
+    for line, sums, answer in zip(lines, found.model.log_probabilities, found.model.answers, strict=True):
+        expected = [
+            _log_probability(theirs, words, line["prompt"], choice, line["choices"]) for choice in line["choices"]
+        ]
+        assert sums == pytest.approx(expected, abs=1e-4)
+        assert answer == max(range(len(expected)), key=lambda place: expected[place])
+    right = [answer == line["answer"] for answer, line in zip(found.model.answers, lines, strict=True)]
+    assert found.model.accuracy == sum(right) / 20 and (found.model.step, found.model.undecided) == (2, 0)
+    assert found.against is not None and found.against.step == 1
+    other = [one != two for one, two in zip(found.model.answers, found.against.answers, strict=True)]
+    assert found.disagreement == sum(other) / 20
+    same = evaluate_choices(run, tmp_path / "q.jsonl", against=trained("gpt", (2, 2, 1)) / "checkpoints")
+    assert same.disagreement == 0.0, "another layout trains the same model"
+
+
+def _log_probability(model: Any, words: Any, prompt: str, choice: str, choices: list[str]) -> float:
+    """By a model of transformers, in float64: of the tokens after those that the prompt and all choices share."""
+    texts = [words(prompt + one)["input_ids"] for one in choices]
+    common = [len(set(column)) == 1 for column in zip(words(prompt)["input_ids"], *texts, strict=False)]
+    given = (*common, False).index(False)
+    ids = words(prompt + choice)["input_ids"]
+    if given == 0:
+        ids, given = [words.eos_token_id, *ids], 1
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double()
+    rows = logits.log_softmax(-1)
+    return sum(float(rows[place - 1, ids[place]]) for place in range(given, len(ids)))
+
+
 def test_types_and_files(tmp_path: Path, exported: Path, trained: Trained) -> None:
     """--dtype changes the type alone; a large limit gives one file, and transformers loads either."""
     source = trained("gpt", (1, 1, 1)) / "checkpoints"
@@ -676,3 +727,12 @@ def test_the_commands(
     call("eval", weights)
     call("export-hf", str(tmp_path), str(tmp_path / "x"))
     assert codes[4:] == [70, 70, 72]
+    (tmp_path / "q.jsonl").write_text('{"prompt": "def ", "choices": ["parse", "0"], "answer": 0}\n')
+    options = ("--choices", str(tmp_path / "q.jsonl"), "--against", weights)
+    found = json.loads(call("eval", run, *options, "--json"))
+    assert (found["questions"], found["model"]["step"], found["against"]["step"]) == (1, 2, None)
+    assert found["model"]["answers"] == found["against"]["answers"] and found["disagreement"] == 0
+    assert "1 question\n" in (text := call("eval", run, *options)) and "answered differently: 0.0 %" in text
+    (tmp_path / "q.jsonl").write_text("{}\n")
+    call("eval", run, *options)
+    assert codes[7:] == [0, 0, 71]
