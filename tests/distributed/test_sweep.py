@@ -23,6 +23,7 @@ from megasdc.experiments.ma_tables import node_tables
 from megasdc.experiments.results import read_sweep
 from megasdc.experiments.runner import alone
 from megasdc.experiments.sweep import gather, open_sweep, run_sweep
+from megasdc.train.choices import evaluate_choices
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -237,6 +238,40 @@ def test_weights_of_healthy_and_harmed_runs_are_continued(tmp_path: Path, base: 
     for cell, node, saver in (("healed", "wrong", "wrong"), ("healed", "healthy", "healthy")):
         kept = evals_of(out, rows[cell, node]["run_id"])[2]
         assert kept == pytest.approx(evals_of(out, rows["before", saver]["run_id"])[4], rel=1e-6)
+
+    questions = tmp_path / "questions.jsonl"
+    texts = [
+        {"prompt": f"def f{i}(self", "choices": [")", ", x", " = 0", "import"], "answer": i % 4} for i in range(20)
+    ]
+    questions.write_text("\n".join(map(json.dumps, texts)))
+    _check_tuned_runs(out, rows, questions)
+
+
+def _check_tuned_runs(out: Path, rows: dict[tuple[str, str], dict[str, Any]], questions: Path) -> None:
+    """The table of fine-tuning says of each run what `megasdc eval --choices` of its checkpoint says."""
+    command = [sys.executable, "-m", "tools.finetune_table", str(out), "--questions", str(questions), "--json"]
+    said = subprocess.run([*command, "--ask", "healed"], capture_output=True, text=True, check=True)
+    table = {(one["cell"], one["node"]): one for one in json.loads(said.stdout)}
+    assert list(table) == [(cell, node) for cell in ("before", "on the node", "healed") for node in NODES_OF_TABLE]
+    asked = {place for place, one in table.items() if one["accuracy"] is not None}
+    assert asked == {("healed", "healthy"), ("healed", "wrong")}
+    assert table["healed", "healthy"]["disagreement"] == 0
+    folders = [out / "runs" / rows["healed", node]["run_id"] / "checkpoints" for node in ("wrong", "healthy")]
+    found = evaluate_choices(folders[0], questions, against=folders[1])
+    assert table["healed", "wrong"]["disagreement"] == found.disagreement
+    assert table["healed", "wrong"]["accuracy"] == found.model.accuracy
+    assert {place: one["status"] for place, one in table.items()} == {
+        place: row["status"] for place, row in rows.items()
+    }
+    assert table["before", "nans"]["spikes"] == [
+        step for step, loss in losses_of(out, rows["before", "nans"]["run_id"]) if loss != loss
+    ]
+    assert table["before", "nans"]["spikes"], "a loss that is not a number is a spike"
+    wrong = subprocess.run([*command, "--ask", "nothing"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 70 and "there is no cell 'nothing'; there are before" in wrong.stderr
+
+
+NODES_OF_TABLE = ("healthy", "wrong", "nans")
 
 
 def losses_of(out: Path, run_id: str) -> list[tuple[int, float]]:
