@@ -135,7 +135,7 @@ def _agree_on_source(folder: str, whence: str) -> None:
     """
     found = sorted(set(gather_objects(whence)))
     if len(found) > 1:
-        raise CheckpointError(f"{FIELD}: in {folder} ranks found {' and '.join(found)}; name one of the checkpoints")
+        raise CheckpointError(f"{FIELD}: in {folder} ranks found {' and '.join(found)}; name one of them")
 
 
 def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_distributed
 from tiny import LLAMA_STYLE
 from whole_runs import metrics_of, prepare_text, train_run, write_config
 
@@ -269,6 +270,23 @@ def test_training_refuses_checkpoints_that_do_not_fit(tmp_path: Path, data: Path
     _flip(next(source.glob("layer_01*.pt")))
     code, text = attempt()
     assert (code, "no usable weights" in text and "layer_01" in text) == (72, True), text
+
+
+def _agree() -> str:
+    import torch.distributed as dist
+
+    from megasdc.train.build_engine import _agree_on_source
+
+    _agree_on_source("same", "step 3")
+    with pytest.raises(CheckpointError) as caught:
+        _agree_on_source("runs/a/checkpoints", f"step {3 + dist.get_rank()}")
+    return str(caught.value)
+
+
+def test_ranks_that_find_other_checkpoints_do_not_start() -> None:
+    """Where a checkpoint appears while ranks look for the newest, all of them say which they found."""
+    said = "megasdc.model.initial_weights: in runs/a/checkpoints ranks found step 3 and step 4; name one of them"
+    assert run_distributed(_agree, 2) == [said] * 2
 
 
 @pytest.fixture(scope="module")
