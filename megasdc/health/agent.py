@@ -1,8 +1,8 @@
 """The agent of a host: watches the records of its ranks, names who is stuck, and ends them; no torch.
 
-One process a host, started by the host's first rank and detached, so that it survives that rank. It reads the records in shared memory, keeps
-``health/NODE.jsonl`` in the run folder, and ends when its ranks have. Ranks never wait for it: without it a run goes
-on as without health.
+One process a host, started by the host's first rank and detached, so that it survives that rank. It reads the records
+in shared memory, keeps ``health/NODE.jsonl`` in the run folder, and ends when its ranks have. Ranks never wait for it:
+without it a run goes on as without health.
 
 When no rank of its host has moved for as long as its phase may last (``megasdc.health.limits``), the agent asks the
 ranks for their stacks and writes what it knows to ``health/stalls/``. Once every host that still shows signs of life
