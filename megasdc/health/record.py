@@ -11,8 +11,8 @@ The record outlives the rank, and a rank that writes it never waits. Layout of i
 1152    durations: for each of 16 phases 44 counts (u32), a count for each factor of sqrt(2) from 1 ms on
 ======  ==========================================================================================================
 
-Single numbers are written by one store each: ``Struct.pack_into`` would first fill them with zeros. A line is whole when
-the numbers at its two ends are the one that the record names: a reader meets a line that is being written only if two
+Single numbers are written by one store each: ``Struct.pack_into`` would first fill them with zeros. A line is whole
+when the numbers at its two ends are the one that the record names: a reader meets a line that is being written only if two
 changes of phase happen while it reads, and then reads again.
 """
 
