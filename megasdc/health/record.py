@@ -12,8 +12,8 @@ The record outlives the rank, and a rank that writes it never waits. Layout of i
 ======  ==========================================================================================================
 
 Single numbers are written by one store each: ``Struct.pack_into`` would first fill them with zeros. A line is whole
-when the numbers at its two ends are the one that the record names: a reader meets a line that is being written only if two
-changes of phase happen while it reads, and then reads again.
+when the numbers at its two ends are the one that the record names: a reader meets a line that is being written only if
+two changes of phase happen while it reads, and then reads again.
 """
 
 from __future__ import annotations
