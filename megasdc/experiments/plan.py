@@ -22,6 +22,8 @@ SEED_STRIDE = 1_000_003
 """Seed of a fault: the node's seed times this, plus the fault's own seed, plus the run's seed."""
 _HEALTHY_NODE = NodeSpec.model_validate({"name": HEALTHY})
 _OWN_PLACES = ("run_dir", "progress_bar")
+_WITHOUT_EFFECT = ("health",)
+"""Sections that change no result: runs that differ in them alone are one run, as are those from before they existed."""
 _FREE = ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "backend", "fuse", "initial_weights")
 """Fields of the model that do not define what its weights mean."""
 
@@ -271,8 +273,9 @@ class _Builder:
     def _keep(self, config: RunConfig, label: str, start: Start | None, *, donor: bool) -> PlannedRun:
         resolved = config.resolved()
         resolved["megasdc"]["faults"] = [spec.model_dump(mode="json") for spec in expand_faults(config.megasdc.faults)]
-        logging = resolved["megasdc"]["logging"]
-        content = {**resolved, "megasdc": {**resolved["megasdc"], "logging": {**logging, **dict.fromkeys(_OWN_PLACES)}}}
+        sections = {name: value for name, value in resolved["megasdc"].items() if name not in _WITHOUT_EFFECT}
+        sections["logging"] = {**sections["logging"], **dict.fromkeys(_OWN_PLACES)}
+        content = {**resolved, "megasdc": sections}
         begins = None if start is None else [start.run_id, start.step, *(["weights"] if start.weights else [])]
         run_id = digest_settings({"config": content, "start": begins, "ranks": self._sweep.ranks})
         healthy = not config.megasdc.faults

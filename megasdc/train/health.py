@@ -64,6 +64,7 @@ class Health(Hook):
         self._record = RecordWriter(options.folder, identity)
         self._record.enter(Phase.START, run.step + 1)
         self._engine = run.engine
+        self._evaluates = False
         run.engine.watch_instructions(partial(self._mark, run.engine))
         run.enter = self._enter
         dist.barrier(group=run.host_group)  # the agent reads all records of its host
@@ -72,12 +73,13 @@ class Health(Hook):
         self._watch = RankWatch(self._record, partial(_leave, leave))
 
     def _enter(self, phase: str) -> None:
+        self._evaluates = phase == Phase.EVALUATION.name
         self._record.enter(Phase[phase], self._engine.step_number)
 
     def _mark(self, engine: TrainingEngine, instruction: type, micro_batch: int) -> None:
-        """An instruction of the schedule begins."""
+        """An instruction of the schedule begins; those of an evaluation are not told apart: they may take longer."""
         phase = PHASES.get(instruction)
-        if phase is not None:
+        if phase is not None and not self._evaluates:
             self._record.enter(phase, engine.step_number, micro_batch)
 
     def before_step(self, run: Run) -> None:

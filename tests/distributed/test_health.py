@@ -70,7 +70,10 @@ def test_with_health_a_run_has_the_same_bits_and_nothing_stays(tmp_path: Path, d
     assert [one["phase"] for one in lines[-1]["ranks"]] == ["done"] * 4
     assert {one["step"] for one in lines[-1]["ranks"]} == {7}, "the step that would have followed"
     durations = json.loads((health / "durations.json").read_text())
-    assert sum(durations["FORWARD"]) >= 4 * 6 and sum(durations["SAVE"]) == 4 and sum(durations["SEND_ACTIVATION"]) > 0
+    assert sum(durations["FORWARD"]) == 4 * 6 * 2, "four ranks, six steps, two micro-batches; none of the evaluations"
+    assert (
+        sum(durations["EVALUATION"]) == 4 * 2 and sum(durations["SAVE"]) == 4 and sum(durations["SEND_ACTIVATION"]) > 0
+    )
     assert (health / "agent_00000.log").read_text() == "" and not (tmp_path / "plain" / "health").exists()
     assert records_of(lines[0]["run"]) == []
 
