@@ -103,11 +103,11 @@ def collectives() -> dict[str, dict[str, Any]]:
     Empty where the recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch was never imported. Names of groups are those of
     ``torch.distributed``, the same on all ranks; sequence numbers count the collectives of a group.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
+    if "torch" not in sys.modules:
         return {}
-    text = torch._C._distributed_c10d._dump_fr_trace_json(True, True)
-    return groups_of(json.loads(text))
+    from torch._C import _distributed_c10d
+
+    return groups_of(json.loads(_distributed_c10d._dump_fr_trace_json(True, True)))
 
 
 def groups_of(recorded: dict[str, Any]) -> dict[str, dict[str, Any]]:

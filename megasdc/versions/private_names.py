@@ -169,6 +169,7 @@ OWNERS = (
         "timeouts of process groups",
         names=("_get_backend", "_device_types"),
     ),
+    Owner("torch._C._distributed_c10d", "the cause of a hang (`health`)", names=("_dump_fr_trace_json",)),
     Owner("torch.distributed:ProcessGroupGloo._Options", "timeouts of process groups", names=("_timeout",)),
     Owner(
         "torch.distributed:ProcessGroupGloo",

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.timeout(60)
 CHILD = """
 import os, signal, sys
 from megasdc.launcher.orphans import follow_input, follow_parent
-signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), os._exit(0)))
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"told\\n"), os._exit(0)))
 {follow}
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # print may be in the middle of its buffer when the signal comes
 while True:
     signal.pause()
 """

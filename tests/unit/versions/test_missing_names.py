@@ -14,7 +14,7 @@ from megasdc.versions.private_names import LAUNCHER, NODE, OWNERS, TRAINING, Own
 
 PACKAGE = Path(megasdc.__file__).parent
 INNER = ("deepspeed.runtime", "deepspeed.launcher")
-NOT_LIBRARIES = {"_exit", "_getframe", "_checkpoint_offset"}
+NOT_LIBRARIES = {"_exit", "_getframe", "_current_frames", "_checkpoint_offset"}
 """Of Python itself; and what torch notes on a storage, which a test of test_private_names.py looks at."""
 
 
