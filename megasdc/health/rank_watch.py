@@ -107,7 +107,8 @@ def collectives() -> dict[str, dict[str, Any]]:
         return {}
     from torch._C import _distributed_c10d
 
-    return groups_of(json.loads(_distributed_c10d._dump_fr_trace_json(True, True)))
+    dump = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]  # not in the stubs
+    return groups_of(json.loads(dump(True, True)))
 
 
 def groups_of(recorded: dict[str, Any]) -> dict[str, dict[str, Any]]:
