@@ -26,12 +26,13 @@ from typing import Any
 
 from megasdc.durable import replacing, write_durably
 from megasdc.errors import HangError, PeerError
-from megasdc.health.blame import GONE, RUNNING, Blame, GroupState, RankState, find_blame
+from megasdc.health.blame import GONE, GONE_KIND, RUNNING, find_blame
+from megasdc.health.incident import read_state, state_of, write_incident
 from megasdc.health.limits import Limits, keep_durations, load_durations, merged
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import process_state
 from megasdc.health.rank_watch import answer_path
-from megasdc.health.record import Identity, Progress, RecordReader, record_path
+from megasdc.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
 
 POLL_S = 1.0
 SIGN_S = 5.0
@@ -42,7 +43,12 @@ LEAVE_S = 5.0
 """Seconds that ranks have to leave before they are killed."""
 LINE_S = 10.0
 MAX_LINES_BYTES = 4 << 20
-STATUS_FILE, STALL_FOLDER, INCIDENT_FOLDER, DURATIONS_FILE = "status", "stalls", "incidents", "durations.json"
+SIGN, STALL_FOLDER, DURATIONS_FILE = "status", "stalls", "durations.json"
+
+
+def node_name(node: int) -> str:
+    """How the files of a host begin."""
+    return f"node_{node:05d}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class Agent:
     @property
     def name(self) -> str:
         """Name of this host's files."""
-        return f"node_{self._options.node:05d}"
+        return node_name(self._options.node)
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended."""
@@ -184,20 +190,24 @@ class Agent:
             return
         self._sign_at = time.monotonic() + SIGN_S
         sign = {"run": self._run, "time": time.time(), "ended": ended, "stuck": self._reported is not None}
-        with replacing(self._health / f"{self.name}.{STATUS_FILE}", "w") as file:
+        with replacing(self._health / f"{self.name}.{SIGN}", "w") as file:
             json.dump(sign, file)
 
-    def _signs(self) -> dict[int, dict[str, Any]]:
-        """Last sign of life of each host that was in this launch and has written here."""
+    def _read_nodes(self, folder: Path, ending: str) -> dict[int, dict[str, Any]]:
+        """What the agents of this start have written under this ending, by node."""
         found = {}
         for node in range(len(self._options.nodes)):
             try:
-                sign = json.loads((self._health / f"node_{node:05d}.{STATUS_FILE}").read_text(encoding="utf-8"))
+                content = json.loads((folder / f"{node_name(node)}.{ending}").read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 continue
-            if sign.get("run") == self._run:
-                found[node] = sign
+            if content.get("run") == self._run:
+                found[node] = content
         return found
+
+    def _signs(self) -> dict[int, dict[str, Any]]:
+        """Last sign of life of each host that has written here."""
+        return self._read_nodes(self._health, SIGN)
 
     def _lost(self) -> list[str]:
         """Hosts that have given signs of life in this launch, and do no more."""
@@ -223,7 +233,7 @@ class Agent:
             rank.look()
             answer = self._answer(rank, asked)
             stacks[rank.identity.rank] = answer.get("stacks", {})
-            states.append(asdict(_state_of(rank, answer)))
+            states.append(asdict(state_of(rank.identity, rank.progress, rank.state, answer)))
         self._reported = {"run": self._run, "states": states, "stacks": stacks}
         write_durably(self._stalls / f"{self.name}.json", json.dumps(self._reported) + "\n")
         self._sign_at = 0.0
@@ -258,53 +268,21 @@ class Agent:
 
     def _end_hang(self) -> None:
         """Name the cause, write the incident, end the ranks of this host."""
-        reports = self._reports()
-        states = [_state(one) for report in reports for one in report["states"]]
-        blame = find_blame(sorted(states, key=lambda one: one.rank), self._lost())
-        seen = {one.host for one in states}
-        unseen = [host for host in dict.fromkeys(self._options.nodes) if host not in seen]
-        died = blame.kind == "gone"
-        message = f"nothing moved for {min(one.stuck_s for one in states):.0f} s: {blame.text}"
-        if unseen and not self._lost():
-            message += f" (nothing is known of {', '.join(unseen)}, which do not share this run folder)"
-        path = self._write_incident(blame, states, reports, message)
-        code = PeerError.exit_code if died else HangError.exit_code
-        leave = {"exit_code": code, "message": f"{message}; see {path}"}
-        write_durably(self._options.folder / "leave.json", json.dumps(leave) + "\n")
-        self._end_ranks()
-
-    def _reports(self) -> list[dict[str, Any]]:
-        found = []
-        for node in range(len(self._options.nodes)):
-            try:
-                report = json.loads((self._stalls / f"node_{node:05d}.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if report.get("run") == self._run:
-                found.append(report)
-        return found
-
-    def _write_incident(
-        self, blame: Blame, states: Sequence[RankState], reports: Sequence[Mapping[str, Any]], message: str
-    ) -> Path:
-        """Write the incident; all agents of a shared folder write the same one, under one name."""
-        folder = self._health / INCIDENT_FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"hang_{self._run}.json"
+        reports = self._read_nodes(self._stalls, "json").values()
+        states = sorted((read_state(one) for report in reports for one in report["states"]), key=lambda one: one.rank)
         stacks = {rank: found for report in reports for rank, found in report["stacks"].items()}
-        content = {
-            "kind": f"hang/{blame.kind}",
-            "run": self._run,
-            "time": time.time(),
-            "message": message,
-            "ranks": list(blame.ranks),
-            "hosts": sorted({one.host for one in states if one.rank in blame.ranks}) or self._lost(),
-            "waits": {str(rank): text for rank, text in blame.waits.items()},
-            "states": [asdict(one) for one in states],
-            "stacks": clustered(stacks),
-        }
-        write_durably(path, json.dumps(content, indent=2) + "\n")
-        return path
+        lost = self._lost()
+        blame = find_blame(states, lost)
+        hosts = sorted({one.host for one in states if one.rank in blame.ranks}) or lost
+        message = f"nothing moved for {min(one.stuck_s for one in states):.0f} s: {blame.text}"
+        unseen = set(self._options.nodes) - {one.host for one in states} - set(lost)
+        if unseen:
+            message += f" (nothing is known of {', '.join(sorted(unseen))}, which do not share this run folder)"
+        path = write_incident(self._health, self._run, message, blame, states, hosts, stacks)
+        code = PeerError.exit_code if blame.kind == GONE_KIND else HangError.exit_code
+        leave = {"exit_code": code, "message": f"{message}; see {path}"}
+        write_durably(self._options.folder / LEAVE_FILE, json.dumps(leave) + "\n")
+        self._end_ranks()
 
     def _end_ranks(self) -> None:
         """Tell the ranks to leave; kill those that do not."""
@@ -349,53 +327,17 @@ class Agent:
             file.write(json.dumps(line) + "\n")
 
 
-def clustered(stacks: Mapping[str, Mapping[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """Equal stacks once, with the ranks and threads that have them; those of most ranks first."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for rank, threads in stacks.items():
-        for name, lines in threads.items():
-            groups.setdefault(tuple(lines), []).append(f"rank {rank} {name.split()[0]}")
-    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return [{"of": of, "stack": list(lines)} for lines, of in ordered]
-
-
-def _state_of(rank: WatchedRank, answer: Mapping[str, Any]) -> RankState:
-    identity, progress = rank.identity, rank.progress
-    groups = {
-        name: GroupState(one["joined"], one["ended"], {int(k): text for k, text in one["recent"].items()})
-        for name, one in answer.get("groups", {}).items()
-    }
-    return RankState(
-        rank=identity.rank,
-        host=identity.host,
-        pp_rank=identity.pp_rank,
-        tp_rank=identity.tp_rank,
-        dp_rank=identity.dp_rank,
-        step=progress.step,
-        micro_batch=progress.micro_batch,
-        phase=progress.phase,
-        stuck_s=rank.stuck_s,
-        process=rank.state,
-        groups=groups,
-        where=answer.get("where", ""),
-    )
-
-
-def _state(raw: Mapping[str, Any]) -> RankState:
-    """A rank's state from a report."""
-    groups = {
-        name: GroupState(one["joined"], one["ended"], {int(k): text for k, text in one["recent"].items()})
-        for name, one in raw["groups"].items()
-    }
-    return RankState(**{**raw, "phase": Phase(raw["phase"]), "groups": groups})
-
-
 def main(argv: Sequence[str]) -> None:
-    """Watch the ranks of this host; ``argv``: the encoded options. A first fork detaches it from the rank."""
+    """Watch the ranks of this host; ``argv``: the encoded options.
+
+    It detaches from the rank that has started it once it has read all records, so that this rank learns what is wrong
+    with them.
+    """
+    agent = Agent(AgentOptions.decode(argv[0]))
     if os.fork():
         os._exit(0)
     os.setsid()
-    Agent(AgentOptions.decode(argv[0])).run()
+    agent.run()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from megasdc.health.phases import COLLECTIVE, NEIGHBOUR, Phase
 
 RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
+GONE_KIND = "gone"
+"""Kind of a blame where a rank or a host has died, which is no hang."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ def find_blame(states: Sequence[RankState], lost_hosts: Sequence[str] = ()) -> B
         return Blame(kind, tuple(ranks), f"{named}: {why}" if named else why, waits)
 
     if lost_hosts:
-        return blame("gone", [], f"no sign of life from {', '.join(lost_hosts)}")
+        return blame(GONE_KIND, [], f"no sign of life from {', '.join(lost_hosts)}")
     for process, kind, why in (
-        (GONE, "gone", "its process has ended"),
+        (GONE, GONE_KIND, "its process has ended"),
         (STOPPED, "stopped", "its process is stopped by a signal"),
         (DISK, "disk", "its process waits for a disk"),
     ):

@@ -28,7 +28,7 @@ class Phase(IntEnum):
     EVALUATION = 12
     SAVE = 13
     DONE = 14
-    """The run has ended without an error, on this rank."""
+    """This rank takes no more steps: its last hooks have run, or it has failed."""
 
     @property
     def label(self) -> str:

@@ -38,6 +38,7 @@ _LINE = struct.Struct("<QdqqQQ")
 _NUMBER_AT, _LINES_AT, _ASKED_AT, _COUNTS_AT = 1024, 1032, 1128, 1152
 _ASKED, _ANSWERED, _LEAVE = range(3)
 _IDENTITY_BYTES = 1024
+LEAVE_FILE = "leave.json"
 _TRIES = 100
 
 
@@ -219,5 +220,5 @@ def _numbers(record: mmap.mmap) -> tuple[memoryview, memoryview]:
 
 def leave_message(folder: Path) -> dict[str, Any]:
     """Why the ranks of this host must leave: ``exit_code`` and ``message``."""
-    found: dict[str, Any] = json.loads((folder / "leave.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((folder / LEAVE_FILE).read_text(encoding="utf-8"))
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -68,8 +67,9 @@ class Health(Hook):
         run.engine.watch_instructions(partial(self._mark, run.engine))
         run.enter = self._enter
         dist.barrier(group=run.host_group)  # the agent reads all records of its host
-        if identity.local_rank == 0:
-            start_agent(options)
+        if identity.local_rank == 0 and (problem := start_agent(options)):
+            logger.warning("health: nothing watches this host: %s", problem)
+            run.events.emit("health", "unwatched", step=run.step, problem=problem)
         self._watch = RankWatch(self._record, partial(_leave, leave))
 
     def _enter(self, phase: str) -> None:
@@ -152,17 +152,17 @@ def _shared_folder() -> Path:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-def start_agent(options: AgentOptions) -> None:
-    """Start this host's agent; without it the run goes on, unwatched, and says so.
+def start_agent(options: AgentOptions) -> str:
+    """Start this host's agent; returns why it could not be started, empty: it was.
 
     It is not one of the launch's processes: the front does not wait for it, and does not end it.
     """
     environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
     command = [sys.executable, "-m", "megasdc.health.agent", options.encode()]
-    health = options.run_folder / "health"
+    path = options.run_folder / "health" / f"agent_{options.node:05d}.log"
     try:
-        health.mkdir(exist_ok=True)
-        with open(health / f"agent_{options.node:05d}.log", "ab") as log:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "ab") as log:
             subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -172,6 +172,8 @@ def start_agent(options: AgentOptions) -> None:
                 timeout=AGENT_START_S,
                 check=True,
             )
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("health: the agent of this host could not be started, so nothing watches it: %s", error)
-        shutil.rmtree(options.folder, ignore_errors=True)
+    except subprocess.SubprocessError:
+        return f"its agent could not be started; see {path}"
+    except OSError as error:
+        return f"its agent could not be started: {error}"
+    return ""

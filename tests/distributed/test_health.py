@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 from harness import run_distributed
-from whole_runs import metrics_of, prepare_text, state_of, train_run, write_config
+from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -110,3 +110,15 @@ def test_a_stuck_rank_is_named_and_the_run_ends(
     ends = [one for one in events if one["kind"] == "end"]
     assert ends and ends[-1]["fields"]["exit_code"] in (75, 79)
     assert records_of(incident["run"]) == []
+
+
+def test_a_run_whose_agent_cannot_start_goes_on_and_reports_it(tmp_path: Path, data: Path) -> None:
+    """A file lies where the agent's folder would be: a warning and an event, and all steps are done."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "health").write_text("not a folder")
+    config = write_config(tmp_path / "c.json", data, run_dir, health__enabled=True)
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    (event,) = events_of(run_dir, "health", "unwatched")
+    assert event["rank"] == 0 and "could not be started" in event["problem"]
+    assert metrics_of(run_dir)[-1]["step"] == 6

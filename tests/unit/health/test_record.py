@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megasdc.errors import StorageError
+from megasdc.health.agent import AgentOptions
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.record import (
@@ -108,3 +111,13 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         RecordReader(path).read()
     with pytest.raises(StorageError, match="1024 fit"):
         RecordWriter(tmp_path, identity(host="x" * 2000))
+
+
+def test_an_agent_that_cannot_read_a_record_tells_who_starts_it(tmp_path: Path) -> None:
+    """It ends with an error before it detaches."""
+    record_path(tmp_path, 0).write_bytes(b"garbage")
+    limits = (60.0, 900.0, 10.0)
+    options = AgentOptions(tmp_path, tmp_path, 0, (0,), ("n0",), *limits)
+    command = [sys.executable, "-m", "megasdc.health.agent", options.encode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "is no progress record: 7 bytes" in done.stderr
