@@ -74,7 +74,7 @@ def _tuned(results: SweepResults, row: dict[str, Any], answers: dict[str, Answer
     other = answers.get(healthy[0]) if healthy else None
     share = None
     if own is not None and other is not None:
-        share = sum(a != b for a, b in zip(own.answers, other.answers, strict=True)) / len(own.answers)
+        share = own.differing(other) / len(own.answers)
     return TunedRun(
         **kept,
         spikes=[values[place]["step"] for place in spikes],

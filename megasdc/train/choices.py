@@ -54,6 +54,10 @@ class Answers:
     answers: list[int | None]
     log_probabilities: list[list[float]]
 
+    def differing(self, other: Answers) -> int:
+        """Questions that another model answers differently."""
+        return sum(one != two for one, two in zip(self.answers, other.answers, strict=True))
+
     def as_dict(self) -> dict[str, Any]:
         """As plain values, without log-probabilities."""
         kept = ("source", "step", "accuracy", "interval", "undecided", "answers")
@@ -133,9 +137,7 @@ def evaluate_choices(
         for weights in (source, against)
     )
     assert model is not None, "a source is given"
-    share = None
-    if other is not None:
-        share = sum(one != two for one, two in zip(model.answers, other.answers, strict=True))
+    share = None if other is None else model.differing(other)
     return ChoicesResult(
         file=str(file),
         questions=len(questions),

@@ -216,6 +216,17 @@ def test_decisive_cells_have_their_own_seeds_and_a_size_takes_the_place(tmp_path
         load_sweep(path, "huge")
 
 
+def test_health_makes_no_other_run(tmp_path: Path) -> None:
+    """What changes no result is no part of a run's id, so that finished runs are found again."""
+    cells = [{"name": "plain"}, {"name": "watched", "set": {"megasdc.health.enabled": True}}]
+    cells.append({"name": "other", "set": {LR: 2e-3}})
+    plan = build_plan(load_sweep(write(tmp_path, cells=cells), None))
+    assert [
+        len({place.run_id for place in plan.places if place.cell in two})
+        for two in (("plain", "watched"), ("plain", "other"))
+    ] == [1, 2]
+
+
 def test_cells_and_nodes_of_a_size_take_over_what_the_sweep_says_of_them(tmp_path: Path) -> None:
     """By name, in the size's order; settings are merged, other fields given anew replace, unknown names stand alone."""
     cells = [
