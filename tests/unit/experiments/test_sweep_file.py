@@ -219,7 +219,7 @@ def test_decisive_cells_have_their_own_seeds_and_a_size_takes_the_place(tmp_path
 def test_health_makes_no_other_run(tmp_path: Path) -> None:
     """What changes no result is no part of a run's id, so that finished runs are found again."""
     cells = [{"name": "plain"}, {"name": "watched", "set": {"megasdc.health.enabled": True}}]
-    cells.append({"name": "other", "set": {LR: 2e-3}})
+    cells.append({"name": "other", "set": {LR: 3e-3}})
     plan = build_plan(load_sweep(write(tmp_path, cells=cells), None))
     assert [
         len({place.run_id for place in plan.places if place.cell in two})
